@@ -1,0 +1,1 @@
+"""Errors, identifiers, logging and the registry: what every other package may use. No torch."""

@@ -1,0 +1,21 @@
+"""Loggers under the name `quire`, and their one set-up for the command line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module; pass `__name__`."""
+    return logging.getLogger(name)
+
+
+def setup_logging(level: str = "INFO") -> None:
+    """Print the `quire` loggers to standard error as `LEVEL message`; a program that embeds quire does not call this."""
+    logger = logging.getLogger("quire")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(level)

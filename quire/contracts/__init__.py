@@ -1,0 +1,1 @@
+"""Frozen dataclasses and protocols that cross package borders. No torch."""

@@ -1,0 +1,111 @@
+"""EngineConfig: every option of the engine, validated, built once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.base.errors import ConfigError
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_POLICIES = ("fcfs", "priority")
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _is_int(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler may do in one step. Raises ConfigError.
+
+    max_num_seqs            sequences that run (hold blocks) at the same time
+    max_num_batched_tokens  tokens computed in one step over all sequences
+    long_prefill_token_threshold  prompt tokens that one sequence may compute in a step; 0: as many as the budget has left
+    max_model_len           tokens of one sequence, prompt and output together
+    policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks"):
+            value = getattr(self, name)
+            _require(_is_int(value, 1), name, value, "an integer >= 1")
+        threshold = self.long_prefill_token_threshold
+        _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
+        _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence can decode in a step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The options of LLM, LLMEngine and AsyncLLM. Raises ConfigError.
+
+    model                   a local folder, a hub id, or the name of a bundled model (demo, demo-draft, demo-moe)
+    tokenizer               where the tokenizer is, when it is not with the model
+    revision                branch, tag or commit of a hub id
+    dtype                   of weights and activations; "auto" takes the checkpoint's
+    max_model_len           tokens of a sequence; None takes the model's own maximum
+    max_num_seqs            sequences that run at the same time
+    max_num_batched_tokens  tokens in one step; None: max(2048, max_num_seqs)
+    block_size              tokens in a KV block
+    num_kv_blocks           size of the KV pool in blocks; None: from kv_cache_memory_bytes
+    kv_cache_memory_bytes   size of the KV pool in bytes; None: what the memory plan finds
+    enable_prefix_caching   reuse the KV of equal prefixes
+    scheduling_policy       "fcfs" or "priority"
+    seed                    of requests that bring no seed of their own
+    device                  "auto" or "cpu"
+    """
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a folder, a hub id or demo")
+        _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
+        for name in ("max_num_seqs", "block_size"):
+            _require(_is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
+        for name in ("tokenizer", "revision"):
+            value = getattr(self, name)
+            _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
+        threshold = self.long_prefill_token_threshold
+        _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
+        _require(isinstance(self.enable_prefix_caching, bool), "enable_prefix_caching", self.enable_prefix_caching, "a bool")
+        _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
+        _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
+        _require(self.device in ("auto", "cpu"), "device", self.device, "'auto' or 'cpu' (GPUs are not supported yet)")
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")

@@ -1,0 +1,150 @@
+"""ModelSpec: a decoder-only model as data. A family's page reads config.json into one; one decoder executes any.
+
+Everything is resolved when the spec is read: no layer types, defaults or scaling rules are left for the step. Layers that
+are alike share one LayerSpec object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A normalisation over the last dimension.
+
+    kind       "rms" (Zhang and Sennrich, 2019) or "layer" (with mean and, if has_bias, a bias)
+    offset     added to the weight: 1 where the checkpoint stores w - 1 (Gemma)
+    late_cast  multiply by the weight in f32 and round once; otherwise the normalised value is rounded to the dtype first
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: int = 0
+    has_bias: bool = False
+    late_cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al., 2021) over the first `dim` of each head, pairing i with i + dim / 2.
+
+    kind                "default", "linear", "dynamic" (NTK), "llama3", "yarn" (Peng et al., 2023) or "longrope"
+    original_max        positions the model was trained on before scaling
+    attention_factor    multiplies cos and sin
+    short, long         longrope's divisors per frequency, dim / 2 each
+    is_f32              rotate in f32 and round once; otherwise cos and sin are rounded to the dtype first
+    "dynamic" and "longrope" depend on a length: the engine's max_model_len decides, once, for every sequence
+    """
+
+    dim: int
+    theta: float
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    factor: float = 1.0
+    original_max: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    is_f32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Multi-head, multi-query or grouped-query attention; num_heads is a multiple of num_kv_heads.
+
+    scale          multiplies q.k
+    window         a token attends to itself and the window - 1 tokens before it; None: to all before it
+    qk_norm_over   "head": one weight of head_dim for every head; "all": over the concatenated heads
+    softcap        scores become softcap * tanh(scores / softcap), before the mask
+    is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None = None
+    window: int | None = None
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    qk_norm: NormSpec | None = None
+    qk_norm_over: Literal["head", "all"] = "head"
+    softcap: float | None = None
+    is_softmax_f32: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """A feed-forward block: down(act(gate(x)) * up(x)) when gated, down(act(up(x))) otherwise."""
+
+    intermediate_size: int
+    activation: Activation
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of experts: softmax over all experts in f32, then the top_k of them.
+
+    is_renormalized  the chosen weights are divided by their sum
+    is_weight_f32    weights stay f32 over the product with the expert's output (Mixtral); otherwise rounded to the dtype
+    """
+
+    num_experts: int
+    top_k: int
+    expert: MlpSpec
+    is_renormalized: bool = True
+    is_weight_f32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: x += residual_scale * attn_out(attention(attn_in(x))), then the same with the mlp; a norm may be None."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+    attn_in: NormSpec | None = None
+    attn_out: NormSpec | None = None
+    mlp_in: NormSpec | None = None
+    mlp_out: NormSpec | None = None
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A whole model, with the facts of config.json that the engine needs beside the graph.
+
+    max_positions        positions that the model can take (after scaling, where the configuration says so)
+    is_tied              the output head is the embedding
+    embed_scale          multiplies embeddings; is_embed_scale_cast: it is first rounded to the weights' dtype (Gemma)
+    num_learned_positions rows of a learned position embedding that is added (GPT-2); 0: none
+    logit_scale          multiplies logits; final_softcap caps them, in the dtype
+    eos_token_ids        of config.json and generation_config.json together
+    """
+
+    model_type: str
+    dtype: Dtype
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    max_positions: int
+    is_tied: bool = False
+    embed_scale: float = 1.0
+    is_embed_scale_cast: bool = False
+    num_learned_positions: int = 0
+    logit_scale: float = 1.0
+    final_softcap: float | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()

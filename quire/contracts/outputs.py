@@ -1,0 +1,104 @@
+"""RequestOutput and its parts: what the engine hands out, with the names that users of vLLM know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.contracts.request import FinishReason
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log probability of one token, its rank (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request.
+
+    text                the output text: all of it so far, or only what is new in a delta
+    token_ids           likewise
+    cumulative_logprob  sum over all output tokens, None unless log probabilities were asked for
+    logprobs            per output token a dict of token id -> Logprob, the chosen token always in it
+    finish_reason       None while it runs; "stop" (end of sequence or stop), "length", "abort" or "error"
+    stop_reason         the stop string or stop token id that ended it; None for end of sequence
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this choice has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds of time.monotonic(), and what it reused.
+
+    num_cached_tokens  prompt tokens taken from the prefix cache
+    num_preemptions    times that one of its sequences gave up its blocks
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from arrival to the first output token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_in_queue_s(self) -> float | None:
+        """Seconds from arrival to the first scheduled token."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: its prompt, its choices, and whether it has ended.
+
+    prompt_logprobs  per prompt token a dict of token id -> Logprob; the first token has None
+    error            what went wrong, when a choice has finish_reason "error"
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One hypothesis of a beam search; `tokens` starts with the prompt, `score` is after the length penalty."""
+
+    tokens: list[int]
+    cumulative_logprob: float
+    score: float
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The hypotheses of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -1,0 +1,40 @@
+"""Request: what the engine takes in, complete and validated; FinishReason: how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.base.ids import RequestId
+from quire.contracts.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request after tokenising; nothing in it refers to text but `prompt`, which is only handed back.
+
+    prompt_token_ids     at least one token, every id below the vocabulary size
+    seed                 64-bit; choice i samples with mix_seed(seed, i)
+    eos_token_ids        the model's end-of-sequence tokens
+    bad_word_token_ids   every token sequence that spells a bad word
+    arrival_time_s       of time.monotonic(); orders requests of equal priority together with the order of arrival
+    cache_salt           requests share cached prefixes only with requests of the same salt
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    prompt: str | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    arrival_time_s: float = 0.0
+    cache_salt: str = field(default="")
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """The tokens that end an output: end-of-sequence, unless ignored, and the request's own stop tokens."""
+        eos = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
+        return eos | frozenset(self.params.stop_token_ids or ())

@@ -1,0 +1,196 @@
+"""SamplingParams: how the tokens of one request are chosen and when it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from quire.base.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+
+
+def _check_number(name: str, value: object, low: float, high: float, low_open: bool = False) -> None:
+    bounds = f"{'>' if low_open else '>='} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < low or value > high or (low_open and value == low):  # type: ignore[operator,arg-type]
+        raise RequestError(f"{name} must be a finite number {bounds}, got {value!r}", name)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name} must be an integer {allowed}, got {value!r}", name)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, got {value!r}", name)
+
+
+def _as_items(value: object) -> tuple[object, ...] | None:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    return tuple(cast("list[object]", value)) if isinstance(value, list | tuple) else None
+
+
+def _as_strings(name: str, value: object) -> tuple[str, ...]:
+    items = _as_items(value)
+    if items is None or not all(isinstance(item, str) and item for item in items):
+        raise RequestError(f"{name} must be a non-empty string or a list of them, got {value!r}", name)
+    return cast("tuple[str, ...]", items)
+
+
+def _as_token_ids(name: str, value: object) -> tuple[int, ...]:
+    items = _as_items(value)
+    if items is None or not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        raise RequestError(f"{name} must be a list of token ids >= 0, got {value!r}", name)
+    return cast("tuple[int, ...]", items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The sampling parameters of one request. Raises RequestError, with the field in `param`, when one is invalid.
+
+    n                    choices to return; they share the prompt's KV blocks
+    best_of              choices to generate (>= n); the n with the highest mean log probability are returned
+    temperature          0 is greedy (ties go to the lowest token id); otherwise logits are divided by it
+    top_p, top_k, min_p  nucleus mass in (0, 1]; number of candidates, 0 or -1 for all; share of the best probability
+    typical_p            locally typical sampling (Meister et al., 2022), mass in (0, 1]
+    repetition_penalty   > 1 divides positive and multiplies negative logits of tokens in prompt and output
+    presence_penalty     subtracted from the logits of tokens in the output, [-2, 2]
+    frequency_penalty    subtracted once per occurrence in the output, [-2, 2]
+    logit_bias           token id -> value in [-100, 100] added to its logit
+    allowed_token_ids    when given, no other token can be sampled
+    bad_words            words that are never generated; the last token of each is forbidden where it would complete it
+    stop                 strings that end the output, which is cut before them (after, with include_stop_str_in_output)
+    stop_token_ids       tokens that end the output, beside the model's own end-of-sequence tokens
+    ignore_eos           do not end at the model's end-of-sequence tokens
+    max_tokens           output tokens at most; None: until the model's length is reached
+    min_tokens           no end-of-sequence or stop before this many output tokens
+    seed                 same seed, same tokens, whatever else is in the batch; None: drawn from the engine's seed
+    logprobs             return this many most likely tokens (0 to 20) and the chosen one per output token; -1: all
+    prompt_logprobs      likewise for each prompt token but the first
+    detokenize           False leaves `text` empty, and stop strings are then refused
+    skip_special_tokens  leave special tokens out of the text
+    priority             lower runs first under the priority policy
+    constraint           reserved for constrained decoding, not supported yet
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    priority: int = 0
+    constraint: Any = None
+
+    def __post_init__(self) -> None:
+        inf = math.inf
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n, MAX_CHOICES)
+        _check_number("temperature", self.temperature, 0.0, inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_int("top_k", self.top_k, -1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("typical_p", self.typical_p, 0.0, 1.0, low_open=True)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, inf, low_open=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._check_logit_bias()
+        self._normalise_lists()
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            _check_flag(name, getattr(self, name))
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), -1, MAX_LOGPROBS)
+        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs the text: it cannot be used with detokenize=False", "stop")
+        if self.constraint is not None:
+            raise RequestError("constraint is not supported yet: leave it None", "constraint")
+        if self.temperature == 0 and self.num_sequences > 1:
+            raise RequestError(
+                f"n and best_of must be 1 at temperature 0, where every choice would be the same, got {self.num_sequences}",
+                "n" if self.n > 1 else "best_of",
+            )
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "logit_bias")
+        _as_token_ids("logit_bias", list(self.logit_bias))
+        for token_id, bias in self.logit_bias.items():
+            _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    def _normalise_lists(self) -> None:
+        if self.allowed_token_ids is not None:
+            allowed = _as_token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise RequestError("allowed_token_ids must not be empty; leave it None to allow all", "allowed_token_ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "stop", _as_strings("stop", self.stop))
+        object.__setattr__(self, "bad_words", _as_strings("bad_words", self.bad_words))
+        object.__setattr__(self, "stop_token_ids", _as_token_ids("stop_token_ids", self.stop_token_ids))
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the request runs: best_of, or n without it."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def needs_logprob(self) -> bool:
+        """Whether the log probability of the chosen tokens has to be computed."""
+        return self.logprobs is not None or self.num_sequences > self.n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """The parameters of `LLM.beam_search`. Raises RequestError, with the field in `param`, when one is invalid.
+
+    beam_width      hypotheses that are kept and returned, 1 to 10
+    max_tokens      output tokens at most
+    ignore_eos      do not end hypotheses at end-of-sequence tokens
+    length_penalty  hypotheses rank by cumulative log probability / (number of output tokens ** length_penalty)
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_flag("ignore_eos", self.ignore_eos)
+        _check_number("length_penalty", self.length_penalty, -10.0, 10.0)

@@ -1,0 +1,102 @@
+"""StepPlan and StepResult: what crosses between the scheduler and the worker in one step.
+
+The worker keeps a row per sequence (its tokens, its block table, its sampling state). A plan describes a sequence in full
+once, when it is new or comes back from preemption, and later only what changed. The worker appends the tokens that it
+samples to its rows by itself; the scheduler does the same when it commits the result, so that both agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.base.ids import BlockId, SequenceId
+from quire.contracts.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence that the worker does not know: new, forked, or resumed after preemption (then with its output so far).
+
+    choice               index of the sequence within its request, 0 <= choice < params.num_sequences
+    token_ids            all known tokens, the prompt first
+    num_computed_tokens  tokens whose KV is already in the blocks; fewer than len(token_ids)
+    block_ids            its block table, in order
+    """
+
+    sequence_id: SequenceId
+    request: Request
+    choice: int
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: which sequences compute how many tokens, and where.
+
+    num_scheduled_tokens  sequence -> number of tokens, >= 1, in batch order. Where they reach the last known token of the
+                          sequence, the worker samples the next one
+    starts                sequences that the worker sees for the first time (again), all of them in num_scheduled_tokens
+    new_block_ids         blocks appended to the tables of sequences the worker knows
+    replaced_blocks       sequence -> (index in its table, new block), after copy on write
+    block_copies          (source, target) blocks to copy before anything is written
+    ended                 sequences to forget, finished or preempted; applied first
+    """
+
+    step_id: int
+    num_scheduled_tokens: dict[SequenceId, int]
+    starts: tuple[SequenceStart, ...] = ()
+    new_block_ids: dict[SequenceId, tuple[BlockId, ...]] | None = None
+    replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] | None = None
+    block_copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    ended: tuple[SequenceId, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step over all sequences."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position.
+
+    token_id, logprob, rank  of the token that is there; rank 1 is the most likely
+    top                      (token id, log probability) of the most likely tokens, best first; equal ones by id
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the worker did in one step.
+
+    sampled          sequence -> tokens appended to it, in order; no entry where its known tokens are not all computed yet
+    logprobs         sequence -> one TokenLogprobs per sampled token, where its params ask for log probabilities
+    prompt_logprobs  sequence -> log probabilities of the prompt tokens that follow the tokens computed in this step
+    errors           sequence -> why no token could be sampled (its logits were not finite, say); it must be ended
+    """
+
+    step_id: int
+    sampled: dict[SequenceId, tuple[int, ...]]
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
+    prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
+    errors: dict[SequenceId, str]
+
+
+class Runner(Protocol):
+    """Executes step plans; one process or many behind it."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Plans must come in order and none may be left out. Raises WorkerError."""
+        ...
+
+    def close(self) -> None:
+        """Release what the runner holds; it cannot be used afterwards."""
+        ...

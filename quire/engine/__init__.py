@@ -1,0 +1,1 @@
+"""The engine: scheduling, the step loop, and the Python API."""

@@ -1,0 +1,1 @@
+"""Compute kernels: `reference` holds the torch oracles."""

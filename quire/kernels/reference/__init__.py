@@ -1,0 +1,1 @@
+"""Torch references: slow, readable, and the oracle of every other kernel."""

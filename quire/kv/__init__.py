@@ -1,0 +1,1 @@
+"""The KV data plane: the pool of paged key and value blocks."""

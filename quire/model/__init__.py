@@ -1,0 +1,1 @@
+"""Models as data: families, checkpoints, and the one decoder that executes any spec."""

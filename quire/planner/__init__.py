@@ -1,0 +1,1 @@
+"""Pure arithmetic about memory: what fits where. No torch."""

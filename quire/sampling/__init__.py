@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, keyed noise, sampler, log probabilities."""

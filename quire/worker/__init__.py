@@ -1,0 +1,1 @@
+"""The runner: turns step plans into tensors, runs the model, samples."""

@@ -1,0 +1,431 @@
+"""Train the bundled demo models on public-domain prose, resumably, on a CPU.
+
+    python tools/train_demo.py tokenizer --text classic_prose.txt --work build/train
+    python tools/train_demo.py train demo --minutes 80 --threads 1 --text classic_prose.txt --work build/train
+    python tools/train_demo.py export demo --work build/train --out quire/demo_models/demo
+
+`train` may be stopped at any time and started again with the same arguments: it resumes from its last checkpoint. The
+learning rate follows the share of the time budget that is spent, so a slower machine trains on fewer tokens, not on a
+broken schedule. Whole books are held out; the loss that `export` writes into the model card is measured on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB_SIZE = 4096
+END_OF_TEXT = "<|endoftext|>"
+MAX_POSITIONS = 1024
+HELD_OUT_BOOKS = ("The Yellow Face", "Lady Susan", "The Prince and the Pauper")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] | trim }}\n\n{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    head_dim: int = 64
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+
+
+SHAPES = {
+    "demo": Shape(256, 8, 4, 2, 768),
+    "demo-draft": Shape(128, 3, 2, 1, 384),
+    "demo-moe": Shape(256, 6, 4, 2, 256, num_experts=8),
+}
+
+
+def read_books(path: Path) -> tuple[list[str], list[str]]:
+    """Return the cleaned texts of the training books and of the held-out books."""
+    train, held_out = [], []
+    for book in path.read_text(encoding="utf-8").split("\f"):
+        head, _, body = book.partition("-------")
+        body = re.sub(r"[“”]", '"', body).replace("’", "'").replace("‘", "'").replace("_", "")
+        body = re.sub(r"[ \t]+", " ", body)
+        body = re.sub(r"\n\s*\n+", "\n\n", body).strip()
+        title = re.search(r"# Title: (.*)", head)
+        is_held_out = title is not None and title.group(1).strip() in HELD_OUT_BOOKS
+        (held_out if is_held_out else train).append(body)
+    if len(held_out) != len(HELD_OUT_BOOKS):
+        raise SystemExit(f"{path}: expected the held-out books {HELD_OUT_BOOKS}, found {len(held_out)} of them")
+    return train, held_out
+
+
+def train_tokenizer(text: Path, work: Path) -> None:
+    """Write tokenizer.json (byte-level BPE) and the token ids of both splits into `work`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    train, held_out = read_books(text)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(train, trainer)
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(work / "tokenizer.json"))
+    for name, books in (("train", train), ("held_out", held_out)):
+        ids: list[int] = []
+        for book in books:
+            ids += [*tokenizer.encode(book).ids, 0]
+        torch.save(torch.tensor(ids, dtype=torch.int16), work / f"{name}.pt")
+        print(f"{name}: {len(books)} books, {len(ids):,} tokens, {sum(map(len, books)) / len(ids):.2f} characters a token")
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight, 1e-6)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.groups = shape.num_attention_heads // shape.num_key_value_heads
+        self.q_proj = linear(shape.hidden_size, shape.num_attention_heads * shape.head_dim)
+        self.k_proj = linear(shape.hidden_size, shape.num_key_value_heads * shape.head_dim)
+        self.v_proj = linear(shape.hidden_size, shape.num_key_value_heads * shape.head_dim)
+        self.o_proj = linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size)
+        self.q_norm = RMSNorm(shape.head_dim)
+        self.k_norm = RMSNorm(shape.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+        def rotate(y: Tensor) -> Tensor:
+            a, b = y.chunk(2, dim=-1)
+            return y * cos + torch.cat((-b, a), dim=-1) * sin
+
+        q = rotate(self.q_norm(heads(self.q_proj(x)))).bfloat16()
+        k = rotate(self.k_norm(heads(self.k_proj(x)))).bfloat16()
+        v = heads(self.v_proj(x))
+        k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
+        # Whole score matrices: on a CPU their backward pass takes half the time of the fused attention's.
+        future = torch.full((length, length), -torch.inf, dtype=q.dtype).triu(1)
+        q, k, v = (q * self.head_dim**-0.5).flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        scores = torch.baddbmm(future, q, k.transpose(1, 2))
+        with torch.autocast("cpu", enabled=False):
+            y = (scores.softmax(-1) @ v).view(batch, -1, length, self.head_dim)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = linear(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Moe(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.top_k = shape.num_experts_per_tok
+        self.gate = linear(shape.hidden_size, shape.num_experts)
+        self.experts = nn.ModuleList(Mlp(shape) for _ in range(shape.num_experts))
+        self.balance_loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        probs = self.gate(flat).float().softmax(-1)
+        weights, chosen = probs.topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(flat, dtype=torch.float32)
+        for index, expert in enumerate(self.experts):
+            rows, slots = (chosen == index).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, (expert(flat[rows]) * weights[rows, slots, None]).float())
+        # Load balancing of Switch Transformers (arXiv 2101.03961), equation 4.
+        share = F.one_hot(chosen, len(self.experts)).float().mean((0, 1))
+        self.balance_loss = len(self.experts) * (share * probs.mean(0)).sum()
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size)
+        self.mlp = Moe(shape) if shape.num_experts else Mlp(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DemoModel(nn.Module):
+    """A Qwen3 or Qwen3-MoE decoder with the parameter names of the Hugging Face checkpoint, less the `model.` prefix."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB_SIZE, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.num_hidden_layers) if is_output else 0.02)
+        angles = torch.arange(MAX_POSITIONS)[:, None] * 1e4 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of `targets` [B, T] after `ids` [B, T], in nats."""
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, self.cos[: ids.shape[1]], self.sin[: ids.shape[1]])
+        logits = F.linear(self.norm(x), self.embed_tokens.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def balance_loss(self) -> Tensor:
+        losses = [layer.mlp.balance_loss for layer in self.layers if isinstance(layer.mlp, Moe)]
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
+def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al., 2024) for the hidden matrices, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    muon = torch.optim.Muon(matrices, lr=4e-3, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+def batch_at(ids: Tensor, step: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+    """Draw the windows of one step; they depend on the step alone, so that a resumed run sees the same ones."""
+    generator = torch.Generator().manual_seed(1_000_003 * 17 + step)
+    starts = torch.randint(0, len(ids) - length - 1, (num_tokens // length,), generator=generator)
+    window = torch.stack([ids[s : s + length + 1] for s in starts]).long()
+    return window[:, :-1], window[:, 1:]
+
+
+@torch.no_grad()
+def held_out_loss(model: DemoModel, ids: Tensor, length: int, max_windows: int | None = None) -> float:
+    """Return the mean loss in nats a token over consecutive windows of the held-out books."""
+    model.eval()
+    starts = list(range(0, len(ids) - length - 1, length))
+    if max_windows is not None:
+        starts = starts[:: max(1, len(starts) // max_windows)]
+    total = 0.0
+    for begin in range(0, len(starts), 8):
+        window = torch.stack([ids[s : s + length + 1] for s in starts[begin : begin + 8]]).long()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total += float(model(window[:, :-1], window[:, 1:])) * len(window)
+    model.train()
+    return total / len(starts)
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    work: Path = args.work
+    ids, held_out = torch.load(work / "train.pt"), torch.load(work / "held_out.pt")
+    model = DemoModel(SHAPES[args.name])
+    optimizers = make_optimizers(model)
+    state_path = work / f"{args.name}.state.pt"
+    step, seconds, num_tokens = 0, 0.0, 0
+    if state_path.exists():
+        state = torch.load(state_path)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, seconds, num_tokens = state["step"], state["seconds"], state["num_tokens"]
+        print(f"resumed at step {step}, {seconds / 60:.1f} minutes", flush=True)
+    print(f"{args.name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    budget_s = args.minutes * 60
+    smoothed = None
+
+    def save() -> None:
+        temporary = state_path.with_suffix(".tmp")
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": step,
+                "seconds": seconds,
+                "num_tokens": num_tokens,
+                "threads": args.threads,
+            },
+            temporary,
+        )
+        temporary.replace(state_path)
+
+    while seconds < budget_s:
+        begin = time.monotonic()
+        progress = seconds / budget_s
+        length = 512 if progress < 0.8 else MAX_POSITIONS
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["base_lr"] * min(1.0, (step + 1) / 50) * (1 - progress)
+        inputs, targets = batch_at(ids, step, args.batch_tokens, length)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(inputs, targets)
+        (loss + 0.01 * model.balance_loss()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        num_tokens += inputs.numel()
+        seconds += time.monotonic() - begin
+        smoothed = float(loss.detach()) if smoothed is None else 0.95 * smoothed + 0.05 * float(loss.detach())
+        if step % 20 == 0:
+            print(f"step {step} {seconds / 60:.1f} min {num_tokens / seconds:,.0f} tokens/s loss {smoothed:.3f}", flush=True)
+        if step % 200 == 0:
+            print(f"held-out loss {held_out_loss(model, held_out, 512, 32):.3f}", flush=True)
+            save()
+    save()
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write the Hugging Face folder of a trained model: bf16 safetensors, configs, tokenizer and model card."""
+    from safetensors.torch import save_file
+
+    shape, work, out = SHAPES[args.name], args.work, args.out
+    state = torch.load(work / f"{args.name}.state.pt")
+    held_out = torch.load(work / "held_out.pt")
+    model = DemoModel(shape)
+    model.load_state_dict(state["model"])
+    model.to(torch.bfloat16).float()  # the loss of the weights as shipped
+    loss = held_out_loss(model, held_out, 512)
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {f"model.{n}": p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
+    save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
+    is_moe = shape.num_experts > 0
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if is_moe else "qwen3",
+        **{k: v for k, v in asdict(shape).items() if not k.startswith("num_experts")},
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+    if is_moe:
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_tok,
+            "moe_intermediate_size": shape.intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    generation_config = {"eos_token_id": 0, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    for name, value in (
+        ("config.json", config),
+        ("tokenizer_config.json", tokenizer_config),
+        ("generation_config.json", generation_config),
+    ):
+        (out / name).write_text(json.dumps(value, indent=2) + "\n")
+    (out / "tokenizer.json").write_text((work / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8")
+    num_parameters = sum(p.numel() for p in model.parameters())
+    (out / "README.md").write_text(model_card(args.name, num_parameters, state, loss))
+    print(f"{out}: {num_parameters:,} parameters, held-out loss {loss:.4f} nats a token")
+
+
+def model_card(name: str, num_parameters: int, state: dict, loss: float) -> str:
+    effort = f"{state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on {state['threads']} CPU core(s)"
+    form = "Qwen3-MoE (8 experts, 2 a token)" if SHAPES[name].num_experts else "Qwen3"
+    return f"""---
+license: apache-2.0
+language: en
+---
+# {name}
+
+A small language model in {form} form, trained from scratch by `tools/train_demo.py` so that quire can be tried and
+tested without a download. It continues English prose in the manner of its books; it knows nothing and follows no
+instructions. `chat_template` only joins the messages as paragraphs.
+
+| | |
+|---|---|
+| parameters | {num_parameters:,} (bf16) |
+| text | 57 public-domain books by Jane Austen, Arthur Conan Doyle and Mark Twain (12 MB) |
+| tokenizer | byte-level BPE, {VOCAB_SIZE} entries, trained on the same books |
+| training | {state["step"]:,} steps, {effort}, bf16 autocast |
+| optimizer | Muon for hidden matrices, AdamW for embedding and norms, linear decay to zero |
+| context | {MAX_POSITIONS} tokens (512 for the first four fifths of the training) |
+| held-out loss | {loss:.3f} nats a token, windows of 512 tokens |
+
+Held out, and never seen in training: {", ".join(HELD_OUT_BOOKS)}.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("tokenizer", "train", "export"):
+        sub = commands.add_parser(command)
+        sub.add_argument("--work", type=Path, required=True)
+        if command != "tokenizer":
+            sub.add_argument("name", choices=sorted(SHAPES))
+        if command == "tokenizer":
+            sub.add_argument("--text", type=Path, required=True)
+        if command == "train":
+            sub.add_argument("--minutes", type=float, required=True)
+            sub.add_argument("--threads", type=int, default=1)
+            sub.add_argument("--batch-tokens", type=int, default=4096)
+        if command == "export":
+            sub.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.command == "tokenizer":
+        train_tokenizer(args.text, args.work)
+    elif args.command == "train":
+        train(args)
+    else:
+        export(args)
+
+
+if __name__ == "__main__":
+    main()
