@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,11 +13,14 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 
 
-def _check_number(name: str, value: object, low: float, high: float, low_open: bool = False) -> None:
+def _check_number(
+    name: str, value: object, low: float, high: float, low_open: bool = False, param: str | None = None
+) -> None:
     bounds = f"{'>' if low_open else '>='} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < low or value > high or (low_open and value == low):  # type: ignore[operator,arg-type]
-        raise RequestError(f"{name} must be a finite number {bounds}, got {value!r}", name)
+    # Compared with the largest float and not by math.isfinite, which overflows on a huge int; NaN fails every comparison.
+    if not is_number or not low <= value <= min(high, sys.float_info.max) or (low_open and value == low):  # type: ignore[operator]
+        raise RequestError(f"{name} must be a finite number {bounds}, got {_shown(value)}", param or name)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -151,7 +155,7 @@ class SamplingParams:
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "logit_bias")
         _as_token_ids("logit_bias", list(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
-            _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
 
     def _normalise_lists(self) -> None:
         if self.allowed_token_ids is not None:

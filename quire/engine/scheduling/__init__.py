@@ -1,1 +1,7 @@
 """Which sequence computes what in which block: sequences, block pool, prefix index, scheduler. No torch."""
+
+from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.invariants import check_invariants
+from quire.engine.scheduling.scheduler import Scheduler
+
+__all__ = ["Scheduler", "SequenceStats", "SequenceUpdate", "check_invariants"]

@@ -1,0 +1,60 @@
+"""quire: an LLM inference engine. `from quire import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.base.errors import ConfigError, ModelFormatError, QuireError, RequestError, UnsupportedError
+    from quire.contracts.config import EngineConfig
+    from quire.contracts.outputs import CompletionOutput, RequestOutput
+    from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
+    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.llm import LLM
+    from quire.engine.llm_engine import LLMEngine
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncLLM": "quire.engine.async_llm",
+    "BeamSearchParams": "quire.contracts.sampling_params",
+    "CompletionOutput": "quire.contracts.outputs",
+    "ConfigError": "quire.base.errors",
+    "EngineConfig": "quire.contracts.config",
+    "LLM": "quire.engine.llm",
+    "LLMEngine": "quire.engine.llm_engine",
+    "ModelFormatError": "quire.base.errors",
+    "QuireError": "quire.base.errors",
+    "RequestError": "quire.base.errors",
+    "RequestOutput": "quire.contracts.outputs",
+    "SamplingParams": "quire.contracts.sampling_params",
+    "UnsupportedError": "quire.base.errors",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "LLMEngine",
+    "ModelFormatError",
+    "QuireError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are first used, so that `import quire` loads no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

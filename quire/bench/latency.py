@@ -1,0 +1,108 @@
+"""Latency: one batch at a time; the time to its last token, to the first token, and per token after it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from quire.base.errors import ConfigError
+from quire.bench.roofline import measure_roofline, needed_bytes
+from quire.bench.workload import Workload
+from quire.contracts.config import EngineConfig
+from quire.engine.llm import LLM
+
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """The figures of the counted runs, in seconds. mbu: share of the bandwidth measured before them, over whole runs."""
+
+    avg_latency: float
+    latencies: list[float]
+    percentiles: dict[str, float]
+    median_time_to_first_token: float
+    median_time_per_output_token: float
+    mbu: float
+    machine_bytes_per_second: float
+    model: str
+    dtype: str
+    batch_size: int
+    input_len: int
+    output_len: int
+    seed: int
+
+    def describe(self) -> str:
+        """Return the figures as lines for people."""
+        lines = [f"Avg latency: {self.avg_latency:.4f} seconds"]
+        lines += [f"{percent}% percentile latency: {value:.4f} seconds" for percent, value in self.percentiles.items()]
+        lines.append(f"Median time to first token: {self.median_time_to_first_token * 1e3:.2f} ms")
+        lines.append(f"Median time per output token: {self.median_time_per_output_token * 1e3:.2f} ms")
+        lines.append(f"Weights' MBU: {self.mbu:.3f} of {self.machine_bytes_per_second / 1e9:.1f} GB/s")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the figures as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def measure_latency(
+    config: EngineConfig, workload: Workload, num_warm_up: int, num_runs: int, show_progress: bool = False
+) -> Latency:
+    """Run the batch num_runs times after num_warm_up; every run has prompts of its own, so that none is cached."""
+    if num_runs < 1 or num_warm_up < 0:
+        raise ConfigError(f"num_iters must be at least 1 and num_iters_warmup 0, got {num_runs} and {num_warm_up}")
+    llm = LLM.of(config)
+    report = llm.llm_engine.report
+    latencies: list[float] = []
+    first_s: list[float] = []
+    per_token_s: list[float] = []
+    machine = measure_roofline(report.spec.dtype)
+    steps = 0
+    for number in _progress(range(num_warm_up + num_runs), show_progress):
+        prompts = workload.prompts(report.spec, first=number + 1)
+        steps_before = llm.llm_engine.stats.num_steps
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, workload.sampling_params(), use_tqdm=False)
+        elapsed = time.perf_counter() - begin
+        if number < num_warm_up:
+            continue
+        latencies.append(elapsed)
+        steps += llm.llm_engine.stats.num_steps - steps_before
+        for output in outputs:
+            metrics = output.metrics
+            assert metrics is not None
+            assert metrics.first_token_time is not None
+            assert metrics.finished_time is not None
+            num_later = max(1, len(output.outputs[0].token_ids) - 1)
+            first_s.append(metrics.first_token_time - metrics.arrival_time)
+            per_token_s.append((metrics.finished_time - metrics.first_token_time) / num_later)
+    llm.close()
+    return Latency(
+        avg_latency=statistics.mean(latencies),
+        latencies=latencies,
+        percentiles={str(p): float(np.percentile(latencies, p)) for p in _PERCENTILES},
+        median_time_to_first_token=statistics.median(first_s),
+        median_time_per_output_token=statistics.median(per_token_s),
+        mbu=needed_bytes(report, steps) / sum(latencies) / machine.bytes_per_s,
+        machine_bytes_per_second=machine.bytes_per_s,
+        model=config.model,
+        dtype=report.spec.dtype,
+        batch_size=workload.num_prompts,
+        input_len=workload.input_len,
+        output_len=workload.output_len,
+        seed=workload.seed,
+    )
+
+
+def _progress(numbers: range, is_shown: bool) -> Iterable[int]:
+    if not is_shown:
+        return numbers
+    from tqdm import tqdm
+
+    return tqdm(numbers, desc="Runs", unit="run", dynamic_ncols=True)

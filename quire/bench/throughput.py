@@ -1,0 +1,92 @@
+"""Throughput: all requests at once, from the first step to the last output."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from quire.bench.roofline import measure_roofline, needed_bytes, needed_flops
+from quire.bench.workload import Workload
+from quire.contracts.config import EngineConfig
+from quire.engine.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """The figures of one run; times in seconds. mfu and mbu are shares of rates measured just before the run."""
+
+    elapsed_time: float
+    num_requests: int
+    total_num_tokens: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    requests_per_second: float
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    num_steps: int
+    mfu: float
+    mbu: float
+    machine_bytes_per_second: float
+    machine_flops_per_second: float
+    model: str
+    dtype: str
+    seed: int
+
+    def describe(self) -> str:
+        """Return the figures as lines for people."""
+        return "\n".join(
+            (
+                f"Throughput: {self.requests_per_second:.2f} requests/s, {self.tokens_per_second:.2f} total tokens/s, "
+                f"{self.output_tokens_per_second:.2f} output tokens/s",
+                f"Total num prompt tokens: {self.num_prompt_tokens}",
+                f"Total num output tokens: {self.num_output_tokens}",
+                f"Elapsed: {self.elapsed_time:.2f} s, {self.num_steps} steps",
+                f"Roofline: MFU {self.mfu:.3f} of {self.machine_flops_per_second / 1e9:.0f} GFLOP/s, weights' MBU "
+                f"{self.mbu:.3f} of {self.machine_bytes_per_second / 1e9:.1f} GB/s",
+            )
+        )
+
+    def to_json(self) -> str:
+        """Return the figures as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def measure_throughput(config: EngineConfig, workload: Workload, show_progress: bool = False) -> Throughput:
+    """Run the workload once after a short warm-up. Raises QuireError as LLM does."""
+    llm = LLM.of(config)
+    spec = llm.llm_engine.report.spec
+    params = workload.sampling_params()
+    warm_up = Workload(1, min(8, workload.input_len), min(4, workload.output_len), 0, True, workload.temperature)
+    llm.generate(warm_up.prompts(spec, first=1), warm_up.sampling_params(), use_tqdm=False)
+    machine = measure_roofline(spec.dtype)
+    prompts = workload.prompts(spec)
+    steps_before = llm.llm_engine.stats.num_steps
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=show_progress)
+    elapsed = time.perf_counter() - begin
+    num_steps = llm.llm_engine.stats.num_steps - steps_before
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    report = llm.llm_engine.report
+    llm.close()
+    return Throughput(
+        elapsed_time=elapsed,
+        num_requests=len(outputs),
+        total_num_tokens=num_prompt + num_output,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        requests_per_second=len(outputs) / elapsed,
+        tokens_per_second=(num_prompt + num_output) / elapsed,
+        prompt_tokens_per_second=num_prompt / elapsed,
+        output_tokens_per_second=num_output / elapsed,
+        num_steps=num_steps,
+        mfu=needed_flops(report, num_prompt, num_output) / elapsed / machine.flops_per_s,
+        mbu=needed_bytes(report, num_steps) / elapsed / machine.bytes_per_s,
+        machine_bytes_per_second=machine.bytes_per_s,
+        machine_flops_per_second=machine.flops_per_s,
+        model=config.model,
+        dtype=spec.dtype,
+        seed=workload.seed,
+    )

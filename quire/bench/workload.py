@@ -1,0 +1,43 @@
+"""A synthetic workload: prompts of random tokens and a fixed number of output tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.base.errors import ConfigError
+from quire.contracts.model_spec import ModelSpec
+from quire.contracts.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """num_prompts prompts of input_len tokens, drawn from `seed`, with output_len tokens each (fewer at end of sequence,
+    unless ignore_eos). Raises ConfigError."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    seed: int
+    ignore_eos: bool
+    temperature: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def prompts(self, spec: ModelSpec, first: int = 0) -> list[dict[str, list[int]]]:
+        """Return the prompts; other values of `first` give other prompts of the same shape."""
+        draws = np.random.default_rng([self.seed, first]).integers(0, spec.vocab_size, (self.num_prompts, self.input_len))
+        return [{"prompt_token_ids": row} for row in draws.tolist()]
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of every request."""
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.output_len,
+            ignore_eos=self.ignore_eos,
+            detokenize=False,
+        )

@@ -1,0 +1,63 @@
+"""`quire bench`: measure whole runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quire.cli import options
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its kinds."""
+    parser = commands.add_parser("bench", help="measure throughput or latency", description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    throughput = kinds.add_parser("throughput", help="many requests at once: requests and tokens per second")
+    _add_workload(throughput, input_len=256, output_len=64)
+    throughput.add_argument("--num-prompts", type=int, default=32)
+    throughput.set_defaults(run=run_throughput)
+    latency = kinds.add_parser("latency", help="one batch, again and again: time to the first token and per token")
+    _add_workload(latency, input_len=32, output_len=128)
+    latency.add_argument("--batch-size", type=int, default=8)
+    latency.add_argument("--num-iters-warmup", type=int, default=2)
+    latency.add_argument("--num-iters", type=int, default=5)
+    latency.set_defaults(run=run_latency)
+
+
+def _add_workload(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model (default: demo)")
+    parser.add_argument("--random-input-len", "--input-len", type=int, default=input_len, dest="input_len")
+    parser.add_argument("--random-output-len", "--output-len", type=int, default=output_len, dest="output_len")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    """Measure and print throughput."""
+    from quire.bench.throughput import measure_throughput
+    from quire.bench.workload import Workload
+
+    workload = Workload(args.num_prompts, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
+    figures = measure_throughput(options.engine_config(args), workload, args.progress)
+    return _report(figures.describe(), figures.to_json(), args.output_json)
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    """Measure and print latency."""
+    from quire.bench.latency import measure_latency
+    from quire.bench.workload import Workload
+
+    workload = Workload(args.batch_size, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
+    figures = measure_latency(options.engine_config(args), workload, args.num_iters_warmup, args.num_iters, args.progress)
+    return _report(figures.describe(), figures.to_json(), args.output_json)
+
+
+def _report(text: str, json_text: str, path: Path | None) -> int:
+    print(text)
+    if path is not None:
+        path.write_text(json_text + "\n")
+    return 0

@@ -1,0 +1,40 @@
+"""`quire generate`: continue a prompt, streaming to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from quire.cli import options
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser("generate", help="continue a prompt", description=__doc__)
+    parser.add_argument("prompt", help="text to continue; - reads standard input")
+    parser.add_argument("--model", default="demo", help="folder, hub id, or demo, demo-draft, demo-moe (default: demo)")
+    parser.add_argument("--echo", action=argparse.BooleanOptionalAction, default=True, help="print the prompt first")
+    options.add_sampling_options(parser, max_tokens=200)
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, stream the continuation, and say on standard error how fast it was."""
+    from quire.cli.stream import stream_to_terminal
+    from quire.engine.llm_engine import LLMEngine
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    config = options.engine_config(args)
+    options.sampling_params(args, {})  # a bad option must not wait for the model to load
+    engine = LLMEngine(config)
+    params = options.sampling_params(args, engine.report.generation_defaults)
+    if args.echo:
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
+    streamed = stream_to_terminal(engine, "generate", prompt, params)
+    print()
+    print(streamed.describe_speed(), file=sys.stderr)
+    engine.close()
+    return 0

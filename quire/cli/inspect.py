@@ -1,0 +1,92 @@
+"""`quire inspect`: what a model is and what memory it needs, without loading its weights."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from quire.cli import options
+
+if TYPE_CHECKING:
+    from quire.contracts.memory import ModelReport
+    from quire.contracts.model_spec import LayerSpec, ModelSpec
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser("inspect", help="show a model's structure and memory plan", description=__doc__)
+    parser.add_argument("model", nargs="?", default="demo", help="folder, hub id, or a bundled model (default: demo)")
+    parser.add_argument("--parameters", action="store_true", help="list every parameter with its shape")
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    from quire.engine.inspect import inspect_model
+
+    report = inspect_model(options.engine_config(args))
+    print("\n".join(describe(report, args.parameters)))
+    return 0
+
+
+def describe(report: ModelReport, with_parameters: bool = False) -> list[str]:
+    """Return the lines of the report."""
+    spec = report.spec
+    total = sum(math.prod(shape) for shape in report.parameters.values())
+    lines = [
+        f"{spec.model_type} in {spec.dtype}: {total:,} parameters, {len(spec.layers)} layers, hidden size "
+        f"{spec.hidden_size}, vocabulary {spec.vocab_size:,}, {spec.max_positions:,} positions",
+        f"from {report.folder}",
+        "",
+        *_model_lines(spec),
+        *_layer_lines(spec),
+        "",
+        *report.memory.describe().splitlines(),
+    ]
+    if with_parameters:
+        lines.append("")
+        lines += [f"{name:44} {list(shape)}" for name, shape in report.parameters.items()]
+    return lines
+
+
+def _model_lines(spec: ModelSpec) -> list[str]:
+    facts = {
+        "embedding": f"{'tied to the head' if spec.is_tied else 'own head'}, scale {spec.embed_scale:g}",
+        "learned positions": spec.num_learned_positions or None,
+        "final norm": _show(spec.final_norm),
+        "logits": f"scale {spec.logit_scale:g}, softcap {spec.final_softcap}",
+        "end of sequence": sorted(spec.eos_token_ids) or "none",
+    }
+    return [f"{name:18} {value}" for name, value in facts.items() if value is not None]
+
+
+def _layer_lines(spec: ModelSpec) -> list[str]:
+    lines: list[str] = []
+    first = 0
+    for layer, run_of in groupby(spec.layers):
+        last = first + len(list(run_of)) - 1
+        lines += ["", f"layers {first}-{last}" if last > first else f"layer {first}", *_layer_fields(layer)]
+        first = last + 1
+    return lines
+
+
+def _layer_fields(layer: LayerSpec) -> list[str]:
+    parts = ((field.name, getattr(layer, field.name)) for field in dataclasses.fields(layer))
+    return [f"  {name:16} {_show(part)}" for name, part in parts if part is not None]
+
+
+def _show(part: object) -> str:
+    """Return the fields of a spec that differ from their defaults, as `kind(field=value, ...)`."""
+    if not dataclasses.is_dataclass(part):
+        return str(part)
+    shown = [
+        f"{field.name}={_show(getattr(part, field.name))}"
+        for field in dataclasses.fields(part)
+        if field.default is dataclasses.MISSING or getattr(part, field.name) != field.default
+    ]
+    return f"{type(part).__name__.removesuffix('Spec').lower()}({', '.join(shown)})"

@@ -1,0 +1,49 @@
+"""The `quire` command: parse the arguments and hand over to a subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import quire
+from quire.base.errors import QuireError
+from quire.base.logging import setup_logging
+from quire.cli import bench, chat, generate, inspect
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(prog="quire", description="An LLM inference engine.")
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (generate, chat, inspect, bench):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 after an error, 2 for bad usage, 130 when interrupted."""
+    args = make_parser().parse_args(argv)
+    setup_logging(args.log_level.upper())
+    try:
+        return args.run(args)
+    except QuireError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`quire ... | head`); keep Python from complaining about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return 1

@@ -1,0 +1,76 @@
+"""Command line options that several commands share, and what they mean to the engine."""
+
+from __future__ import annotations
+
+import argparse
+
+from quire.contracts.config import EngineConfig
+from quire.contracts.sampling_params import SamplingParams
+
+_ENGINE_FIELDS = (
+    "tokenizer",
+    "revision",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+    "enable_prefix_caching",
+    "long_prefill_token_threshold",
+    "scheduling_policy",
+    "seed",
+    "device",
+)
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command has."""
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the engine; their names and defaults are those of EngineConfig."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
+    group.add_argument("--revision", help="branch, tag or commit of a hub id")
+    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
+    group.add_argument("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
+    group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
+    group.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
+    group.add_argument("--num-kv-blocks", type=int, help="size of the KV pool in blocks")
+    group.add_argument("--kv-cache-memory-bytes", type=int, help="size of the KV pool in bytes")
+    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument("--long-prefill-token-threshold", type=int, default=0, help="prompt tokens of one sequence a step")
+    group.add_argument("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"))
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--device", default="auto")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Return the configuration that the options describe. Raises ConfigError."""
+    return EngineConfig(model=args.model, **{name: getattr(args, name) for name in _ENGINE_FIELDS})
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Add the sampling options of a person at a terminal; those not given are the checkpoint's own."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, help="output tokens at most")
+    group.add_argument("--temperature", type=float, help="0 is greedy")
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--min-p", type=float)
+    group.add_argument("--repetition-penalty", type=float)
+    group.add_argument("--stop", action="append", help="string that ends the output; may be given several times")
+    group.add_argument("--ignore-eos", action="store_true")
+
+
+def sampling_params(args: argparse.Namespace, defaults: dict[str, float]) -> SamplingParams:
+    """Return the checkpoint's defaults with the options over them. Raises RequestError."""
+    given = {name: getattr(args, name) for name in _SAMPLING_FIELDS if getattr(args, name) is not None}
+    fixed = {"max_tokens": args.max_tokens, "stop": args.stop, "ignore_eos": args.ignore_eos}
+    return SamplingParams(**{**defaults, **given, **fixed})  # type: ignore[arg-type]

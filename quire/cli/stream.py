@@ -1,0 +1,55 @@
+"""Print the output of one request as it is generated."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.base.errors import QuireError
+from quire.contracts.outputs import RequestOutput
+from quire.contracts.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
+    from quire.engine.request_factory import PromptLike
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What was printed of one request: its text, its output tokens, and the last output."""
+
+    text: str
+    num_tokens: int
+    output: RequestOutput
+
+    def describe_speed(self) -> str:
+        """Return a line such as `[120 tokens in 1.30 s, first after 0.05 s, 96.0 tokens/s after it, stop]`."""
+        metrics = self.output.metrics
+        reason = self.output.outputs[-1].finish_reason if self.output.outputs else "stop"
+        if metrics is None or metrics.finished_time is None or metrics.first_token_time is None:
+            return f"[{self.num_tokens} tokens, {reason}]"
+        first_s = metrics.first_token_time - metrics.arrival_time
+        rest_s = metrics.finished_time - metrics.first_token_time
+        speed = f", {(self.num_tokens - 1) / rest_s:.1f} tokens/s after it" if rest_s > 0 else ""
+        return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}, {reason}]"
+
+
+def stream_to_terminal(engine: LLMEngine, request_id: str, prompt: PromptLike, params: SamplingParams) -> Streamed:
+    """Generate to standard output. Raises QuireError when the request is invalid or fails."""
+    engine.add_request(request_id, prompt, params, output_kind="delta")
+    text, num_tokens = "", 0
+    try:
+        while True:
+            for output in engine.step():
+                for choice in output.outputs:
+                    text += choice.text
+                    num_tokens += len(choice.token_ids)
+                    sys.stdout.write(choice.text)
+                sys.stdout.flush()
+                if output.finished:
+                    if output.error is not None:
+                        raise QuireError(output.error)
+                    return Streamed(text, num_tokens, output)
+    finally:
+        engine.abort_request(request_id)

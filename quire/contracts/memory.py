@@ -1,0 +1,76 @@
+"""MemoryPlan and ModelReport: what a model needs, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory of one worker is divided, in bytes.
+
+    available_bytes   free memory when the plan was made
+    weight_bytes      of all parameters, in the dtype they are run in
+    activation_bytes  estimated peak of one full step, beside weights and KV
+    kv                shape of the cache; its pool has num_kv_blocks blocks
+    """
+
+    available_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    kv: KvSpec
+    num_kv_blocks: int
+    max_model_len: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the whole KV pool."""
+        return self.num_kv_blocks * self.kv.bytes_per_block
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit in the pool."""
+        return self.num_kv_blocks * self.kv.block_size
+
+    def describe(self) -> str:
+        """Return the plan as a few lines for people."""
+        return "\n".join(
+            (
+                f"memory      {format_bytes(self.available_bytes)} available",
+                f"weights     {format_bytes(self.weight_bytes)}",
+                f"activations {format_bytes(self.activation_bytes)} at most in one step (estimate)",
+                f"KV cache    {format_bytes(self.kv_bytes)}: {self.num_kv_blocks:,} blocks of {self.kv.block_size} "
+                f"tokens, {self.num_kv_tokens:,} tokens, {self.num_kv_tokens / self.max_model_len:.1f} sequences of "
+                f"{self.max_model_len:,} ({format_bytes(self.kv.bytes_per_token)} a token, {self.kv.dtype})",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """A model as `quire inspect` shows it.
+
+    folder, tokenizer_folder  where its files and its tokenizer are
+    parameters                canonical name -> shape
+    generation_defaults       sampling fields of generation_config.json, by the names of SamplingParams
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    spec: ModelSpec
+    parameters: dict[str, tuple[int, ...]]
+    memory: MemoryPlan
+    generation_defaults: dict[str, float]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size for people: 512 B, 1.5 KiB, 23.4 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

@@ -1,0 +1,18 @@
+"""Turn keyword options into the engine's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+
+
+def make_config(**options: Any) -> EngineConfig:
+    """Build an EngineConfig; an option that it does not have is a ConfigError that lists those it has."""
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+    return EngineConfig(**options)

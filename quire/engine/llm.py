@@ -1,0 +1,159 @@
+"""LLM: offline generation, the way users of vLLM know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.contracts.config import EngineConfig
+from quire.contracts.outputs import BeamSearchOutput, RequestOutput
+from quire.contracts.request import Request
+from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
+from quire.engine.beam_search import search_beams
+from quire.engine.config import make_config
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.request_factory import PromptLike
+from quire.text.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model, ready to generate; everything runs in this process.
+
+    model    a local folder, a hub id, or a bundled model (demo, demo-draft, demo-moe)
+    options  the fields of EngineConfig: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
+             num_kv_blocks, kv_cache_memory_bytes, enable_prefix_caching, seed, ... An unknown one is a ConfigError.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._init(make_config(model=model, **options))
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LLM:
+        """Return the LLM of a configuration that exists already."""
+        llm = cls.__new__(cls)
+        llm._init(config)
+        return llm
+
+    def _init(self, config: EngineConfig) -> None:
+        self.llm_engine = LLMEngine(config)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt and return the outputs in their order.
+
+        prompts          one prompt or a list: strings, lists of token ids, or {"prompt_token_ids": [...]}
+        sampling_params  one for all, or one per prompt; None: the checkpoint's own defaults
+        Raises RequestError before anything runs when one of them is invalid or can never fit.
+        """
+        prompt_list = _as_prompts(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params_list = _as_params(params, len(prompt_list))
+        pairs = zip(prompt_list, params_list, strict=True)
+        return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of each of a list of them, through the chat template."""
+        is_single = not messages or isinstance(messages[0], dict)
+        conversations: list[Any] = [messages] if is_single else list(messages)
+        prompts: list[PromptLike] = [
+            {
+                "prompt_token_ids": self.get_tokenizer().encode_chat(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    **(chat_template_kwargs or {}),
+                )
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Return for every prompt the beam_width best continuations, best first."""
+        plain = SamplingParams(temperature=0.0)
+        requests = [self._make(prompt, plain) for prompt in _as_prompts(prompts)]
+        return [search_beams(self, request, params) for request in requests]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; raises RequestError when the model has none."""
+        if self.llm_engine.tokenizer is None:
+            raise RequestError("the model has no tokenizer", "prompt")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters that the checkpoint recommends in generation_config.json."""
+        return self.llm_engine.default_sampling_params()
+
+    def close(self) -> None:
+        """Release the model's memory."""
+        self.llm_engine.close()
+
+    def _make(self, prompt: PromptLike, params: SamplingParams) -> Request:
+        request = self.llm_engine.make_request(str(self._num_requests), prompt, params)
+        self._num_requests += 1
+        return request
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.llm_engine
+        for request in requests:
+            engine.scheduler.check_admission(request)
+        outputs: dict[str, RequestOutput] = {}
+        progress = _progress(len(requests)) if use_tqdm else None
+        try:
+            for request in requests:
+                engine.submit(request, "final")
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    outputs[output.request_id] = output
+                    if progress is not None:
+                        progress.update(1)
+        finally:
+            # Left early (an interrupt, say): nothing of this call may run on in the next one.
+            for request in requests:
+                engine.abort_request(request.request_id)
+            if progress is not None:
+                progress.close()
+        return [outputs[request.request_id] for request in requests]
+
+
+def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}", "prompts")
+    if not prompts:
+        raise RequestError("prompts is empty: give at least one prompt", "prompts")
+    is_token_ids = all(isinstance(item, int) for item in prompts)
+    return [prompts] if is_token_ids else list(prompts)  # type: ignore[list-item]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params must be one for all or one per prompt: got {len(params)} for {count} prompts",
+            "sampling_params",
+        )
+    return list(params)
+
+
+def _progress(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Processed prompts", unit="request", dynamic_ncols=True)

@@ -1,0 +1,167 @@
+"""LLMEngine: the step loop. Requests go in, each step moves all of them forward, outputs come out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import QuireError, RequestError
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig, SchedulerConfig
+from quire.contracts.memory import ModelReport
+from quire.contracts.outputs import RequestOutput
+from quire.contracts.request import Request
+from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.engine.output import OutputKind, OutputStream
+from quire.engine.request_factory import PromptLike, RequestFactory
+from quire.engine.scheduling.events import SequenceUpdate
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.worker.runner import build_runner, max_num_batched_tokens
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made: steps, and tokens computed in them."""
+
+    num_steps: int = 0
+    num_batched_tokens: int = 0
+
+
+class LLMEngine:
+    """The producer-consumer core: add_request, then step until has_unfinished_requests is False.
+
+    Not thread-safe: one thread adds, steps and aborts. Raises ConfigError, ModelFormatError or UnsupportedError when the
+    model cannot be loaded as configured.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        runner, report = build_runner(config)
+        self._init(config, runner, report, load_tokenizer(report.tokenizer_folder))
+
+    @classmethod
+    def of(cls, config: EngineConfig, runner: Runner, report: ModelReport, tokenizer: Tokenizer | None) -> LLMEngine:
+        """Return an engine over a runner that exists already."""
+        engine = cls.__new__(cls)
+        engine._init(config, runner, report, tokenizer)
+        return engine
+
+    def _init(self, config: EngineConfig, runner: Runner, report: ModelReport, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.report = report
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens(config),
+                max_model_len=report.memory.max_model_len,
+                block_size=config.block_size,
+                num_kv_blocks=report.memory.num_kv_blocks,
+                enable_prefix_caching=config.enable_prefix_caching,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                policy=config.scheduling_policy,
+            )
+        )
+        self._runner = runner
+        self._factory = RequestFactory(report.spec, tokenizer, config.seed)
+        self._streams: dict[str, OutputStream] = {}
+        self._request_indices = itertools.count()
+        self.stats = EngineStats()
+
+    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams) -> Request:
+        """Tokenise and validate without adding; raises RequestError. May be called from other threads."""
+        return self._factory.make(request_id, next(self._request_indices), prompt, params)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        sampling_params: SamplingParams,
+        output_kind: OutputKind = "cumulative",
+    ) -> None:
+        """Queue a request. Raises RequestError, naming the field, when it is invalid or can never fit."""
+        self.submit(self.make_request(request_id, prompt, sampling_params), output_kind)
+
+    def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
+        """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id {request.request_id!r} is in use", "request_id")
+        self.scheduler.add(request, time.monotonic())
+        self._streams[request.request_id] = OutputStream(request, self.tokenizer, output_kind)
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""
+        return SamplingParams(**{**self.report.generation_defaults, **overrides})
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step has anything left to do."""
+        return self.scheduler.has_unfinished
+
+    def num_unfinished_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the outputs of the requests that it moved, in the form each one asked for.
+
+        A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
+        """
+        plan = self.scheduler.schedule(time.monotonic())
+        if plan is None:
+            return []
+        result = self._execute(plan)
+        now = time.monotonic()
+        self.stats.num_steps += 1
+        self.stats.num_batched_tokens += plan.num_tokens
+        return self._collect(self.scheduler.commit(plan, result, now), now)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step_id)
+            text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+            errors = dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {text}")
+            return StepResult(plan.step_id, {}, {}, {}, errors)
+
+    def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[RequestOutput]:
+        touched: dict[str, OutputStream] = {}
+        for update in updates:
+            stream = self._streams[update.request_id]
+            touched[update.request_id] = stream
+            if stream.apply(update, now):
+                self.scheduler.finish(update.sequence_id, "stop")
+            metrics = stream.metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or update.first_scheduled_time
+            if update.choice == 0:
+                metrics.num_cached_tokens = update.num_cached_tokens
+            if update.finish_reason is not None:
+                metrics.num_preemptions += update.num_preemptions
+        outputs: list[RequestOutput] = []
+        for request_id, stream in touched.items():
+            if stream.is_finished:
+                stream.metrics.finished_time = now
+                del self._streams[request_id]
+            output = stream.take()
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request now and return its last output (finish_reason "abort"); None when there is no such request."""
+        if request_id not in self._streams:
+            return None
+        outputs = self._collect(self.scheduler.abort(self._streams[request_id].request.request_id), time.monotonic())
+        return outputs[0] if outputs else None
+
+    def close(self) -> None:
+        """Abort what is left and release the memory."""
+        for request_id in list(self._streams):
+            self.abort_request(request_id)
+        self._runner.close()

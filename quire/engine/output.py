@@ -1,0 +1,206 @@
+"""OutputStream: turns the scheduler's updates of one request into text and RequestOutputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.base.ids import SequenceId
+from quire.contracts.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.contracts.request import FinishReason, Request
+from quire.contracts.step import TokenLogprobs
+from quire.engine.scheduling.events import SequenceUpdate
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.stop_strings import StopStringScanner
+from quire.text.tokenizer import Tokenizer
+
+OutputKind = Literal["cumulative", "delta", "final"]
+"""What a step hands out: everything so far, only what is new, or nothing before the request has finished."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has been generated of one choice, and how much of it has been handed out."""
+
+    index: int
+    sequence_id: SequenceId | None = None
+    detokenizer: IncrementalDetokenizer | None = None
+    scanner: StopStringScanner | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_sent_tokens: int = 0
+    num_sent_characters: int = 0
+    is_end_sent: bool = False
+
+
+class OutputStream:
+    """The outputs of one request. Not thread-safe: the step loop owns it."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, kind: OutputKind) -> None:
+        params = request.params
+        self.request = request
+        # Which of the best_of choices are returned is known only at the end.
+        self.kind: OutputKind = "final" if params.num_sequences > params.n else kind
+        self.metrics = RequestMetrics(request.arrival_time_s)
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._token_texts = tokenizer
+        self._choices = [_Choice(index) for index in range(params.num_sequences)]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * len(request.prompt_token_ids)
+        self._error: str | None = None
+        for choice in self._choices:
+            if params.logprobs is not None:
+                choice.logprobs = []
+            if self._tokenizer is not None:
+                choice.detokenizer = IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
+                if params.stop:
+                    choice.scanner = StopStringScanner(tuple(params.stop), params.include_stop_str_in_output)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def apply(self, update: SequenceUpdate, now: float) -> bool:
+        """Take in what one sequence did in a step; return whether a stop string ended it, which the scheduler must hear."""
+        choice = self._choices[update.choice]
+        choice.sequence_id = update.sequence_id
+        if update.new_token_ids and self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        for offset, entry in enumerate(update.prompt_logprobs):
+            if self._prompt_logprobs is not None:
+                self._prompt_logprobs[update.prompt_logprobs_start + offset] = self._describe(entry)
+        is_stopped = False
+        for index, token_id in enumerate(update.new_token_ids):
+            is_ending = index == len(update.new_token_ids) - 1 and update.finish_reason == "stop"
+            self._append_token(choice, token_id, update.logprobs[index] if update.logprobs else None)
+            if self._append_text(choice, token_id, is_ending):
+                is_stopped = True
+                break
+        if is_stopped:
+            return update.finish_reason is None
+        if update.finish_reason is not None:
+            self._end(choice, update)
+        return False
+
+    def _append_token(self, choice: _Choice, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        choice.token_ids.append(token_id)
+        if logprobs is not None:
+            choice.cumulative_logprob += logprobs.logprob
+            if choice.logprobs is not None:
+                choice.logprobs.append(self._describe(logprobs))
+
+    def _append_text(self, choice: _Choice, token_id: int, is_ending: bool) -> bool:
+        """Add the text of a token; return whether it completes a stop string, which then ends the choice."""
+        if choice.detokenizer is None:
+            return False
+        params = self.request.params
+        if is_ending and not params.include_stop_str_in_output:
+            return False  # the token that ends an output is not part of its text
+        piece = choice.detokenizer.append([token_id])
+        if choice.scanner is None or len(choice.token_ids) <= params.min_tokens:
+            choice.text += piece
+            return False
+        piece, stop = choice.scanner.feed(piece)
+        choice.text += piece
+        if stop is not None:
+            choice.finish_reason, choice.stop_reason = "stop", stop
+        return stop is not None
+
+    def _end(self, choice: _Choice, update: SequenceUpdate) -> None:
+        choice.finish_reason, choice.stop_reason = update.finish_reason, update.stop_reason
+        self._error = self._error or update.error
+        if choice.detokenizer is None:
+            return
+        rest = choice.detokenizer.finish()
+        if choice.scanner is None:
+            choice.text += rest
+            return
+        rest, stop = choice.scanner.feed(rest)
+        choice.text += rest
+        if stop is not None:
+            choice.finish_reason, choice.stop_reason = "stop", stop
+        else:
+            choice.text += choice.scanner.flush()
+
+    def _describe(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """Return the dict of one position: the token that is there first, then the most likely ones."""
+        found = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(entry.top, start=1):
+            if token_id not in found:
+                found[token_id] = self._logprob(token_id, logprob, rank)
+        return found
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = None if self._token_texts is None else self._token_texts.token_text(token_id)
+        return Logprob(logprob, rank, text)
+
+    def take(self) -> RequestOutput | None:
+        """Return what is to be handed out now, or None."""
+        is_finished = self.is_finished
+        if self.kind == "final" and not is_finished:
+            return None
+        choices = self._best() if is_finished else self._choices
+        if self.kind == "delta":
+            outputs = [self._delta(choice) for choice in choices if self._has_news(choice)]
+            if not outputs and not is_finished:
+                return None
+        else:
+            outputs = [self._complete(choice, index) for index, choice in enumerate(choices)]
+        request = self.request
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=outputs,
+            finished=is_finished,
+            prompt_logprobs=self._prompt_logprobs,
+            metrics=self.metrics,
+            error=self._error,
+        )
+
+    def _best(self) -> list[_Choice]:
+        n = self.request.params.n
+        if n == len(self._choices):
+            return self._choices
+        ranked = sorted(self._choices, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))
+        return ranked[:n]
+
+    def _has_news(self, choice: _Choice) -> bool:
+        is_ending = choice.finish_reason is not None and not choice.is_end_sent
+        return is_ending or len(choice.token_ids) > choice.num_sent_tokens
+
+    def _complete(self, choice: _Choice, index: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text=choice.text,
+            token_ids=list(choice.token_ids),
+            cumulative_logprob=self._cumulative(choice),
+            logprobs=None if choice.logprobs is None else list(choice.logprobs),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+
+    def _delta(self, choice: _Choice) -> CompletionOutput:
+        first = choice.num_sent_tokens
+        text = choice.text[choice.num_sent_characters :]
+        choice.num_sent_tokens = len(choice.token_ids)
+        choice.num_sent_characters = len(choice.text)
+        choice.is_end_sent = choice.finish_reason is not None
+        return CompletionOutput(
+            index=choice.index,
+            text=text,
+            token_ids=choice.token_ids[first:],
+            cumulative_logprob=self._cumulative(choice),
+            logprobs=None if choice.logprobs is None else choice.logprobs[first:],
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+
+    def _cumulative(self, choice: _Choice) -> float | None:
+        return choice.cumulative_logprob if self.request.params.needs_logprob else None

@@ -1,0 +1,103 @@
+"""RequestFactory: from what a caller passes to a validated Request."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.base.ids import RequestId
+from quire.base.mixing import mix_seed
+from quire.contracts.model_spec import ModelSpec
+from quire.contracts.request import Request
+from quire.contracts.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+PromptLike = str | list[int] | tuple[int, ...] | dict[str, Any]
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "cache_salt"."""
+
+
+class RequestFactory:
+    """Tokenises prompts and checks everything about a request that depends on the model. Safe to call from any thread."""
+
+    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer | None, seed: int) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._seed = seed
+
+    def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams) -> Request:
+        """Return the request, or raise RequestError with the field at fault.
+
+        index  of the request in the life of the engine: requests without a seed get theirs from it
+        """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        self._check_params(params)
+        seed = mix_seed(self._seed, index) if params.seed is None else params.seed % 2**64
+        bad_words = ()
+        if params.bad_words:
+            bad_words = self._need_tokenizer("bad_words").bad_word_token_ids(params.bad_words)
+        return Request(
+            request_id=RequestId(request_id),
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=seed,
+            prompt=text,
+            eos_token_ids=self._spec.eos_token_ids,
+            bad_word_token_ids=bad_words,
+            arrival_time_s=time.monotonic(),
+            cache_salt=cache_salt,
+        )
+
+    def _read_prompt(self, prompt: PromptLike) -> tuple[str | None, tuple[int, ...], str]:
+        cache_salt = ""
+        if isinstance(prompt, dict):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown or not ("prompt" in prompt) ^ ("prompt_token_ids" in prompt):
+                raise RequestError(
+                    'a prompt as a dict has either "prompt" or "prompt_token_ids", and optionally "cache_salt"; '
+                    f"got the keys {sorted(map(str, prompt))}",
+                    "prompt",
+                )
+            cache_salt = prompt.get("cache_salt", "")
+            if not isinstance(cache_salt, str):
+                raise RequestError(f"cache_salt must be a string, got {cache_salt!r}", "cache_salt")
+            key = "prompt" if "prompt" in prompt else "prompt_token_ids"
+            prompt = prompt[key]
+            if isinstance(prompt, str) != (key == "prompt"):
+                raise RequestError(f'"{key}" of a prompt has the wrong type: {type(prompt).__name__}', key)
+        if isinstance(prompt, str):
+            token_ids = tuple(self._need_tokenizer("prompt").encode(prompt))
+            self._check_token_ids(token_ids, "prompt")
+            return prompt, token_ids, cache_salt
+        if not isinstance(prompt, list | tuple):
+            raise RequestError(
+                f"a prompt must be a string, a list of token ids or a dict, got {type(prompt).__name__}", "prompt"
+            )
+        self._check_token_ids(prompt, "prompt_token_ids")
+        return None, tuple(prompt), cache_salt
+
+    def _check_token_ids(self, token_ids: list[int] | tuple[int, ...], param: str) -> None:
+        if not token_ids:
+            raise RequestError("the prompt is empty: at least one token is needed", param)
+        size = self._spec.vocab_size
+        for position, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < size:
+                raise RequestError(
+                    f"token ids must be integers from 0 to {size - 1}, got {token_id!r} at position {position}", param
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        size = self._spec.vocab_size
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= size:
+                    raise RequestError(f"{name}: token ids must be below {size}, got {token_id}", name)
+        if params.stop:
+            self._need_tokenizer("stop")
+
+    def _need_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{param}: the model has no tokenizer, so only token ids can be used", param)
+        return self._tokenizer

@@ -1,0 +1,51 @@
+"""Which requests can be served at all, and how long their sequences may become.
+
+The KV of the last output token is never computed: a sequence that ends with T tokens needs room for T - 1. A request is
+accepted when each of its sequences, alone in the pool, can reach its end; so there is always one that can go on.
+
+An explicit max_tokens is a promise: if the pool cannot hold it, the request is refused. Without max_tokens the output may
+become as long as max_model_len and the pool allow, and then ends with "length". Where max_tokens exceeds
+max_model_len, max_model_len decides ("length" again), as users of other engines expect.
+"""
+
+from __future__ import annotations
+
+from quire.base.errors import RequestError
+from quire.contracts.config import SchedulerConfig
+from quire.contracts.request import Request
+
+
+def check_servable(request: Request, config: SchedulerConfig) -> None:
+    """Raise RequestError if a sequence of the request could never end in this pool."""
+    num_prompt = len(request.prompt_token_ids)
+    num_slots = config.num_kv_blocks * config.block_size
+    pool = f"the KV pool holds {num_slots} tokens ({config.num_kv_blocks} blocks of {config.block_size})"
+    if num_prompt == 0:
+        raise RequestError("the prompt has 0 tokens: at least 1 is needed", "prompt")
+    if num_prompt >= config.max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but with max_model_len {config.max_model_len} at most "
+            f"{config.max_model_len - 1} leave room for an output token: shorten the prompt or raise max_model_len",
+            "prompt",
+        )
+    if num_prompt > num_slots:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but {pool}: shorten the prompt or raise num_kv_blocks", "prompt"
+        )
+    max_tokens = request.params.max_tokens
+    if max_tokens is None:
+        return
+    num_needed = min(num_prompt + max_tokens, config.max_model_len) - 1
+    if num_needed > num_slots:
+        raise RequestError(
+            f"{num_prompt} prompt tokens and max_tokens {max_tokens} need room for {num_needed} tokens, but {pool}: "
+            f"lower max_tokens to {num_slots + 1 - num_prompt}, leave it None, or raise num_kv_blocks",
+            "max_tokens",
+        )
+
+
+def max_total_tokens(request: Request, config: SchedulerConfig) -> int:
+    """Return the number of tokens, prompt and output together, at which a sequence of a servable request ends."""
+    longest = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
+    max_tokens = request.params.max_tokens
+    return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)

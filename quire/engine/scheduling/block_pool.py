@@ -1,0 +1,120 @@
+"""BlockPool: who holds which block of the KV cache, and which block is given out next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from quire.base.errors import ConfigError, InvariantError
+from quire.base.ids import BlockId
+
+
+class _Block:
+    """One block; prev and next link it into the free list while nobody holds it, and are None otherwise."""
+
+    __slots__ = ("block_id", "next", "num_refs", "prev")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = BlockId(block_id)
+        self.num_refs = 0
+        self.prev: _Block | None = None
+        self.next: _Block | None = None
+
+
+class BlockPool:
+    """A fixed number of blocks with reference counts and a free list in least-recently-used order.
+
+    The free list is doubly linked through the blocks between two sentinels, so that a cached block in its middle can be
+    taken back in O(1) when a prefix hits it; a deque would have to search. Blocks leave at the head and come back at the
+    tail. A freed block keeps its content until it is allocated again, and only then is `on_reuse` told.
+    """
+
+    def __init__(self, num_blocks: int, on_reuse: Callable[[BlockId], None] | None = None) -> None:
+        """Make a pool in which every block is free; num_blocks >= 1. on_reuse(id) is called when id gets a new content."""
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
+        self._blocks = [_Block(index) for index in range(num_blocks)]
+        self._on_reuse = on_reuse
+        self._head = _Block(-1)
+        self._tail = _Block(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self._num_free = 0
+        for block in self._blocks:
+            self._append(block)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, free or held."""
+        return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return self._num_free
+
+    def num_refs(self, block_id: BlockId) -> int:
+        """Return how many block tables hold the block; 0: it is free."""
+        return self._blocks[block_id].num_refs
+
+    def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
+        """Take the blocks that have been free the longest, with one reference each; None, and no change, if too few are free."""
+        if num_blocks > self._num_free:
+            return None
+        taken: list[BlockId] = []
+        for _ in range(num_blocks):
+            block = self._head.next
+            if block is None or block is self._tail:
+                raise InvariantError(f"the free list ends early, but {self._num_free} blocks are counted as free")
+            self._unlink(block)
+            block.num_refs = 1
+            if self._on_reuse is not None:
+                self._on_reuse(block.block_id)
+            taken.append(block.block_id)
+        return tuple(taken)
+
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Add a reference to each block; a free one leaves the free list with its content."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.num_refs == 0:
+                self._unlink(block)
+            block.num_refs += 1
+
+    def free(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop a reference of each block of a table given in order.
+
+        The last one goes first: it is then the first to be reused, and what many sequences have in common lives longest.
+        """
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            if block.num_refs == 0:
+                raise InvariantError(f"block {block_id} is freed, but nobody holds it")
+            block.num_refs -= 1
+            if block.num_refs == 0:
+                self._append(block)
+
+    def iter_free(self) -> Iterator[BlockId]:
+        """Yield the free blocks, the next to be allocated first. Raises InvariantError where two links disagree."""
+        last, block = self._head, self._head.next
+        while block is not None and block is not self._tail:
+            if block.prev is not last:
+                raise InvariantError(f"the links around free block {block.block_id} disagree")
+            yield block.block_id
+            last, block = block, block.next
+        if block is None or block.prev is not last:
+            raise InvariantError("the free list does not reach its end")
+
+    def _append(self, block: _Block) -> None:
+        last = self._tail.prev
+        if last is None:
+            raise InvariantError("the free list has lost its end")
+        last.next, block.prev = block, last
+        block.next, self._tail.prev = self._tail, block
+        self._num_free += 1
+
+    def _unlink(self, block: _Block) -> None:
+        before, after = block.prev, block.next
+        if before is None or after is None:
+            raise InvariantError(f"block {block.block_id} has no reference, but is not in the free list")
+        before.next, after.prev = after, before
+        block.prev = block.next = None
+        self._num_free -= 1

@@ -1,0 +1,51 @@
+"""SequenceUpdate: what the scheduler tells the engine about a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.base.ids import RequestId, SequenceId
+from quire.contracts.request import FinishReason
+from quire.contracts.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """What happened to a sequence that has ended; times in seconds on the clock of the caller's `now`.
+
+    first_scheduled_s  None if it never ran
+    first_token_s      None if it has no output
+    num_cached_tokens  prompt tokens from the prefix cache at its first admission; 0 for one forked from choice 0
+    """
+
+    added_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """News of one sequence. Every sequence of an accepted request gets exactly one with a finish_reason, its last.
+
+    new_token_ids          output tokens since the last update; a token that ended the output is among them
+    logprobs               one per new token, where the request asks for them
+    prompt_logprobs        of consecutive prompt tokens, each handed out once and in order, for choice 0 alone
+    prompt_logprobs_start  prompt position of the first of them, >= 1; 0 when there are none
+    stop_reason            the stop token id or stop string; None for end of sequence
+    error                  why it ended with "error"
+    stats                  with the finish_reason, None before
+    """
+
+    sequence_id: SequenceId
+    request_id: RequestId
+    choice: int
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs_start: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    stats: SequenceStats | None = None

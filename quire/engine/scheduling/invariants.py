@@ -1,0 +1,110 @@
+"""check_invariants: walks the real structures of a scheduler, for tests and for debugging; O(pool + all tokens)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.base.errors import InvariantError
+from quire.base.ids import BlockId
+from quire.engine.scheduling.prefix_index import PrefixEntry, block_key, root_key
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.sequence import Sequence, SequenceStatus
+from quire.engine.scheduling.sequence_queue import SequenceQueue
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Raise InvariantError if the queues, the block pool, the block tables or the prefix index contradict each other."""
+    _check_queues(scheduler)
+    _check_pool(scheduler)
+    _check_index(scheduler)
+    for sequence in scheduler.iter_sequences():
+        _check_sequence(sequence, scheduler)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantError(message)
+
+
+def _check_queues(scheduler: Scheduler) -> None:
+    by_status: dict[SequenceStatus, list[Sequence]] = {status: [] for status in SequenceStatus}
+    for sequence in scheduler.iter_sequences():
+        by_status[sequence.status].append(sequence)
+    _require(not by_status[SequenceStatus.FINISHED], "a finished sequence is kept")
+    _check_queue("waiting", scheduler.waiting, by_status[SequenceStatus.WAITING])
+    _check_queue("running", scheduler.running, by_status[SequenceStatus.RUNNING])
+    _require(len(scheduler.running) <= scheduler.config.max_num_seqs, "more sequences run than max_num_seqs allows")
+    leaders = {s.request.request_id for s in scheduler.iter_sequences() if s.choice == 0}
+    for sequence in by_status[SequenceStatus.HELD]:
+        _require(sequence.request.request_id in leaders, f"sequence {sequence.sequence_id} is held, but choice 0 is gone")
+
+
+def _check_queue(name: str, queue: SequenceQueue, expected: list[Sequence]) -> None:
+    members = list(queue)
+    keys = [sequence.order_key for sequence in members]
+    _require(keys == sorted(set(keys)), f"the {name} queue is out of order or holds a sequence twice")
+    _require(
+        {id(sequence) for sequence in members} == {id(sequence) for sequence in expected},
+        f"the {name} queue holds other sequences than those with that status",
+    )
+
+
+def _check_pool(scheduler: Scheduler) -> None:
+    pool = scheduler.kv.pool
+    num_refs: Counter[BlockId] = Counter()
+    for sequence in scheduler.iter_sequences():
+        num_refs.update(sequence.block_ids)
+        _require(len(set(sequence.block_ids)) == len(sequence.block_ids), "a block table holds a block twice")
+    free_ids = list(pool.iter_free())
+    is_free = set(free_ids)
+    _require(len(free_ids) == len(is_free), "a block is in the free list twice")
+    _require(len(free_ids) == pool.num_free, f"{len(free_ids)} blocks are in the free list, {pool.num_free} are counted")
+    for block_id in map(BlockId, range(pool.num_blocks)):
+        counted, real = pool.num_refs(block_id), num_refs[block_id]
+        _require(counted == real, f"block {block_id} counts {counted} references, but {real} tables hold it")
+        _require((real == 0) == (block_id in is_free), f"block {block_id} is free and held at once, or neither")
+    _require(set(num_refs) <= set(range(pool.num_blocks)), "a block table holds a block that does not exist")
+
+
+def _check_index(scheduler: Scheduler) -> None:
+    index, size = scheduler.kv.index, scheduler.kv.block_size
+    _require(scheduler.config.enable_prefix_caching or len(index) == 0, "a block is published, but caching is off")
+    for key, block_id, entry in index.iter_entries():
+        content, parent = entry.content, entry.parent
+        _require(entry.block_id == block_id and index.find(key) is entry, f"the entry of block {block_id} is not found")
+        _require(entry.is_live and len(content.token_ids) == size, f"the entry of block {block_id} is dead or not full")
+        parent_key = root_key(content.root) if parent is None else parent.content.key
+        _require(key == block_key(parent_key, content.token_ids), f"the key of block {block_id} is not that of its tokens")
+        _require(parent is None or parent.content.root == content.root, f"block {block_id} has a parent of another root")
+
+
+def _prefix_of(entry: PrefixEntry) -> list[int]:
+    """Return the tokens from the start of the sequence to the end of the entry's block."""
+    blocks: list[tuple[int, ...]] = []
+    step: PrefixEntry | None = entry
+    while step is not None:
+        blocks.append(step.content.token_ids)
+        step = step.parent
+    return [token_id for block in reversed(blocks) for token_id in block]
+
+
+def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> None:
+    name, size = f"sequence {sequence.sequence_id}", scheduler.kv.block_size
+    prompt = sequence.request.prompt_token_ids
+    _require(tuple(sequence.token_ids[: len(prompt)]) == prompt, f"{name} does not begin with its prompt")
+    _require(sequence.num_tokens < sequence.max_total_tokens, f"{name} should have ended")
+    if sequence.status is not SequenceStatus.RUNNING:
+        _require(not sequence.block_ids and sequence.num_computed_tokens == 0, f"{name} does not run, but has blocks")
+        _require(not sequence.is_known, f"{name} does not run, but the worker is thought to know it")
+    _require(0 <= sequence.num_computed_tokens < sequence.num_tokens, f"{name} has nothing left to compute")
+    _require(len(sequence.block_ids) * size >= sequence.num_computed_tokens, f"{name} has tokens computed outside its blocks")
+    for index, content in enumerate(sequence.block_contents):
+        tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
+        _require(content.token_ids == tokens, f"{name} has other tokens than were hashed in block {index}")
+    _require((sequence.last_entry is None) == (sequence.num_published_blocks == 0), f"{name} has lost its last entry")
+    for index, block_id in enumerate(sequence.block_ids):
+        entry = scheduler.kv.index.entry_of(block_id)
+        if entry is not None:
+            tokens = sequence.token_ids[: (index + 1) * size]
+            _require(entry.content.root == sequence.request.cache_salt, f"{name} holds a block of another salt")
+            _require(_prefix_of(entry) == tokens, f"{name} holds block {block_id}, published with other tokens")

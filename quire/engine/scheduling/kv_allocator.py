@@ -1,0 +1,144 @@
+"""KvAllocator: gives sequences their blocks, shares equal prefixes, and copies before a shared block is written.
+
+One rule keeps shared KV intact: a sequence writes only into blocks that it alone holds and that are not published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.base.errors import InvariantError
+from quire.base.ids import BlockId
+from quire.engine.scheduling.block_pool import BlockPool
+from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex, block_key, root_key
+from quire.engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrowth:
+    """How a block table changed, in the words of StepPlan.
+
+    appended  new blocks at its end
+    replaced  (index in the table, new block)
+    copies    (source, target) of those replaced blocks whose earlier tokens are kept. The source may already belong to
+              another sequence, which writes it in the same step: hence all copies come before all writes
+    """
+
+    appended: tuple[BlockId, ...] = ()
+    replaced: tuple[tuple[int, BlockId], ...] = ()
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+
+
+NO_GROWTH = BlockGrowth()
+
+
+class KvAllocator:
+    """The block pool and the prefix index together; the only writer of the block tables of sequences."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+        self.index = PrefixIndex()
+        self.pool = BlockPool(num_blocks, on_reuse=self.index.drop)
+        self.block_size = block_size
+        self._is_caching = enable_prefix_caching
+
+    def admit(self, sequence: Sequence) -> int | None:
+        """Give a sequence without blocks room for all its known tokens, and return how many of them are cached.
+
+        None, and no change, when too few blocks are free. Sets its block table and num_computed_tokens.
+        """
+        hits = self._match(sequence)
+        hit_ids = [entry.block_id for entry in hits]
+        num_new = self._num_blocks_for(sequence.num_tokens) - len(hits)
+        num_revived = sum(self.pool.num_refs(block_id) == 0 for block_id in hit_ids)
+        if num_new + num_revived > self.pool.num_free:
+            return None
+        self.pool.share(hit_ids)  # before allocate, which could otherwise hand out the hits themselves
+        sequence.block_ids = [*hit_ids, *self._allocate(num_new)]
+        sequence.num_computed_tokens = len(hits) * self.block_size
+        sequence.num_published_blocks = len(hits)
+        sequence.last_entry = hits[-1] if hits else None
+        return sequence.num_computed_tokens
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> BlockGrowth | None:
+        """Make the slots of the next num_tokens >= 1 tokens writable; None, and no change, when too few blocks are free."""
+        table, start = sequence.block_ids, sequence.num_computed_tokens
+        num_blocks = self._num_blocks_for(start + num_tokens)
+        touched = range(start // self.block_size, min(num_blocks, len(table)))
+        locked = [index for index in touched if not self._is_writable(table[index])]
+        num_appended = max(0, num_blocks - len(table))
+        if num_appended == 0 and not locked:
+            return NO_GROWTH
+        new_ids = self.pool.allocate(num_appended + len(locked))
+        if new_ids is None:
+            return None
+        replaced = tuple(zip(locked, new_ids, strict=False))
+        copies: list[tuple[BlockId, BlockId]] = []
+        for index, new_id in replaced:
+            if index * self.block_size < start:  # tokens before the first written one are in it
+                copies.append((table[index], new_id))
+            self.pool.free([table[index]])
+            table[index] = new_id
+        appended = new_ids[len(locked) :]
+        table.extend(appended)
+        return BlockGrowth(appended, replaced, tuple(copies))
+
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        """Let `target`, without blocks, hold the blocks of the prompt that it shares with `source`, who has computed it.
+
+        The last prompt token is left to compute, so that `target` gets logits of its own.
+        """
+        target.block_ids = source.block_ids[: self._num_blocks_for(target.num_prompt_tokens)]
+        self.pool.share(target.block_ids)
+        target.block_contents = source.block_contents[: target.num_prompt_tokens // self.block_size]
+        target.num_computed_tokens = target.num_prompt_tokens - 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all blocks from a sequence; published ones can be found until they are reused."""
+        self.pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = 0
+        sequence.num_published_blocks = 0
+        sequence.last_entry = None
+
+    def publish(self, sequence: Sequence) -> None:
+        """Enter the full blocks of a sequence, up to its computed tokens, into the prefix index."""
+        if not self._is_caching:
+            return
+        num_full = sequence.num_computed_tokens // self.block_size
+        if num_full <= sequence.num_published_blocks:
+            return
+        if sequence.last_entry is not None and not sequence.last_entry.is_live:
+            # The chain stood on an equal block of a sequence that is gone: start again with our own blocks.
+            sequence.num_published_blocks, sequence.last_entry = 0, None
+        contents = self._contents(sequence, num_full)
+        for index in range(sequence.num_published_blocks, num_full):
+            entry = self.index.publish(sequence.last_entry, contents[index], sequence.block_ids[index])
+            if entry is None:
+                return
+            sequence.num_published_blocks, sequence.last_entry = index + 1, entry
+
+    def _match(self, sequence: Sequence) -> list[PrefixEntry]:
+        if not self._is_caching:
+            return []
+        return self.index.match(self._contents(sequence, sequence.max_cached_tokens // self.block_size))
+
+    def _contents(self, sequence: Sequence, num_blocks: int) -> list[BlockContent]:
+        contents, size = sequence.block_contents, self.block_size
+        root = sequence.request.cache_salt
+        for index in range(len(contents), num_blocks):
+            token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
+            parent_key = contents[-1].key if contents else root_key(root)
+            contents.append(BlockContent(block_key(parent_key, token_ids), root, token_ids))
+        return contents[:num_blocks]
+
+    def _is_writable(self, block_id: BlockId) -> bool:
+        return self.pool.num_refs(block_id) == 1 and block_id not in self.index
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _allocate(self, num_blocks: int) -> tuple[BlockId, ...]:
+        block_ids = self.pool.allocate(num_blocks)
+        if block_ids is None:
+            raise InvariantError(f"{num_blocks} blocks were counted as free, but {self.pool.num_free} are")
+        return block_ids

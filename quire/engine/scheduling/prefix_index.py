@@ -1,0 +1,126 @@
+"""PrefixIndex: finds the blocks that already hold the KV of a prefix.
+
+The key of a block is the hash of the key of the block before it and of its own tokens; the chain starts at a root that
+stands for all else that changes the KV or must keep requests apart (today the cache salt). A hash is never trusted alone:
+a hit also needs the same root, the same tokens, and the same parent entry, by identity and not by its key.
+
+Blocks are not de-duplicated: the first publisher of a content wins, later holders of the same content keep their own
+block. Hence block ids never change under a sequence and block tables only grow (copy on write apart).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from quire.base.ids import BlockId
+
+
+def root_key(root: str) -> int:
+    """Return the key from which the chains under `root` start; the same in every process."""
+    return int.from_bytes(blake2b(root.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
+def block_key(parent_key: int, token_ids: tuple[int, ...]) -> int:
+    """Return the 64-bit key of a full block that follows the block of parent_key; the same in every process."""
+    content = parent_key.to_bytes(8) + array("q", token_ids).tobytes()
+    return int.from_bytes(blake2b(content, digest_size=8).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContent:
+    """What one full block of a sequence holds: its own tokens, and through the key all that came before."""
+
+    key: int
+    root: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class PrefixEntry:
+    """A published block. Compared by identity, so that an entry is never taken for a later one with the same key.
+
+    parent   the entry of the block before it; None for the first block
+    is_live  until its block is reused; an entry whose parent is not live can no longer be found
+    """
+
+    content: BlockContent
+    parent: PrefixEntry | None
+    block_id: BlockId
+    is_live: bool = True
+
+    def holds(self, parent: PrefixEntry | None, content: BlockContent) -> bool:
+        """Return whether this is `content` after `parent`."""
+        mine = self.content
+        return self.parent is parent and mine.root == content.root and mine.token_ids == content.token_ids
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the block before it has been reused."""
+        return self.parent is not None and not self.parent.is_live
+
+
+class PrefixIndex:
+    """The published blocks by key and by block id; at most one block per key and one key per block."""
+
+    def __init__(self) -> None:
+        self._entry_by_key: dict[int, PrefixEntry] = {}
+        self._entry_by_block: dict[BlockId, PrefixEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entry_by_block)
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        return block_id in self._entry_by_block
+
+    def iter_entries(self) -> Iterator[tuple[int, BlockId, PrefixEntry]]:
+        """Yield (key, block id, entry) of every published block."""
+        for block_id, entry in self._entry_by_block.items():
+            yield entry.content.key, block_id, entry
+
+    def entry_of(self, block_id: BlockId) -> PrefixEntry | None:
+        """Return the entry of a block; None if it is not published."""
+        return self._entry_by_block.get(block_id)
+
+    def find(self, key: int) -> PrefixEntry | None:
+        """Return the entry under a key, unverified."""
+        return self._entry_by_key.get(key)
+
+    def match(self, contents: Iterable[BlockContent]) -> list[PrefixEntry]:
+        """Return the entries of the longest published chain that `contents`, from a sequence's first block on, begins with."""
+        matched: list[PrefixEntry] = []
+        parent: PrefixEntry | None = None
+        for content in contents:
+            entry = self._entry_by_key.get(content.key)
+            if entry is None or not entry.holds(parent, content):
+                break
+            matched.append(entry)
+            parent = entry
+        return matched
+
+    def publish(self, parent: PrefixEntry | None, content: BlockContent, block_id: BlockId) -> PrefixEntry | None:
+        """Enter a block whose KV is complete, and return the entry that now stands for its content.
+
+        That is the entry of an earlier publisher where there is one. None where another content has the same key: it stays.
+        """
+        found = self._entry_by_key.get(content.key)
+        if found is not None:
+            if found.holds(parent, content):
+                return found
+            if not found.is_orphan:
+                return None
+            self.drop(found.block_id)
+        self.drop(block_id)
+        entry = PrefixEntry(content, parent, block_id)
+        self._entry_by_key[content.key] = entry
+        self._entry_by_block[block_id] = entry
+        return entry
+
+    def drop(self, block_id: BlockId) -> None:
+        """Forget a block, if it was published, because its content is about to change."""
+        entry = self._entry_by_block.pop(block_id, None)
+        if entry is not None:
+            del self._entry_by_key[entry.content.key]
+            entry.is_live = False

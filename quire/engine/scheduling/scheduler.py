@@ -1,0 +1,343 @@
+"""Scheduler: decides what every step computes, and keeps the books about it.
+
+A step is {sequence: number of tokens} under one token budget; there is no prefill step and no decode step. In order:
+
+1. Running sequences with one uncomputed token (they decode) get it, in policy order. The budget is never below
+   max_num_seqs, so none of them ever waits behind a prompt.
+2. Running sequences with more uncomputed tokens get chunks, in policy order, of what the budget has left and at most
+   long_prefill_token_threshold each.
+3. Waiting sequences are admitted in policy order while there is a seat (max_num_seqs), budget, and free blocks for ALL
+   their known tokens, which they get at once. The first that does not fit blocks those behind it, even if they would fit:
+   blocks that become free are for it, so that a long prompt cannot be starved by short ones.
+
+Where a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
+blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
+admitted in that step, unless the step would be empty. The first running sequence is preempted only by itself, and a
+sequence alone in the pool always fits (see admission), so there is always progress.
+
+The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
+prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
+costs next to nothing then. Otherwise, or when choice 0 ends before, they wait like others, and the prefix cache serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from quire.base.errors import InvariantError, RequestError
+from quire.base.ids import RequestId, SequenceId
+from quire.contracts.config import SchedulerConfig
+from quire.contracts.request import FinishReason, Request
+from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
+from quire.engine.scheduling.admission import check_servable, max_total_tokens
+from quire.engine.scheduling.ending import Ending, append_sampled
+from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
+from quire.engine.scheduling.policy import order_key
+from quire.engine.scheduling.sequence import Sequence, SequenceStatus
+from quire.engine.scheduling.sequence_queue import SequenceQueue
+from quire.engine.scheduling.step_draft import StepDraft
+
+
+class Scheduler:
+    """Holds every unfinished sequence. schedule() and commit() alternate; add, finish and abort may come at any time.
+
+    Not thread-safe. When a step fails as a whole, commit a StepResult that has an error for each of its sequences.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.kv = KvAllocator(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.waiting = SequenceQueue()
+        self.running = SequenceQueue()
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._choices: dict[RequestId, list[Sequence]] = {}  # unfinished ones only, in order
+        self._ended: list[SequenceId] = []  # rows that the worker still has
+        self._plan_in_flight: StepPlan | None = None
+        self._sequence_ids = count()
+        self._arrivals = count()
+        self._step_ids = count()
+        self._num_preemptions = 0
+        self._num_queried_tokens = 0
+        self._num_hit_tokens = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence has not ended; schedule() then always finds something to compute."""
+        return bool(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks, those held back for a fork included."""
+        return len(self._sequences) - len(self.running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self.running)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1; blocks that are only cached count as free."""
+        return 1.0 - self.kv.pool.num_free / self.kv.pool.num_blocks
+
+    @property
+    def prefix_cache_queries(self) -> int:
+        """Tokens that were looked up in the prefix cache at first admissions."""
+        return self._num_queried_tokens
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Those of them that were found."""
+        return self._num_hit_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence gave up its blocks."""
+        return self._num_preemptions
+
+    def iter_sequences(self) -> Iterator[Sequence]:
+        """Yield every unfinished sequence in order of creation."""
+        return iter(self._sequences.values())
+
+    def add(self, request: Request, now: float = 0.0) -> tuple[SequenceId, ...]:
+        """Take a request in and return the ids of its sequences by choice.
+
+        Raises RequestError, and changes nothing, when it can never be served or its id is in use.
+        """
+        check_servable(request, self.config)
+        if request.request_id in self._choices:
+            raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
+        arrival = next(self._arrivals)
+        choices = [self._new_sequence(request, arrival, choice, now) for choice in range(request.params.num_sequences)]
+        self._choices[request.request_id] = choices
+        for sequence in choices:
+            self._sequences[sequence.sequence_id] = sequence
+        self.waiting.add(choices[0])
+        return tuple(sequence.sequence_id for sequence in choices)
+
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """Return the next step; None exactly when nothing is unfinished. The plan must be executed and committed."""
+        if self._plan_in_flight is not None:
+            raise InvariantError(f"step {self._plan_in_flight.step_id} must be committed before the next is scheduled")
+        draft = StepDraft(self.config.max_num_batched_tokens)
+        num_preempted_before = self._num_preemptions
+        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
+            self._schedule_running(draft, sequence)
+        for sequence in [s for s in self.running if s.num_uncomputed_tokens > 1]:
+            self._schedule_running(draft, sequence)
+        if draft.is_empty or self._num_preemptions == num_preempted_before:
+            self._schedule_waiting(draft)
+        if draft.is_empty:
+            return None
+        self._plan_in_flight = draft.build(next(self._step_ids), tuple(self._ended))
+        self._ended.clear()
+        for sequence in draft.sequences:
+            sequence.is_known = True
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now
+        return self._plan_in_flight
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[SequenceUpdate]:
+        """Record what the worker did in the plan of the last schedule(); return the news, in batch order.
+
+        Sequences that ended while the plan was in flight are passed over. A mid-prompt chunk makes no news.
+        """
+        if plan is not self._plan_in_flight or result.step_id != plan.step_id:
+            raise InvariantError(f"result of step {result.step_id} and plan of step {plan.step_id} are not those in flight")
+        self._plan_in_flight = None
+        updates: list[SequenceUpdate] = []
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            sequence = self._sequences.get(sequence_id)
+            if sequence is None:
+                continue
+            error = result.errors.get(sequence_id)
+            is_sampled = bool(result.sampled.get(sequence_id))
+            if error is None and is_sampled != (num_tokens == sequence.num_uncomputed_tokens):
+                error = (
+                    f"the worker returned {'a' if is_sampled else 'no'} token where {'none' if is_sampled else 'one'} was due"
+                )
+            if error is not None:
+                updates.append(self._end(sequence, "error", error=error))
+                continue
+            update = self._commit_sequence(sequence, num_tokens, result, now)
+            if update is not None:
+                updates.append(update)
+        return updates
+
+    def finish(
+        self, sequence_id: SequenceId, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> SequenceUpdate | None:
+        """End a sequence for a reason found outside, such as a stop string; None if it has ended already."""
+        sequence = self._sequences.get(sequence_id)
+        return None if sequence is None else self._end(sequence, reason, stop_reason=stop_reason)
+
+    def abort(self, request_id: RequestId) -> list[SequenceUpdate]:
+        """End every unfinished choice of a request with "abort"; empty if there is none."""
+        # The last choice goes first, so that choice 0 leaves none behind that would have to be queued for a moment.
+        return [self._end(sequence, "abort") for sequence in reversed(tuple(self._choices.get(request_id, ())))][::-1]
+
+    def _new_sequence(self, request: Request, arrival: int, choice: int, now: float) -> Sequence:
+        has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
+        return Sequence(
+            sequence_id=SequenceId(next(self._sequence_ids)),
+            request=request,
+            choice=choice,
+            order_key=order_key(self.config.policy, request, arrival, choice),
+            max_total_tokens=max_total_tokens(request, self.config),
+            next_prompt_logprob=1 if has_prompt_logprobs else len(request.prompt_token_ids),
+            token_ids=list(request.prompt_token_ids),
+            added_s=now,
+            status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
+        )
+
+    def _chunk(self, draft: StepDraft, sequence: Sequence) -> int:
+        """Return how many tokens the sequence may compute in this step, 0 when the budget is spent."""
+        threshold = self.config.long_prefill_token_threshold or sequence.num_uncomputed_tokens
+        return min(sequence.num_uncomputed_tokens, threshold, draft.num_tokens_left)
+
+    def _schedule_running(self, draft: StepDraft, sequence: Sequence) -> None:
+        num_tokens = self._chunk(draft, sequence)
+        if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
+            return
+        while (growth := self.kv.grow(sequence, num_tokens)) is None:
+            victim = self.running.last
+            draft.remove(victim)
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        draft.add(sequence, num_tokens, growth)
+
+    def _schedule_waiting(self, draft: StepDraft) -> None:
+        while len(self.waiting) > 0 and len(self.running) < self.config.max_num_seqs and draft.num_tokens_left > 0:
+            sequence = self.waiting.first
+            num_cached = self.kv.admit(sequence)
+            if num_cached is None:
+                return
+            self._start_running(sequence)
+            if sequence.first_scheduled_s is None:
+                sequence.num_cached_tokens = num_cached
+                if self.config.enable_prefix_caching and sequence.max_cached_tokens == sequence.num_tokens - 1:
+                    self._num_queried_tokens += sequence.num_tokens
+                    self._num_hit_tokens += num_cached
+            draft.add(sequence, self._chunk(draft, sequence), NO_GROWTH)
+
+    def _start_running(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self.running.add(sequence)
+
+    def _start_waiting(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.add(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.kv.release(sequence)
+        self._forget_row(sequence)
+        self._start_waiting(sequence)
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+
+    def _forget_row(self, sequence: Sequence) -> None:
+        if sequence.is_known:
+            self._ended.append(sequence.sequence_id)
+            sequence.is_known = False
+
+    def _commit_sequence(self, sequence: Sequence, num_tokens: int, result: StepResult, now: float) -> SequenceUpdate | None:
+        prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
+        sequence.num_computed_tokens += num_tokens
+        self.kv.publish(sequence)
+        if sequence.choice == 0 and sequence.num_computed_tokens >= sequence.num_prompt_tokens:
+            self._release_held(sequence.request.request_id, source=sequence)
+        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
+        if token_ids and sequence.first_token_s is None:
+            sequence.first_token_s = now
+        if not token_ids and not prompt_logprobs:
+            return None
+        return SequenceUpdate(
+            sequence_id=sequence.sequence_id,
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            new_token_ids=token_ids,
+            logprobs=result.logprobs.get(sequence.sequence_id, ())[: len(token_ids)],
+            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_start=prompt_logprobs_start,
+            finish_reason=None if ending is None else ending.finish_reason,
+            stop_reason=None if ending is None else ending.stop_reason,
+            stats=None if ending is None else self._drop(sequence),
+        )
+
+    def _release_held(self, request_id: RequestId, source: Sequence | None) -> None:
+        """Set the held choices of a request going: forked from `source` where that is possible, else waiting."""
+        num_forked = 0
+        for sequence in self._choices[request_id]:
+            if sequence.status is not SequenceStatus.HELD:
+                continue
+            has_room = len(self.running) < self.config.max_num_seqs and self.kv.pool.num_free > num_forked
+            if source is None or not has_room:
+                self._start_waiting(sequence)
+                continue
+            self.kv.fork(source, sequence)
+            self._start_running(sequence)
+            num_forked += 1
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> SequenceUpdate:
+        return SequenceUpdate(
+            sequence_id=sequence.sequence_id,
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+            stats=self._drop(sequence),
+        )
+
+    def _drop(self, sequence: Sequence) -> SequenceStats:
+        """Take an ended sequence out of every structure; return what is left to say about it."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self.kv.release(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._forget_row(sequence)
+        del self._sequences[sequence.sequence_id]
+        request_id = sequence.request.request_id
+        self._choices[request_id].remove(sequence)
+        if not self._choices[request_id]:
+            del self._choices[request_id]
+        elif sequence.choice == 0:
+            self._release_held(request_id, source=None)
+        return SequenceStats(
+            added_s=sequence.added_s,
+            first_scheduled_s=sequence.first_scheduled_s,
+            first_token_s=sequence.first_token_s,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_preemptions=sequence.num_preemptions,
+        )
+
+
+def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:
+    """Return the prompt log probabilities of a chunk that were not handed out before, and the position of the first.
+
+    To be called before num_computed_tokens advances: the worker's first one is of the token after the first computed.
+    """
+    due = sequence.num_prompt_tokens - sequence.next_prompt_logprob
+    first = sequence.num_computed_tokens + 1
+    if due <= 0:
+        return (), 0
+    start = max(first, sequence.next_prompt_logprob)
+    taken = result.prompt_logprobs.get(sequence.sequence_id, ())[start - first :][:due]
+    sequence.next_prompt_logprob = start + len(taken)
+    return taken, start if taken else 0

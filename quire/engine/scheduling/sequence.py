@@ -1,0 +1,87 @@
+"""Sequence: one choice of a request while it is unfinished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.base.ids import BlockId, SequenceId
+from quire.contracts.request import Request
+from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry
+
+OrderKey = tuple[int, float, int, int]
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. HELD: a further choice that waits until choice 0 has computed the prompt they share."""
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The mutable state of one choice; only the scheduler and its KvAllocator write it.
+
+    token_ids            prompt, then output
+    order_key            place among all sequences under the policy; unique, never changes
+    max_total_tokens     prompt and output together, at which it ends with "length"
+    num_computed_tokens  tokens whose KV is in block_ids, [0, num_computed_tokens)
+    block_ids            the block table; covers at least the computed tokens; empty unless RUNNING
+    is_known             the worker has a row for it
+    block_contents       of its first full blocks, computed once, survives preemption
+    num_published_blocks blocks from the start of the table that stand in the prefix index, its own or an equal one
+    last_entry           the index entry of the last of them
+    next_prompt_logprob  prompt position whose log probabilities are still to be handed out; all before it have been
+    num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
+    times                in seconds on the clock of the caller's `now`
+    """
+
+    sequence_id: SequenceId
+    request: Request
+    choice: int
+    order_key: OrderKey
+    max_total_tokens: int
+    next_prompt_logprob: int
+    token_ids: list[int]
+    added_s: float
+    status: SequenceStatus
+    num_computed_tokens: int = 0
+    block_ids: list[BlockId] = field(default_factory=list[BlockId])
+    is_known: bool = False
+    block_contents: list[BlockContent] = field(default_factory=list[BlockContent])
+    num_published_blocks: int = 0
+    last_entry: PrefixEntry | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV is to be computed, at least one; exactly one while it decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens that may come from the prefix cache: one is left to compute, and every prompt log probability still due."""
+        if self.next_prompt_logprob < self.num_prompt_tokens:
+            return self.next_prompt_logprob - 1
+        return self.num_tokens - 1

@@ -1,0 +1,157 @@
+"""Attention over the paged KV cache: whole prompts, chunks, cached prefixes and decode steps in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model_spec import AttentionSpec
+
+_MAX_SCORE_ELEMENTS = 1 << 24
+"""Scores held at once, over all heads: long chunks are cut into runs of queries, so that memory stays bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInput:
+    """Where the tokens of one step stand, for all layers.
+
+    slots           [T] i64, block * block_size + offset where token t's KV is stored
+    query_starts    S + 1 offsets: sequence s owns tokens [query_starts[s], query_starts[s + 1]), at least one
+    context_lens    S lengths: tokens of s in the cache once this step is stored, so that its last query is at
+                    position context_lens[s] - 1
+    block_tables    [S, max_blocks] i64; entries past the context are ignored but must be valid blocks
+    """
+
+    slots: Tensor
+    query_starts: list[int]
+    context_lens: list[int]
+    block_tables: Tensor
+    decode_groups: dict[tuple[int | None, int], list[DecodeGroup]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Single-token sequences of similar length, attended as one padded batch.
+
+    tokens   [S'] rows of q
+    blocks   [S', N] blocks to read
+    is_seen  [S', N * block_size]: the positions that the query attends to
+    """
+
+    tokens: Tensor
+    blocks: Tensor
+    is_seen: Tensor
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write k and v [T, K, D] into the caches [num_blocks, K, block_size, D] at `slots` [T]."""
+    blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
+    k_cache[blocks, :, offsets] = k
+    v_cache[blocks, :, offsets] = v
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, spec: AttentionSpec) -> Tensor:
+    """Attend every query to its sequence's cached keys, itself included, causally.
+
+    q                 [T, H, D]; H = num_heads, a multiple of K
+    k_cache, v_cache  [num_blocks, K, block_size, D], q's dtype; this step's KV is already stored
+    Returns           [T, H, D] in q's dtype. Scores are in q's dtype, softmax sums in f32. Does not write the cache.
+    """
+    out = torch.empty_like(q)
+    for group in _decode_groups(step, spec.window, k_cache.shape[2]):
+        out[group.tokens] = _attend_decode(q[group.tokens], k_cache, v_cache, group, spec)
+    starts = step.query_starts
+    for index, context_len in enumerate(step.context_lens):
+        if starts[index + 1] - starts[index] > 1:
+            rows = slice(starts[index], starts[index + 1])
+            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, step.block_tables[index], context_len, spec)
+    return out
+
+
+def _decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
+    """Return the groups of single-token sequences, made once per step and window and shared by the layers."""
+    key = (window, block_size)
+    if key not in step.decode_groups:
+        step.decode_groups[key] = _make_decode_groups(step, window, block_size)
+    return step.decode_groups[key]
+
+
+def _make_decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
+    spans = []  # (number of blocks, first block, sequence)
+    for index, length in enumerate(step.context_lens):
+        if step.query_starts[index + 1] - step.query_starts[index] == 1:
+            first = 0 if window is None else max(0, length - window) // block_size
+            spans.append((-(-length // block_size) - first, first, index))
+    spans.sort()
+    groups: list[DecodeGroup] = []
+    while spans:
+        # Lengths within a group differ by less than 2x, so that padding at most doubles the work.
+        longest = 2 * spans[0][0]
+        size = next((i for i, span in enumerate(spans) if span[0] > longest), len(spans))
+        group, spans = spans[:size], spans[size:]
+        sequences = torch.tensor([index for _, _, index in group])
+        first = torch.tensor([start for _, start, _ in group])
+        lengths = torch.tensor([step.context_lens[index] for _, _, index in group])[:, None]
+        columns = first[:, None] + torch.arange(group[-1][0])
+        blocks = step.block_tables[sequences[:, None], columns.clamp(max=step.block_tables.shape[1] - 1)]
+        positions = first[:, None] * block_size + torch.arange(group[-1][0] * block_size)
+        is_seen = positions < lengths
+        if window is not None:
+            is_seen &= positions >= lengths - window
+        tokens = torch.tensor([step.query_starts[index] for _, _, index in group])
+        groups.append(DecodeGroup(tokens, blocks, is_seen))
+    return groups
+
+
+def _attend_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[1]
+
+    def gather(cache: Tensor) -> Tensor:
+        return cache[group.blocks].transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
+
+    q = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = _cap((q @ gather(k_cache).transpose(-1, -2)) * spec.scale, spec)
+    scores = scores.masked_fill(~group.is_seen[:, None, None, :], -torch.inf)
+    # What lies past a context may be anything, NaN of a failed sequence included: 0 * NaN must not reach the sum.
+    v = gather(v_cache).masked_fill_(~group.is_seen[:, None, :, None], 0)
+    return (_softmax(scores, spec) @ v).reshape(num_rows, num_heads, head_dim)
+
+
+def _attend_chunk(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_len: int, spec: AttentionSpec
+) -> Tensor:
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    out = torch.empty_like(q)
+    num_rows = max(1, _MAX_SCORE_ELEMENTS // (num_heads * context_len))
+    for begin in range(0, num_queries, num_rows):
+        end = min(begin + num_rows, num_queries)
+        first_position = context_len - num_queries + begin
+        stop = context_len - num_queries + end
+        first_block = 0 if spec.window is None else max(0, first_position + 1 - spec.window) // block_size
+        blocks = block_table[first_block : -(-stop // block_size)]
+        start = first_block * block_size
+        k = k_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
+        v = v_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
+        queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
+        distance = torch.arange(first_position, stop)[:, None] - torch.arange(start, stop)
+        is_hidden = distance < 0
+        if spec.window is not None:
+            is_hidden |= distance >= spec.window
+        weights = _softmax(scores.masked_fill(is_hidden, -torch.inf), spec)
+        out[begin:end] = (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(end - begin, num_heads, head_dim)
+    return out
+
+
+def _cap(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
+
+
+def _softmax(scores: Tensor, spec: AttentionSpec) -> Tensor:
+    if spec.is_softmax_f32:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+    return torch.softmax(scores, dim=-1)

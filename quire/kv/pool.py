@@ -1,0 +1,30 @@
+"""KvPool: the memory of the paged key-value cache of one worker."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.contracts.kv_spec import KvSpec
+
+
+class KvPool:
+    """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU.
+
+    The memory is mapped at once but taken from the system only as blocks are first written.
+    """
+
+    def __init__(self, spec: KvSpec, num_blocks: int) -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        dtype = getattr(torch, spec.dtype)
+        shapes = [(num_blocks, heads, spec.block_size, dim) for heads, dim in spec.layer_shapes]
+        self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole blocks, (source, target) pairs, in every layer; all sources are read before any target is written."""
+        sources = torch.tensor([source for source, _ in copies])
+        targets = torch.tensor([target for _, target in copies])
+        for cache in (*self.k, *self.v):
+            cache[targets] = cache[sources]

@@ -1,0 +1,126 @@
+"""Decoder: executes any ModelSpec with the torch reference kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.activation import ACTIVATIONS
+from quire.kernels.reference.attention import AttentionInput, attend, store_kv
+from quire.kernels.reference.moe import mixture_of_experts
+from quire.kernels.reference.norm import normalize
+from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
+from quire.kv.pool import KvPool
+
+
+class Decoder:
+    """A decoder-only model: a spec and its parameters under their canonical names.
+
+    parameters     canonical name -> tensor in the spec's dtype, as `load_parameters` returns them
+    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    """
+
+    def __init__(self, spec: ModelSpec, parameters: dict[str, Tensor], max_model_len: int) -> None:
+        self.spec = spec
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._parameters = parameters
+        ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
+        self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
+        self._layers = [_Layer(layer, f"layers.{index}.", parameters) for index, layer in enumerate(spec.layers)]
+        self._head = parameters["embed.weight" if spec.is_tied else "lm_head.weight"]
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool) -> Tensor:
+        """Compute the tokens of one step and store their KV.
+
+        token_ids, positions  [T] i64, the sequences of the step one after the other
+        Returns               [T, hidden_size], after the final norm
+        """
+        spec = self.spec
+        x = F.embedding(token_ids, self._parameters["embed.weight"])
+        if spec.embed_scale != 1.0:
+            x = x * (torch.tensor(spec.embed_scale, dtype=self.dtype) if spec.is_embed_scale_cast else spec.embed_scale)
+        if spec.num_learned_positions:
+            x = x + F.embedding(positions, self._parameters["pos.weight"])
+        angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
+        for index, layer in enumerate(self._layers):
+            x = layer.forward(x, angles, step, kv.k[index], kv.v[index])
+        return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype."""
+        logits = F.linear(hidden, self._head)
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        if self.spec.final_softcap is not None:
+            logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
+        return logits
+
+
+class _Layer:
+    def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
+        self.spec = spec
+        self._parameters = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: dict[RopeSpec, tuple[Tensor, Tensor]],
+        step: AttentionInput,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        spec = self.spec
+        rope = spec.attention.rope
+        y = self._norm(x, spec.attn_in, "attn_in")
+        y = self._attention(y, spec.attention, None if rope is None else angles[rope], step, k_cache, v_cache)
+        x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
+        y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))
+        return self._add(x, self._norm(y, spec.mlp_out, "mlp_out"))
+
+    def _norm(self, x: Tensor, spec: NormSpec | None, name: str) -> Tensor:
+        if spec is None:
+            return x
+        return normalize(x, spec, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + (y if self.spec.residual_scale == 1.0 else y * self.spec.residual_scale)
+
+    def _attention(
+        self,
+        x: Tensor,
+        spec: AttentionSpec,
+        angles: tuple[Tensor, Tensor] | None,
+        step: AttentionInput,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        q, k, v = self._linear(x, "q"), self._linear(x, "k"), self._linear(x, "v")
+        if spec.qk_norm is not None and spec.qk_norm_over == "all":
+            q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
+        q, k, v = (y.view(len(x), -1, spec.head_dim) for y in (q, k, v))
+        if spec.qk_norm is not None and spec.qk_norm_over == "head":
+            q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
+        if angles is not None:
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        store_kv(k, v, k_cache, v_cache, step.slots)
+        return self._linear(attend(q, k_cache, v_cache, step, spec).flatten(1), "o")
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        spec = self.spec.mlp
+        if isinstance(spec, MoeSpec):
+            names = ("router.weight", "experts.gate_up.weight", "experts.down.weight")
+            return mixture_of_experts(x, spec, *(self._parameters[name] for name in names))
+        return self._linear(self._activate(x, spec), "down")
+
+    def _activate(self, x: Tensor, spec: MlpSpec) -> Tensor:
+        activation = ACTIVATIONS[spec.activation]
+        if spec.is_gated:
+            return activation(self._linear(x, "gate")) * self._linear(x, "up")
+        return activation(self._linear(x, "up"))

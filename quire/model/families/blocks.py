@@ -1,0 +1,148 @@
+"""Builders that the pages share: attention, MLP, norms and the whole spec from a ConfigView."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypedDict, Unpack
+
+from quire.base.errors import UnsupportedError
+from quire.contracts.model_spec import (
+    Activation,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+)
+from quire.model.families.config_view import ConfigView
+from quire.model.families.rope_config import LAYER_TYPES, read_rope
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_LEGACY_LAYER_TYPES = {"attention": "full_attention"}
+
+
+def read_head_dim(config: ConfigView) -> int:
+    """Return head_dim; where it is null or has no default, hidden_size / num_attention_heads."""
+    head_dim = config.nullable_integer("head_dim")
+    if head_dim is not None:
+        return head_dim
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise config.error("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
+    return hidden_size // num_heads
+
+
+def read_attention(config: ConfigView, rope: RopeSpec | None = None, has_bias: bool = False) -> AttentionSpec:
+    """Return grouped-query attention with scale head_dim ** -0.5, without a window.
+
+    rope      None: read from the config, one for all layers
+    has_bias  on q, k, v and o
+    """
+    num_heads, head_dim = config.integer("num_attention_heads"), read_head_dim(config)
+    num_kv_heads = config.nullable_integer("num_key_value_heads")
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+    return AttentionSpec(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        scale=head_dim**-0.5,
+        rope=read_rope(config, head_dim) if rope is None else rope,
+        has_qkv_bias=has_bias,
+        has_o_bias=has_bias,
+    )
+
+
+def read_activation(config: ConfigView, key: str = "hidden_act") -> Activation:
+    """Return an activation function. Raises UnsupportedError."""
+    name = config.string(key)
+    if name not in _ACTIVATIONS:
+        raise UnsupportedError(f"{key} {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def read_mlp(config: ConfigView, activation: str = "hidden_act", has_bias: bool = False) -> MlpSpec:
+    """Return a gated feed-forward block; `activation` is the key of its function."""
+    return MlpSpec(config.integer("intermediate_size"), read_activation(config, activation), has_bias=has_bias)
+
+
+def read_rms_norm(config: ConfigView, *, offset: int = 0, late_cast: bool = False) -> NormSpec:
+    """Return an RMS norm with the config's epsilon."""
+    return NormSpec("rms", config.number("rms_norm_eps"), offset=offset, late_cast=late_cast)
+
+
+def read_is_sliding(config: ConfigView, default: Callable[[int], bool]) -> list[bool]:
+    """Return for each layer whether it has a window: from `layer_types`, or by the family's rule where that is absent."""
+    num_layers = config.integer("num_hidden_layers")
+    types = config.strings("layer_types")
+    if types is None:
+        return [default(index) for index in range(num_layers)]
+    return [name == "sliding_attention" for name in _check_layer_types(config, types, num_layers)]
+
+
+def _check_layer_types(config: ConfigView, types: list[str], num_layers: int) -> list[str]:
+    types = [_LEGACY_LAYER_TYPES.get(name, name) for name in types]
+    unknown = sorted({name for name in types if name not in LAYER_TYPES})
+    if unknown:
+        raise UnsupportedError(f"layer_types {unknown} are not supported; supported: {', '.join(LAYER_TYPES)}")
+    if len(types) != num_layers:
+        raise config.error("layer_types", f"{len(types)} entries", f"one entry for each of the {num_layers} layers")
+    return types
+
+
+class OutsideLayers(TypedDict, total=False):
+    """Fields of a ModelSpec that are the same in most families."""
+
+    embed_scale: float
+    is_embed_scale_cast: bool
+    num_learned_positions: int
+    logit_scale: float
+    final_softcap: float | None
+    hidden_size: int
+    max_positions: int
+
+
+def assemble(
+    config: ConfigView, layers: Iterable[LayerSpec], final_norm: NormSpec, **fields: Unpack[OutsideLayers]
+) -> ModelSpec:
+    """Return the spec of a model; equal layers become one object. The eos and bos ids are for the caller to add."""
+    unique: dict[LayerSpec, LayerSpec] = {}
+    shared = tuple(unique.setdefault(layer, layer) for layer in layers)
+    types = config.strings("layer_types")
+    if types is not None:
+        for index, name in enumerate(_check_layer_types(config, types, len(shared))):
+            if (shared[index].attention.window is not None) != (name == "sliding_attention"):
+                raise UnsupportedError(
+                    f"layer_types[{index}] is {name!r}, which is not what {config.model_type!r} models do with the other keys"
+                )
+    if "hidden_size" not in fields:
+        fields["hidden_size"] = config.integer("hidden_size")
+    if "max_positions" not in fields:
+        fields["max_positions"] = _max_positions(config, shared[0].attention.rope)
+    return ModelSpec(
+        config.model_type,
+        config.dtype(),
+        config.integer("vocab_size"),
+        layers=shared,
+        final_norm=final_norm,
+        is_tied=config.boolean("tie_word_embeddings"),
+        **fields,
+    )
+
+
+def _max_positions(config: ConfigView, rope: RopeSpec | None) -> int:
+    """Return the positions that the model can take: linear and YaRN scaling may reach past max_position_embeddings."""
+    max_positions = config.integer("max_position_embeddings")
+    if rope is not None and rope.kind in ("linear", "yarn"):
+        return max(max_positions, int(rope.original_max * rope.factor))
+    return max_positions

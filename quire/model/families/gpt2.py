@@ -1,0 +1,69 @@
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases everywhere, an ungated MLP, a tied head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.model.families.blocks import assemble, read_activation
+from quire.model.families.config_view import ConfigView
+from quire.model.families.page import FamilyPage
+from quire.model.families.sources import Source, Sources, rename
+
+MODEL_TYPE = "gpt2"
+_TOP = {"embed": "wte", "pos": "wpe", "final_norm": "ln_f", "lm_head": "lm_head"}
+_LAYER = {"attn_in": "ln_1", "mlp_in": "ln_2"}
+_LINEARS = {"o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+
+
+def read_spec(config: ConfigView) -> ModelSpec:
+    """Return the spec of a GPT-2 model."""
+    hidden_size, num_heads = config.integer("n_embd", "hidden_size"), config.integer("n_head", "num_attention_heads")
+    if hidden_size % num_heads:
+        raise config.error("n_embd", hidden_size, f"a multiple of n_head ({num_heads})")
+    head_dim = hidden_size // num_heads
+    norm = NormSpec("layer", config.number("layer_norm_epsilon"), has_bias=True)
+    inner = config.nullable_integer("n_inner")
+    mlp = MlpSpec(
+        4 * hidden_size if inner is None else inner,
+        read_activation(config, "activation_function"),
+        is_gated=False,
+        has_bias=True,
+    )
+    scale = head_dim**-0.5 if config.boolean("scale_attn_weights") else 1.0
+    is_scaled_by_layer = config.boolean("scale_attn_by_inverse_layer_idx")
+    layers = []
+    for index in range(config.integer("n_layer", "num_hidden_layers")):
+        layer_scale = scale / (index + 1) if is_scaled_by_layer else scale
+        attention = AttentionSpec(
+            num_heads, num_heads, head_dim, layer_scale, has_qkv_bias=True, has_o_bias=True, is_softmax_f32=False
+        )
+        layers.append(LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm))
+    positions = config.integer("n_positions", "max_position_embeddings")
+    return assemble(
+        config, layers, norm, hidden_size=hidden_size, max_positions=positions, num_learned_positions=positions
+    )
+
+
+def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
+    """Return where each parameter is stored: linear weights are [in, out], the columns of c_attn are q, k, v."""
+    sources = rename(spec, _LAYER, _TOP, layers="h")
+    size = spec.hidden_size
+    for index in range(len(spec.layers)):
+        for kind, is_transposed in (("weight", True), ("bias", False)):
+            for part, name in enumerate("qkv"):
+                rows = (part * size, (part + 1) * size)
+                sources[f"layers.{index}.{name}.{kind}"] = Source.of(f"h.{index}.attn.c_attn.{kind}", rows, is_transposed)
+            for name, stored in _LINEARS.items():
+                sources[f"layers.{index}.{name}.{kind}"] = Source.of(f"h.{index}.{stored}.{kind}", None, is_transposed)
+    return sources
+
+
+PAGE = FamilyPage(
+    ("GPT2LMHeadModel",),
+    read_spec,
+    find_sources,
+    prefixes=("transformer.",),
+    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
+)

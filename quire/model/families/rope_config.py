@@ -1,0 +1,196 @@
+"""Read rotary embeddings from config.json: both styles, every scaling, everything resolved into a RopeSpec.
+
+Styles: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters`, flat or one object per layer type
+(transformers 5). A non-empty `rope_scaling` replaces `rope_parameters`, as it does in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from quire.base.errors import UnsupportedError
+from quire.base.logging import get_logger
+from quire.contracts.model_spec import RopeSpec
+from quire.model.families.config_view import ConfigView
+
+logger = get_logger(__name__)
+
+LayerType = Literal["full_attention", "sliding_attention"]
+LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+_ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
+_REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale")
+_KNOWN_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
+    *("beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor"),
+    *("long_factor", "partial_rotary_factor"),
+}
+
+
+class _Parameters:
+    """One object of rope parameters, read with the checks of ConfigView."""
+
+    def __init__(self, config: ConfigView, key: str, values: Mapping[str, object]) -> None:
+        self._config, self._key, self._values = config, key, values
+
+    def number(self, name: str, default: float | None = None, is_required: bool = True) -> float | None:
+        """Return a positive number, or the default where it is null or absent."""
+        value = self._values.get(name)
+        if value is None and (default is not None or not is_required):
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self._config.error(f"{self._key}.{name}", value, "a positive number")
+        return float(value)
+
+    def required(self, name: str) -> float:
+        """Return a positive number that must be there."""
+        value = self.number(name)
+        assert value is not None
+        return value
+
+    def divisors(self, name: str, count: int) -> tuple[float, ...]:
+        """Return a list of `count` positive numbers."""
+        values = self._values.get(name)
+        is_list = isinstance(values, list) and all(type(v) in (int, float) and 0 < v < math.inf for v in values)
+        if not is_list or len(values) != count:
+            got = f"a list of {len(values)}" if isinstance(values, list) else values
+            raise self._config.error(f"{self._key}.{name}", got, f"a list of {count} positive numbers")
+        return tuple(float(value) for value in values)
+
+
+def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be_partial: bool = False) -> RopeSpec:
+    """Return the rotary embedding of a model whose layers all share one. Raises ModelFormatError or UnsupportedError."""
+    key = "rope_scaling" if config.table("rope_scaling") else "rope_parameters"
+    values = config.table(key)
+    config.table("rope_parameters")
+    nested = [name for name in values if name in LAYER_TYPES]
+    if nested:
+        raise config.error(key, nested, f"one object for all layers in a {config.model_type!r} model, not one per layer type")
+    theta = values["rope_theta"] if values.get("rope_theta") is not None else config.number("rope_theta", "rotary_emb_base")
+    partial = values.get("partial_rotary_factor")
+    partial = config.raw("partial_rotary_factor") if partial is None else partial
+    if can_be_partial and partial is not None:
+        values["partial_rotary_factor"] = partial
+    elif partial not in (None, 1, 1.0):
+        raise UnsupportedError(f"partial_rotary_factor {partial!r} is not supported in a {config.model_type!r} model")
+    return _resolve(config, key, {**values, "rope_theta": theta}, head_dim, is_f32=is_f32)
+
+
+def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType) -> RopeSpec:
+    """Return the rotary embedding of one layer type (Gemma 3); a `rope_scaling` is for layers of full attention only."""
+    nested, scaling = config.table("rope_parameters"), config.table("rope_scaling")
+    if nested and not any(name in LAYER_TYPES for name in nested):
+        raise config.error("rope_parameters", sorted(nested), f"an object with the keys {LAYER_TYPES}")
+    values = nested.get(layer_type) or {}
+    if not isinstance(values, dict):
+        raise config.error(f"rope_parameters.{layer_type}", values, "an object")
+    if layer_type == "full_attention":
+        values = {**values, **scaling}
+    base = config.number("rope_theta" if layer_type == "full_attention" else "rope_local_base_freq")
+    if values.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedError(f"partial_rotary_factor is not supported in a {config.model_type!r} model")
+    theta = base if values.get("rope_theta") is None else values["rope_theta"]
+    # transformers reads `truncate` beside the layer types, never inside one.
+    values = {**values, "rope_theta": theta, "truncate": nested.get("truncate", True)}
+    return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim)
+
+
+def _resolve(
+    config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False
+) -> RopeSpec:
+    kind = _read_kind(config, key, values)
+    _check_keys(config, key, values)
+    parameters = _Parameters(config, key, values)
+    dim = int(head_dim * parameters.number("partial_rotary_factor", 1.0))
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise config.error("head_dim", head_dim, f"such that an even number of its elements is rotated, not {dim}")
+    theta = parameters.required("rope_theta")
+    max_positions = config.integer("max_position_embeddings")
+    original_max = _original_max(config, parameters, kind)
+    if kind == "default":
+        return RopeSpec(dim, theta, is_f32=is_f32)
+    if kind in ("linear", "dynamic"):
+        factor = parameters.required("factor")
+        return RopeSpec(dim, theta, kind, factor, original_max=max_positions, is_f32=is_f32)
+    if kind == "llama3":
+        return RopeSpec(
+            dim,
+            theta,
+            kind,
+            parameters.required("factor"),
+            original_max,
+            low_freq_factor=parameters.required("low_freq_factor"),
+            high_freq_factor=parameters.required("high_freq_factor"),
+            is_f32=is_f32,
+        )
+    factor = parameters.number("factor", is_required=False)
+    factor = max_positions / original_max if factor is None else factor
+    if kind == "yarn":
+        return RopeSpec(
+            dim,
+            theta,
+            kind,
+            factor,
+            original_max,
+            beta_fast=parameters.number("beta_fast", 32.0),
+            beta_slow=parameters.number("beta_slow", 1.0),
+            truncate=values.get("truncate") is not False,
+            attention_factor=_yarn_attention_factor(parameters, values, factor),
+            is_f32=is_f32,
+        )
+    attention_factor = parameters.number("attention_factor", is_required=False)
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max)) if factor > 1 else 1.0
+    return RopeSpec(
+        dim,
+        theta,
+        "longrope",
+        factor,
+        original_max,
+        attention_factor=attention_factor,
+        short=parameters.divisors("short_factor", dim // 2),
+        long=parameters.divisors("long_factor", dim // 2),
+        is_f32=is_f32,
+    )
+
+
+def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> str:
+    kind = values.get("rope_type") or values.get("type") or "default"
+    kinds = _ALL_KINDS
+    if config.model_type == "phi3":
+        kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
+    if kind not in kinds:
+        raise UnsupportedError(f"{key}: rope type {kind!r} is not supported in a {config.model_type!r} model; supported: {kinds}")
+    return kind
+
+
+def _check_keys(config: ConfigView, key: str, values: Mapping[str, object]) -> None:
+    for name in values:
+        if name in _REFUSED_KEYS and values[name] is not None:
+            raise UnsupportedError(f"{key}.{name} is not supported in a {config.model_type!r} model; it would change results")
+        if name not in _KNOWN_KEYS:
+            logger.info("%s.%s is not known and ignored", key, name)
+
+
+def _original_max(config: ConfigView, parameters: _Parameters, kind: str) -> int:
+    """Return the positions before scaling: the key outside the rope parameters wins, as in transformers (Phi-3)."""
+    name = "original_max_position_embeddings"
+    if config.raw(name) is not None:
+        return config.integer(name)
+    value = parameters.number(name, is_required=False) if kind in ("llama3", "yarn", "longrope") else None
+    return config.integer("max_position_embeddings") if value is None else int(value)
+
+
+def _yarn_attention_factor(parameters: _Parameters, values: Mapping[str, object], factor: float) -> float:
+    given = parameters.number("attention_factor", is_required=False)
+    if given is not None:
+        return given
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        return temperature(parameters.required("mscale")) / temperature(parameters.required("mscale_all_dim"))
+    return temperature(1.0)

@@ -1,0 +1,75 @@
+"""The canonical parameters of a model: their names and shapes, whatever the checkpoint calls them."""
+
+from __future__ import annotations
+
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+
+Shape = tuple[int, ...]
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Return name -> shape of every parameter that a spec needs, in the order of execution. Linear weights are [out, in].
+
+    A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
+    rows first, experts.down.weight [E, hidden, I].
+    """
+    hidden = spec.hidden_size
+    shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden)}
+    if spec.num_learned_positions:
+        shapes["pos.weight"] = (spec.num_learned_positions, hidden)
+    for index, layer in enumerate(spec.layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer(layer, hidden).items()}
+    shapes |= _norm("final_norm", spec.final_norm, hidden)
+    if not spec.is_tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+    mlp = _moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else _mlp(layer.mlp, hidden)
+    return {
+        **_norm("attn_in", layer.attn_in, hidden),
+        **_attention(layer.attention, hidden),
+        **_norm("attn_out", layer.attn_out, hidden),
+        **_norm("mlp_in", layer.mlp_in, hidden),
+        **mlp,
+        **_norm("mlp_out", layer.mlp_out, hidden),
+    }
+
+
+def _norm(name: str, norm: NormSpec | None, size: int) -> dict[str, Shape]:
+    if norm is None:
+        return {}
+    return {f"{name}.{kind}": (size,) for kind in (("weight", "bias") if norm.has_bias else ("weight",))}
+
+
+def _linear(name: str, rows: int, columns: int, has_bias: bool) -> dict[str, Shape]:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if has_bias else {})
+
+
+def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    is_whole = spec.qk_norm_over == "all"
+    return {
+        **_linear("q", q_size, hidden, spec.has_qkv_bias),
+        **_linear("k", kv_size, hidden, spec.has_qkv_bias),
+        **_linear("v", kv_size, hidden, spec.has_qkv_bias),
+        **_norm("q_norm", spec.qk_norm, q_size if is_whole else spec.head_dim),
+        **_norm("k_norm", spec.qk_norm, kv_size if is_whole else spec.head_dim),
+        **_linear("o", hidden, q_size, spec.has_o_bias),
+    }
+
+
+def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
+    gate = _linear("gate", spec.intermediate_size, hidden, spec.has_bias) if spec.is_gated else {}
+    up = _linear("up", spec.intermediate_size, hidden, spec.has_bias)
+    return {**gate, **up, **_linear("down", hidden, spec.intermediate_size, spec.has_bias)}
+
+
+def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
+    inner = spec.expert.intermediate_size
+    return {
+        "router.weight": (spec.num_experts, hidden),
+        "experts.gate_up.weight": (spec.num_experts, 2 * inner, hidden),
+        "experts.down.weight": (spec.num_experts, hidden, inner),
+    }

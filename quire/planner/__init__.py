@@ -1,1 +1,0 @@
-"""Pure arithmetic about memory: what fits where. No torch."""

@@ -1,0 +1,64 @@
+"""Logits processors: what a request changes about its logits before a token is drawn.
+
+Order, that of vLLM: allowed_token_ids, bad words and min_tokens, logit_bias, repetition penalty, frequency and presence
+penalties. They hold for greedy rows too. Temperature and the truncations come after (truncation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.sampling.row_state import SamplingRow
+
+_NEVER = float("-inf")
+
+
+def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply the processors that the rows ask for, in place; rows that ask for none are not touched.
+
+    logits  [R, V] f32, one row per element of `rows`
+    """
+    _allow_only(logits, rows)
+    _forbid(logits, rows)
+    for index, row in enumerate(rows):
+        if not row.edits_logits:
+            continue
+        row_logits = logits[index]
+        if row.bias_ids is not None and row.bias_values is not None:
+            row_logits[row.bias_ids] += row.bias_values.to(logits.device)
+        if row.known_counts is not None:
+            _penalise_repetition(row_logits, row.known_counts.ids, row.repetition_penalty)
+        if row.output_counts is not None:
+            ids, counts = row.output_counts.ids, row.output_counts.counts
+            penalty = counts * row.params.frequency_penalty + row.params.presence_penalty
+            row_logits[ids] -= penalty.to(logits.device)
+
+
+def _allow_only(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    for index, row in enumerate(rows):
+        if row.allowed_ids is not None:
+            kept = logits[index, row.allowed_ids]
+            logits[index] = _NEVER
+            logits[index, row.allowed_ids] = kept
+
+
+def _forbid(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Mask what bad words and min_tokens forbid: one write for the whole batch."""
+    row_ids: list[int] = []
+    token_ids: list[int] = []
+    for index, row in enumerate(rows):
+        if row.ending_ids or row.bad_words:
+            forbidden = row.forbidden_ids()
+            row_ids += [index] * len(forbidden)
+            token_ids += forbidden
+    if token_ids:
+        logits[torch.tensor(row_ids), torch.tensor(token_ids)] = _NEVER
+
+
+def _penalise_repetition(row_logits: Tensor, ids: Tensor, penalty: float) -> None:
+    """Divide positive and multiply negative logits; the division is a product with 1 / penalty, equal on every device."""
+    scores = row_logits[ids]
+    row_logits[ids] = torch.where(scores > 0, scores * (1.0 / penalty), scores * penalty)

@@ -1,0 +1,168 @@
+"""SamplingRow: what the sampler knows of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.base.mixing import mix_seed
+from quire.contracts.request import Request
+
+# 1 / temperature and the repetition penalty are kept within these, so that no product with a finite logit is NaN.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-5, 1e30
+_MIN_PENALTY, _MAX_PENALTY = 1e-10, 1e10
+
+
+class TokenCounts:
+    """Counts the tokens it is given; `ids` and `counts` list the distinct ones in order of first appearance."""
+
+    __slots__ = ("_counts", "_ids", "_slots")
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        counts: dict[int, int] = {}
+        for token_id in token_ids:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        self._slots = {token_id: slot for slot, token_id in enumerate(counts)}
+        self._ids = torch.tensor(list(counts), dtype=torch.int64)
+        self._counts = torch.tensor(list(counts.values()), dtype=torch.float32)
+
+    def add(self, token_id: int) -> None:
+        """Count one more token."""
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self._ids):
+            room = max(16, slot)
+            self._ids = torch.cat((self._ids, torch.zeros(room, dtype=torch.int64)))
+            self._counts = torch.cat((self._counts, torch.zeros(room)))
+        self._ids[slot] = token_id
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> Tensor:
+        """The distinct tokens, [N] int64, on the CPU; a view that the next `add` may leave behind."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> Tensor:
+        """How often each was counted, [N] f32."""
+        return self._counts[: len(self._slots)]
+
+
+class SamplingRow:
+    """The sampling state of one sequence; the owner appends every token that the sequence gets.
+
+    It is a function of (request, choice, known tokens) alone: a row that grew by `append` and one built after a
+    preemption from the prompt and the output so far are the same. Token ids of the request outside the vocabulary are
+    left out. What a request does not ask for is not kept: a plain row holds no tensors.
+
+    choice               index of the sequence within its request; its seed is mix_seed(request.seed, choice)
+    token_ids            all known tokens, the prompt of the request first
+    vocab_size           number of logits of a row
+    inverse_temperature  multiplies the logits; 1 for a greedy row
+    is_greedy            temperature 0: the best logit wins, no noise
+    edits_logits         whether a processor changes the logits of this row, now or at some later position
+    """
+
+    __slots__ = (
+        "allowed_ids",
+        "bad_words",
+        "bias_ids",
+        "bias_values",
+        "edits_logits",
+        "ending_ids",
+        "inverse_temperature",
+        "is_greedy",
+        "known_counts",
+        "output_counts",
+        "output_token_ids",
+        "params",
+        "prompt_token_ids",
+        "repetition_penalty",
+        "seed",
+        "vocab_size",
+    )
+
+    def __init__(self, request: Request, choice: int, token_ids: Sequence[int], vocab_size: int) -> None:
+        params = self.params = request.params
+        self.prompt_token_ids = request.prompt_token_ids
+        num_prompt = len(self.prompt_token_ids)
+        if len(token_ids) < num_prompt:
+            raise InvariantError(f"a row starts with its whole prompt of {num_prompt} tokens, got {len(token_ids)} tokens")
+        self.vocab_size = vocab_size
+        self.seed = mix_seed(request.seed, choice)
+        self.output_token_ids = list(token_ids[num_prompt:])
+        self.is_greedy = params.temperature == 0
+        temperature = min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+        self.inverse_temperature = 1.0 if self.is_greedy else 1.0 / temperature
+        self._prepare_masks(request)
+        self.repetition_penalty = min(max(params.repetition_penalty, _MIN_PENALTY), _MAX_PENALTY)
+        self.known_counts = TokenCounts(self._in_vocabulary(token_ids)) if params.repetition_penalty != 1 else None
+        counts_output = params.frequency_penalty != 0 or params.presence_penalty != 0
+        self.output_counts = TokenCounts(self._in_vocabulary(self.output_token_ids)) if counts_output else None
+        self.edits_logits = bool(self.bad_words or self.ending_ids) or any(
+            part is not None for part in (self.allowed_ids, self.bias_ids, self.known_counts, self.output_counts)
+        )
+
+    def _prepare_masks(self, request: Request) -> None:
+        params = self.params
+        self.allowed_ids: Tensor | None = None
+        if params.allowed_token_ids is not None:
+            self.allowed_ids = torch.tensor(self._in_vocabulary(params.allowed_token_ids), dtype=torch.int64)
+        self.bad_words = tuple(word for word in request.bad_word_token_ids if word and word[-1] < self.vocab_size)
+        self.ending_ids: list[int] = []
+        if params.min_tokens > 0:
+            ending = request.eos_token_ids | set(params.stop_token_ids or ())
+            self.ending_ids = sorted(self._in_vocabulary(ending))
+        self.bias_ids: Tensor | None = None
+        self.bias_values: Tensor | None = None
+        if params.logit_bias:
+            bias_ids = self._in_vocabulary(params.logit_bias)
+            self.bias_ids = torch.tensor(bias_ids, dtype=torch.int64)
+            self.bias_values = torch.tensor([params.logit_bias[token_id] for token_id in bias_ids], dtype=torch.float32)
+
+    def _in_vocabulary(self, token_ids: Iterable[int]) -> list[int]:
+        return [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens so far."""
+        return len(self.output_token_ids)
+
+    @property
+    def position(self) -> int:
+        """Position of the next token: the number of known tokens."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def append(self, token_id: int) -> None:
+        """Take in the next token of the sequence."""
+        self.output_token_ids.append(token_id)
+        if 0 <= token_id < self.vocab_size:
+            if self.known_counts is not None:
+                self.known_counts.add(token_id)
+            if self.output_counts is not None:
+                self.output_counts.add(token_id)
+
+    def ends_with(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the known tokens, prompt and output, end with these."""
+        num_wanted, num_output = len(token_ids), len(self.output_token_ids)
+        if num_wanted > self.position:
+            return False
+        from_output = min(num_wanted, num_output)
+        from_prompt = num_wanted - from_output
+        num_prompt = len(self.prompt_token_ids)
+        return tuple(token_ids[from_prompt:]) == tuple(self.output_token_ids[num_output - from_output :]) and tuple(
+            token_ids[:from_prompt]
+        ) == tuple(self.prompt_token_ids[num_prompt - from_prompt :])
+
+    def forbidden_ids(self) -> list[int]:
+        """Return the tokens that bad words and min_tokens forbid at the next position.
+
+        Bad words: the last token of a word is forbidden where the tokens before it are known, in the prompt or in the
+        output (as in transformers; vLLM looks at the output alone, so that a word may start in the prompt and end in
+        the output). min_tokens: every end-of-sequence and stop token, the former even with ignore_eos, as in vLLM.
+        """
+        forbidden = list(self.ending_ids) if self.num_output_tokens < self.params.min_tokens else []
+        forbidden += [word[-1] for word in self.bad_words if len(word) == 1 or self.ends_with(word[:-1])]
+        return forbidden

@@ -1,0 +1,183 @@
+"""The sampler: from the logits of a step to one token per row.
+
+A row's token is argmax(logit / temperature + Gumbel noise) over the candidates that its processors and truncations
+leave, ties to the lowest id; without noise when greedy. This draws from the softmax of the candidates. The noise is keyed
+by (seed of the row, position, token id), so the token depends on nothing but the row's own logits and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.contracts.step import TokenLogprobs
+from quire.kernels.reference.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel_noise, gumbel_noise_flat, key_columns
+from quire.sampling.logprobs import token_logprobs
+from quire.sampling.processors import process_logits
+from quire.sampling.row_state import SamplingRow
+from quire.sampling.truncation import Candidates, has_truncation, truncate
+
+# Logits per pass; bounds the f32 copy of the logits of rows that are not plainly greedy to 32 MB.
+_PASS_ELEMENTS = 1 << 23
+
+# Noise for single tokens costs about four times as much per token as for the whole vocabulary (philox gives four).
+_SPARSE_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampler found for one row: a token, with log probabilities where asked for, or an error, never both."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    """Return the next token of every row. Changes neither the logits nor the rows: the owner appends the tokens.
+
+    logits   [R, V] any float type; V is the vocab_size of every row
+    rows     [R]
+    Returns  [R]; a row whose logits hold NaN or +inf, or that has no candidate left, gets an error that says so
+    """
+    if logits.ndim != 2 or logits.shape[0] != len(rows) or any(row.vocab_size != logits.shape[1] for row in rows):
+        raise InvariantError(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows and their vocabulary")
+    found: list[Sampled] = [Sampled(None)] * len(rows)
+    plain = [index for index, row in enumerate(rows) if row.is_greedy and not row.edits_logits]
+    if plain:
+        _place(found, plain, _take_best(logits if len(plain) == len(rows) else logits[plain]))
+    others = [index for index, row in enumerate(rows) if not row.is_greedy or row.edits_logits]
+    for part in _passes(others, logits.shape[1]):
+        _place(found, part, _sample_pass(logits[part].to(torch.float32), [rows[index] for index in part]))
+    _add_logprobs(found, logits, rows)
+    return found
+
+
+def _place(found: list[Sampled], indices: list[int], sampled: list[Sampled]) -> None:
+    for index, one in zip(indices, sampled, strict=True):
+        found[index] = one
+
+
+def _passes(indices: list[int], vocab_size: int) -> list[list[int]]:
+    num_rows = max(1, _PASS_ELEMENTS // max(vocab_size, 1))
+    return [indices[first : first + num_rows] for first in range(0, len(indices), num_rows)]
+
+
+def _take_best(logits: Tensor) -> list[Sampled]:
+    """Return the best token of every row. torch.argmax takes the first of equal values (documented), and any NaN first."""
+    best = logits.argmax(1)
+    peaks = logits.gather(1, best[:, None])[:, 0]
+    return [
+        Sampled(None, error=error) if error else Sampled(token_id)
+        for token_id, error in zip(best.tolist(), _logit_errors(peaks), strict=True)
+    ]
+
+
+def _logit_errors(peaks: Tensor) -> list[str | None]:
+    """Return what is wrong with rows of logits, given the largest of each (NaN where a row holds one)."""
+    if bool(torch.isfinite(peaks).all()):
+        return [None] * len(peaks)
+    errors: list[str | None] = []
+    for peak in peaks.tolist():
+        if peak != peak:
+            errors.append("the model's logits hold NaN")
+        elif peak == float("inf"):
+            errors.append("the model's logits hold +inf")
+        else:
+            errors.append("the model's logits are all -inf: no token can follow" if peak == float("-inf") else None)
+    return errors
+
+
+def _sample_pass(logits: Tensor, rows: list[SamplingRow]) -> list[Sampled]:
+    """Sample rows that need a copy of their logits: `logits` [R, V] f32 is overwritten."""
+    errors = _logit_errors(logits.amax(1))
+    process_logits(logits, rows)
+    factors = [row.inverse_temperature for row in rows]
+    if any(factor != 1.0 for factor in factors):
+        logits.mul_(torch.tensor(factors, dtype=torch.float32, device=logits.device)[:, None])
+    peaks = logits.amax(1)
+    for index, peak in enumerate(peaks.tolist()):
+        if errors[index] is None and peak == float("-inf"):
+            errors[index] = "no token can follow: allowed_token_ids, bad_words and min_tokens exclude every token"
+        elif errors[index] is None and peak == float("inf"):
+            errors[index] = "the logits exceed the range of f32 after logit_bias, penalties and temperature"
+    usable = [index for index, error in enumerate(errors) if error is None]
+    tokens: dict[int, int] = {}
+    greedy = [index for index in usable if rows[index].is_greedy]
+    if greedy:
+        tokens.update(zip(greedy, logits[greedy].argmax(1).tolist(), strict=True))
+    drawn = [index for index in usable if not rows[index].is_greedy]
+    if drawn:
+        tokens.update(_draw(logits, peaks, rows, drawn))
+    return [Sampled(tokens.get(index), error=error) for index, error in enumerate(errors)]
+
+
+def _draw(logits: Tensor, peaks: Tensor, rows: list[SamplingRow], drawn: list[int]) -> dict[int, int]:
+    """Return the tokens of the rows in `drawn`, which have a finite peak."""
+    cut = [index for index in drawn if has_truncation(rows[index].params)]
+    parts = truncate(logits, cut, [rows[index].params for index in cut]) if cut else []
+    uncut = [index for index in drawn if not has_truncation(rows[index].params)]
+    dense: list[int] = []
+    if uncut:
+        reachable, dense = _reachable(logits, peaks, uncut)
+        parts.append(reachable)
+    tokens = _draw_sparse(parts, rows, logits.shape[1])
+    if dense:
+        noise = gumbel_noise(
+            [rows[index].seed for index in dense],
+            [rows[index].position for index in dense],
+            logits.shape[1],
+            device=logits.device,
+        )
+        noise += logits if len(dense) == len(logits) else logits[dense]
+        tokens.update(zip(dense, noise.argmax(1).tolist(), strict=True))
+    return {index: tokens[index] for index in drawn}
+
+
+def _reachable(logits: Tensor, peaks: Tensor, uncut: list[int]) -> tuple[Candidates, list[int]]:
+    """Return the tokens that the bounds of the noise let win, and the rows where these are too many to be worth it.
+
+    The best token scores at least peak + MIN_GUMBEL and a token at most its logit + MAX_GUMBEL; the further margin
+    covers the rounding of both sums. Leaving the others out changes no result.
+    """
+    floor = peaks - (MAX_GUMBEL - MIN_GUMBEL + 0.1) - peaks.abs() * 2.0**-20
+    mask = logits > floor[:, None]
+    counts = mask.sum(1).tolist()
+    dense = [index for index in uncut if counts[index] > _SPARSE_SHARE * logits.shape[1]]
+    sparse = torch.zeros(len(counts), dtype=torch.bool)
+    sparse[sorted(set(uncut) - set(dense))] = True
+    mask &= sparse.to(mask.device)[:, None]
+    row_ids, token_ids = mask.nonzero(as_tuple=True)
+    return Candidates(row_ids, token_ids, logits[row_ids, token_ids]), dense
+
+
+def _draw_sparse(parts: list[Candidates], rows: list[SamplingRow], vocab_size: int) -> dict[int, int]:
+    """Return the winner among the candidates of each row that has any."""
+    if not parts:
+        return {}
+    row_ids = torch.cat([part.row_ids for part in parts])
+    token_ids = torch.cat([part.token_ids for part in parts])
+    keys = key_columns([row.seed for row in rows], [row.position for row in rows], row_ids.device)
+    scores = torch.cat([part.values for part in parts]) + gumbel_noise_flat(keys, row_ids, token_ids)
+    best = scores.new_full((len(rows),), float("-inf")).scatter_reduce(0, row_ids, scores, "amax")
+    won = scores == best[row_ids]
+    winners = token_ids.new_full((len(rows),), vocab_size).scatter_reduce(0, row_ids[won], token_ids[won], "amin")
+    return {index: token_id for index, token_id in enumerate(winners.tolist()) if token_id < vocab_size}
+
+
+def _add_logprobs(found: list[Sampled], logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Fill in the log probabilities of the raw logits, rows of an equal number of alternatives together."""
+    by_num_top: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.params.needs_logprob and found[index].token_id is not None:
+            by_num_top.setdefault(row.params.logprobs or 0, []).append(index)
+    for num_top, indices in by_num_top.items():
+        for part in _passes(indices, logits.shape[1]):
+            token_ids = [token_id for index in part if (token_id := found[index].token_id) is not None]
+            part_logits = logits if len(part) == len(rows) else logits[part]
+            for index, logprobs in zip(part, token_logprobs(part_logits, token_ids, num_top), strict=True):
+                found[index] = Sampled(found[index].token_id, logprobs)

@@ -1,0 +1,30 @@
+"""Incremental detokenisation: text as soon as it is certain, never half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.text.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of one sequence into pieces of text whose concatenation is `tokenizer.decode` of all tokens.
+
+    A piece never ends in half a character. The cost is constant per token. With `after`, the tokens before the first
+    (of a prompt), the text is taken to go on: a tokenizer that drops the space at the start of a text keeps it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> None:
+        self._stream = tokenizer.new_stream()
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        if after:
+            self._stream.prime([token_id for token_id in after[-64:] if token_id not in self._skipped_ids])
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        """Return the new text that no later token can change."""
+        push, skipped = self._stream.push, self._skipped_ids
+        return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
+
+    def finish(self) -> str:
+        """Return the text held back; nothing may be appended afterwards."""
+        return self._stream.finish()

@@ -1,0 +1,76 @@
+"""Stop strings: finds the first one in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+from quire.base.errors import RequestError
+
+
+class StopStringScanner:
+    """Passes text on until a stop string is complete in it.
+
+    The stop string that is complete first wins, as if the text were checked after each character; of those complete at
+    the same character the longest, which begins first. How the text is cut into pieces never matters. The emitted text
+    ends before the stop string, or after it with include_in_output. Linear in the text, whatever the stop strings.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include_in_output: bool) -> None:
+        if not all(stops):
+            raise RequestError(f"stop must not contain an empty string, got {stops!r}", "stop")
+        # Longest first, so that the first one complete at a character is the one that begins first.
+        self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))
+        self._borders = [_border_lengths(stop) for stop in self._stops]
+        self._num_matched = [0] * len(self._stops)
+        self._include_in_output = include_in_output
+        self._held = ""
+        self._is_done = False
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return the text that may be emitted now and the stop string if one is complete; nothing after a match.
+
+        What could still become a stop string is held back, except with include_in_output, where it stays anyway.
+        """
+        if self._is_done:
+            return "", None
+        found = self._scan(text)
+        text, num_held = self._held + text, len(self._held)
+        if found is not None:
+            stop, end = found
+            self._is_done, self._held = True, ""
+            end += num_held
+            return text[: end if self._include_in_output else end - len(stop)], stop
+        if self._include_in_output or not self._stops:
+            return text, None
+        cut = len(text) - max(self._num_matched)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def flush(self) -> str:
+        """Return the text held back: the text is at its end without a stop string."""
+        text, self._held, self._is_done = self._held, "", True
+        return text
+
+    def _scan(self, text: str) -> tuple[str, int] | None:
+        """Advance the matchers (Knuth, Morris, Pratt); return the stop string and the end of it in `text`, exclusive."""
+        num_matched = self._num_matched
+        for position, character in enumerate(text):
+            for index, stop in enumerate(self._stops):
+                length = num_matched[index]
+                while length and stop[length] != character:
+                    length = self._borders[index][length - 1]
+                length += stop[length] == character
+                num_matched[index] = length
+                if length == len(stop):
+                    return stop, position + 1
+        return None
+
+
+def _border_lengths(stop: str) -> list[int]:
+    """Return for each prefix of `stop` the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[length] != stop[index]:
+            length = borders[length - 1]
+        length += stop[length] == stop[index]
+        borders[index] = length
+    return borders

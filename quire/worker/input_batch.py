@@ -1,0 +1,123 @@
+"""InputBatch: the worker's row per sequence, and the tensors of a step made from a plan without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.base.ids import SequenceId
+from quire.contracts.step import SequenceStart, StepPlan
+from quire.kernels.reference.attention import AttentionInput
+from quire.sampling.row_state import SamplingRow
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence as the worker knows it; `table` is its line of the batch's block tables."""
+
+    start: SequenceStart
+    token_ids: list[int]
+    num_computed_tokens: int
+    num_blocks: int
+    table: int
+    sampling: SamplingRow
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the request's prompt."""
+        return len(self.start.request.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are to be returned: by the first choice only."""
+        return self.start.request.params.prompt_logprobs is not None and self.start.choice == 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The tensors of one step; they live in buffers that the next step overwrites.
+
+    token_ids, positions  [T] i64
+    rows                  the sequences of the step, in batch order
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionInput
+    rows: list[Row]
+
+
+class InputBatch:
+    """Keeps the rows in step with the scheduler's plans.
+
+    Its buffers are made once: max_num_tokens tokens in a step, max_num_seqs sequences of max_blocks blocks.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_blocks: int, block_size: int, vocab_size: int) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._rows: dict[SequenceId, Row] = {}
+        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self._free_tables = list(range(max_num_seqs - 1, -1, -1))
+        self._token_ids = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self._slots = torch.zeros(max_num_tokens, dtype=torch.int64)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over what the plan changes: sequences that ended or start, and their block tables."""
+        for sequence_id in plan.ended:
+            row = self._rows.pop(sequence_id)
+            self._free_tables.append(row.table)
+        for start in plan.starts:
+            self._start(start)
+        for sequence_id, block_ids in (plan.new_block_ids or {}).items():
+            self._append_blocks(self._rows[sequence_id], block_ids)
+        for sequence_id, replaced in (plan.replaced_blocks or {}).items():
+            for index, block_id in replaced:
+                self._tables[self._rows[sequence_id].table, index] = block_id
+
+    def _start(self, start: SequenceStart) -> None:
+        if start.sequence_id in self._rows:
+            raise InvariantError(f"sequence {start.sequence_id} is started twice")
+        sampling = SamplingRow(start.request, start.choice, start.token_ids, self._vocab_size)
+        table = self._free_tables.pop()
+        row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, sampling)
+        self._append_blocks(row, start.block_ids)
+        self._rows[start.sequence_id] = row
+
+    def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
+        self._tables[row.table, row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
+        row.num_blocks += len(block_ids)
+
+    def build(self, plan: StepPlan) -> StepInput:
+        """Return the tensors of the step."""
+        rows = [self._rows[sequence_id] for sequence_id in plan.num_scheduled_tokens]
+        counts = list(plan.num_scheduled_tokens.values())
+        token_ids: list[int] = []
+        starts = [0]
+        for row, count in zip(rows, counts, strict=True):
+            token_ids += row.token_ids[row.num_computed_tokens : row.num_computed_tokens + count]
+            starts.append(starts[-1] + count)
+        if len(token_ids) != starts[-1]:
+            raise InvariantError(f"the plan schedules {starts[-1]} tokens, the rows know {len(token_ids)} of them")
+        num_tokens = starts[-1]
+        computed = np.array([row.num_computed_tokens for row in rows])
+        index = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(num_tokens) + (computed - np.array(starts[:-1]))[index]
+        tables = self._tables[[row.table for row in rows], : max(row.num_blocks for row in rows)]
+        slots = tables[index, positions // self._block_size] * self._block_size + positions % self._block_size
+        buffers = (self._token_ids[:num_tokens], self._positions[:num_tokens], self._slots[:num_tokens])
+        for buffer, values in zip(buffers, (token_ids, positions, slots), strict=True):
+            buffer.numpy()[:] = values
+        context_lens = [row.num_computed_tokens + count for row, count in zip(rows, counts, strict=True)]
+        attention = AttentionInput(buffers[2], starts, context_lens, torch.from_numpy(tables))
+        return StepInput(buffers[0], buffers[1], attention, rows)
+
+    def advance(self, step: StepInput) -> None:
+        """Count the tokens of the step as computed."""
+        for row, context_len in zip(step.rows, step.attention.context_lens, strict=True):
+            row.num_computed_tokens = context_len

@@ -1,0 +1,92 @@
+"""The memory profile of one worker: what is free, what the model takes, and how many KV blocks that leaves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+
+_KV_SHARE = 0.5
+"""Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
+not ours."""
+
+_SCORE_BYTES = (1 << 24) * 4 * 3
+"""Scores, their softmax and the mask of the reference attention, which holds this many at most."""
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that this process can still take: the system's, or the container's where that is less."""
+    available = _meminfo_available()
+    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and usage.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(usage.read_text())))
+    return available
+
+
+def _meminfo_available() -> int:
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def activation_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) -> int:
+    """Estimate the peak of one step: the widest layer's tensors of every token, the attention scores and the logits."""
+    width = DTYPE_BYTES[spec.dtype]
+    per_token = 0
+    for layer in spec.layers:
+        attention, mlp = layer.attention, layer.mlp
+        qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        inner = 3 * (mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size)
+        # Norms and MLP keep about six copies of the residual alive, some of them in f32.
+        per_token = max(per_token, (2 * qkv + inner + 4 * spec.hidden_size) * width + 2 * spec.hidden_size * 4)
+    logits = num_seqs * spec.vocab_size * (width + 3 * 4)
+    return num_batched_tokens * per_token + _SCORE_BYTES + logits
+
+
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    shapes: dict[str, tuple[int, ...]],
+    max_model_len: int,
+    num_batched_tokens: int,
+) -> MemoryPlan:
+    """Decide the number of KV blocks. Raises ConfigError, with the numbers, when the pool does not fit.
+
+    By default the pool takes what max_num_seqs sequences of max_model_len need, but at most half of the memory that
+    weights and activations leave.
+    """
+    kv = KvSpec.of(spec, config.block_size, spec.dtype)
+    weight_bytes = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
+    activations = activation_bytes(spec, num_batched_tokens, config.max_num_seqs)
+    available = available_memory_bytes()
+    room = available - weight_bytes - activations
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    elif config.kv_cache_memory_bytes is not None:
+        num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
+        if num_blocks < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {config.block_size} tokens "
+                f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
+            )
+    else:
+        wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
+        num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block))
+    plan = MemoryPlan(available, weight_bytes, activations, kv, num_blocks, max_model_len)
+    if plan.kv_bytes > room:
+        raise ConfigError(
+            f"the model does not fit: {format_bytes(available)} are available, weights take {format_bytes(weight_bytes)}, "
+            f"activations up to {format_bytes(activations)} and the KV cache {format_bytes(plan.kv_bytes)} "
+            f"({num_blocks} blocks); lower num_kv_blocks, kv_cache_memory_bytes or max_num_batched_tokens"
+        )
+    return plan

@@ -1,0 +1,131 @@
+"""ModelRunner: executes step plans on one device, in this process."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.base.ids import SequenceId
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
+from quire.kv.pool import KvPool
+from quire.model.build import effective_max_model_len
+from quire.model.checkpoint import load_parameters
+from quire.model.config_reader import parameter_shapes, read_generation_defaults, read_model_spec
+from quire.model.decoder import Decoder
+from quire.model.resolve import resolve_model
+from quire.sampling.logprobs import token_logprobs
+from quire.sampling.sampler import sample
+from quire.worker.input_batch import InputBatch, StepInput
+from quire.worker.memory import plan_memory
+
+logger = get_logger(__name__)
+
+_DEFAULT_BATCHED_TOKENS = 2048
+_MAX_LOGIT_ELEMENTS = 1 << 24
+"""Logits of prompt tokens held at once, for their log probabilities."""
+
+
+def max_num_batched_tokens(config: EngineConfig) -> int:
+    """Return the token budget of a step."""
+    return config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
+
+
+def inspect_model(config: EngineConfig) -> ModelReport:
+    """Read what a model is and needs, without its weights. Raises ModelFormatError, UnsupportedError, ConfigError."""
+    folder = resolve_model(config.model, config.revision)
+    tokenizer_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
+    spec = read_model_spec(folder, config.dtype)
+    shapes = parameter_shapes(spec)
+    max_model_len = effective_max_model_len(spec, config.max_model_len)
+    memory = plan_memory(config, spec, shapes, max_model_len, max_num_batched_tokens(config))
+    return ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder))
+
+
+def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
+    """Plan the memory, load the weights and allocate the KV pool."""
+    report = inspect_model(config)
+    for line in report.memory.describe().splitlines():
+        logger.info(line)
+    decoder = Decoder(report.spec, load_parameters(report.folder, report.spec), report.memory.max_model_len)
+    return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config)), report
+
+
+class ModelRunner:
+    """Runs the model over the plans of one scheduler; implements contracts.step.Runner."""
+
+    def __init__(self, decoder: Decoder, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
+        self._decoder = decoder
+        self._kv = KvPool(memory.kv, memory.num_kv_blocks)
+        max_blocks = -(-memory.max_model_len // memory.kv.block_size)
+        self._batch = InputBatch(max_num_seqs, max_num_tokens, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; see contracts.step.Runner."""
+        self._batch.apply(plan)
+        if plan.block_copies:
+            self._kv.copy_blocks(plan.block_copies)
+        if not plan.num_scheduled_tokens:
+            return StepResult(plan.step_id, {}, {}, {}, {})
+        step = self._batch.build(plan)
+        hidden = self._decoder.forward(step.token_ids, step.positions, step.attention, self._kv)
+        prompt_logprobs = self._prompt_logprobs(step, hidden)
+        self._batch.advance(step)
+        return self._sample(plan, step, hidden, prompt_logprobs)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        step: StepInput,
+        hidden: torch.Tensor,
+        prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
+    ) -> StepResult:
+        """Sample the next token of every sequence whose known tokens are all computed."""
+        sampled: dict[SequenceId, tuple[int, ...]] = {}
+        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+        errors: dict[SequenceId, str] = {}
+        ready = [
+            (row, end - 1)
+            for row, end in zip(step.rows, step.attention.query_starts[1:], strict=True)
+            if row.num_computed_tokens == len(row.token_ids)
+        ]
+        if ready:
+            logits = self._decoder.logits(hidden[torch.tensor([last for _, last in ready])])
+            outcomes = sample(logits, [row.sampling for row, _ in ready])
+            for (row, _), outcome in zip(ready, outcomes, strict=True):
+                sequence_id = row.start.sequence_id
+                if outcome.token_id is None:
+                    errors[sequence_id] = outcome.error or "no token could be sampled"
+                    continue
+                row.token_ids.append(outcome.token_id)
+                row.sampling.append(outcome.token_id)
+                sampled[sequence_id] = (outcome.token_id,)
+                if outcome.logprobs is not None:
+                    logprobs[sequence_id] = (outcome.logprobs,)
+        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, errors)
+
+    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
+        """Return the log probabilities of the prompt tokens that follow those computed in this step."""
+        found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+        max_rows = max(1, _MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
+        for index, row in enumerate(step.rows):
+            first = row.num_computed_tokens
+            last = min(step.attention.context_lens[index], row.num_prompt_tokens - 1)
+            num_top = row.start.request.params.prompt_logprobs
+            if not row.wants_prompt_logprobs or num_top is None or last <= first:
+                continue
+            offset = step.attention.query_starts[index] - first
+            entries: list[TokenLogprobs] = []
+            for begin in range(first, last, max_rows):
+                end = min(begin + max_rows, last)
+                logits = self._decoder.logits(hidden[offset + begin : offset + end])
+                entries += token_logprobs(logits, row.token_ids[begin + 1 : end + 1], num_top)
+            found[row.start.sequence_id] = tuple(entries)
+        return found
+
+    def close(self) -> None:
+        """Release the KV pool."""
+        self._kv.k.clear()
+        self._kv.v.clear()

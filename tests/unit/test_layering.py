@@ -1,0 +1,84 @@
+"""The layering table of docs/structure.md, enforced: lazy and TYPE_CHECKING imports count like any other."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "quire"
+
+MAY_IMPORT = {
+    "base": set(),
+    "contracts": {"base"},
+    "kernels": {"base", "contracts"},
+    "text": {"base", "contracts"},
+    "sampling": {"base", "contracts", "kernels"},
+    "kv": {"base", "contracts", "kernels"},
+    "model": {"base", "contracts", "kernels", "kv"},
+    "worker": {"base", "contracts", "kernels", "sampling", "kv", "model"},
+    "engine": {"base", "contracts", "text", "kv", "worker"},
+    "engine/scheduling": {"base", "contracts"},
+    "bench": {"base", "contracts", "kernels", "model", "engine"},
+    "cli": {"base", "contracts", "engine", "bench"},
+}
+WITHOUT_TORCH = {"base", "contracts", "text", "engine/scheduling", "cli"}
+DATA_FOLDERS = {"demo_models"}
+
+
+def package_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return "engine/scheduling" if parts[:2] == ("engine", "scheduling") else parts[0]
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "quire" else {node.module}
+    return found
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
+
+
+def test_every_package_has_a_row():
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - DATA_FOLDERS == {name for name in MAY_IMPORT if "/" not in name}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_module_imports_only_what_its_package_may(path):
+    package = package_of(path)
+    for name in imports_of(path):
+        top, *rest = name.split(".")
+        if top == "torch":
+            assert package not in WITHOUT_TORCH, f"{path} imports torch"
+        if top == "transformers":
+            pytest.fail(f"{path} imports transformers, which is a test oracle only")
+        if top != "quire" or not rest or rest[0].startswith("__"):
+            continue
+        target = "engine/scheduling" if rest[:2] == ["engine", "scheduling"] else rest[0]
+        if package == "engine" and target == "engine/scheduling":
+            continue
+        assert target == package or target in MAY_IMPORT[package], f"{path} imports {name}"
+
+
+def test_import_of_quire_loads_neither_torch_nor_its_own_packages():
+    import subprocess
+
+    code = "import quire, sys; print(sorted(n for n in sys.modules if n in ('torch', 'numpy') or n.startswith('quire.')))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_public_names_exist_and_are_sorted():
+    import quire
+
+    assert quire.__all__ == sorted(quire.__all__, key=lambda name: (not name.isupper(), name))
+    for name in quire.__all__:
+        assert getattr(quire, name).__name__ == name
