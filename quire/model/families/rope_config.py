@@ -68,7 +68,7 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     nested = [name for name in values if name in LAYER_TYPES]
     if nested:
         raise config.error(key, nested, f"one object for all layers in a {config.model_type!r} model, not one per layer type")
-    theta = values["rope_theta"] if values.get("rope_theta") is not None else config.number("rope_theta", "rotary_emb_base")
+    theta = values["rope_theta"] if values.get("rope_theta") is not None else config.number("rope_theta")
     partial = values.get("partial_rotary_factor")
     partial = config.raw("partial_rotary_factor") if partial is None else partial
     if can_be_partial and partial is not None:

@@ -1,0 +1,111 @@
+"""Read config.json and generation_config.json of a checkpoint folder into a ModelSpec. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.base.logging import get_logger
+from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
+from quire.model.families import FAMILIES, find_family
+from quire.model.families.config_view import ConfigView
+
+logger = get_logger(__name__)
+
+_NEUTRAL: dict[str, object] = {
+    "add_cross_attention": False,
+    "alibi": False,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "pretraining_tp": 1,
+    "pruned_heads": {},
+    "reorder_and_upcast_attn": False,
+    "use_bidirectional_attention": False,
+}
+"""Options that change results and are not implemented, each with the one value (beside null) that is accepted."""
+
+_HARMLESS = {
+    *("_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "cache_implementation", "dtype"),
+    *("embd_pdrop", "eos_token_id", "id2label", "initializer_range", "label2id", "max_length", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "pad_token_id", "resid_pdrop", "return_dict", "router_aux_loss_coef"),
+    *("router_jitter_noise", "task_specific_params", "torch_dtype", "transformers_version", "use_cache", *_NEUTRAL),
+}
+"""Keys that are not read because they do not change what a model computes."""
+
+
+def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
+    """Return the spec of the checkpoint in a folder.
+
+    dtype  of weights and activations; "auto": as config.json says, float32 where it does not
+    Raises ModelFormatError (what is there is wrong), UnsupportedError (right, but not implemented) or ConfigError (dtype)
+    """
+    if dtype != "auto" and dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelFormatError(f"{folder} is not a folder; give one with config.json and the weights in it")
+    if not file.is_file():
+        raise ModelFormatError(f"{folder} has no config.json; give a folder with a Hugging Face checkpoint")
+    whole = read_json_object(file)
+    generation_file = folder / "generation_config.json"
+    generation = read_json_object(generation_file) if generation_file.is_file() else {}
+    _refuse_options(whole, file)
+    model_type, values = find_family(whole)
+    _refuse_options(values, file)
+    config = ConfigView(model_type, values, file)
+    spec = FAMILIES.get(model_type).read_spec(config)
+    spec = replace(
+        spec,
+        dtype=spec.dtype if dtype == "auto" else cast("Dtype", dtype),
+        bos_token_id=_read_bos(config, values, ConfigView(model_type, generation, generation_file)),
+        eos_token_ids=_read_eos(config, values, ConfigView(model_type, generation, generation_file)),
+    )
+    ignored = [key for key in config.unread_keys() if key not in _HARMLESS]
+    if ignored:
+        logger.info("%s: keys without a meaning in a %r model are ignored: %s", file, model_type, ", ".join(ignored))
+    return spec
+
+
+def read_json_object(file: Path) -> dict[str, object]:
+    """Return a file's JSON object. Raises ModelFormatError."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{file} cannot be read as JSON ({error}); get the file again") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _refuse_options(values: Mapping[str, object], file: Path) -> None:
+    for key in ("quantization_config", "compression_config"):
+        quantization = values.get(key)
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise UnsupportedError(
+                f"{file}: {key} (quant_method {method!r}) is not supported yet; use the checkpoint that is not quantised"
+            )
+    for key, neutral in _NEUTRAL.items():
+        value = values.get(key)
+        if value is not None and value != neutral:
+            raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: {neutral!r}")
+
+
+def _read_bos(config: ConfigView, values: Mapping[str, object], generation: ConfigView) -> int | None:
+    if "bos_token_id" not in values and generation.has("bos_token_id"):
+        config = generation
+    return config.nullable_integer("bos_token_id", minimum=0)
+
+
+def _read_eos(config: ConfigView, values: Mapping[str, object], generation: ConfigView) -> frozenset[int]:
+    """Return the ids of both files; the default of the family's class counts only where neither file has the key."""
+    key = "eos_token_id"
+    ids = config.integers(key) if config.has(key) else []
+    ids = ids + (generation.integers(key) if generation.has(key) else [])
+    if not ids and key not in values:
+        ids = config.integers(key)
+    return frozenset(ids)

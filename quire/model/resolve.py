@@ -1,0 +1,69 @@
+"""Find the folder of a model: bundled, local, or on the Hugging Face hub (and then in its cache). No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import quire
+from quire.base.errors import ConfigError
+
+BUNDLED_MODELS = ("demo", "demo-draft", "demo-moe")
+
+_CONFIGURATION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
+
+
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a model; downloads it where it is a hub id that is not in the local cache.
+
+    model     one of BUNDLED_MODELS, else an existing folder, else a hub id
+    revision  branch, tag or commit, for a hub id only
+    Raises ConfigError.
+    """
+    folder = _bundled_folder(model) or _local_folder(model)
+    if folder is None:
+        return _download(model, revision)
+    if revision is not None:
+        raise ConfigError(f"revision {revision!r} is for models on the hub, but {model!r} is the folder {folder}; leave it out")
+    return folder
+
+
+def _bundled_folder(model: str) -> Path | None:
+    if model not in BUNDLED_MODELS:
+        return None
+    folder = Path(quire.__file__).parent / "demo_models" / model
+    if not folder.is_dir():
+        raise ConfigError(f"the bundled model {model!r} is not part of this installation: there is no {folder}")
+    return folder
+
+
+def _local_folder(model: str) -> Path | None:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ConfigError(f"{model!r} is a file; give the folder of a Hugging Face checkpoint")
+    if model.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"there is no folder {model!r}")
+    return None
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch(weights: str) -> Path:
+        patterns = [*_CONFIGURATION_FILES, weights]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+
+    try:
+        folder = fetch("*.safetensors")
+        if not any(folder.glob("*.safetensors")):
+            folder = fetch("*.bin")
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{model!r} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}), and not found on, or no access "
+            f"to, the Hugging Face hub: {reason}"
+        ) from error
+    return folder
