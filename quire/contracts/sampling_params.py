@@ -13,14 +13,12 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 
 
-def _check_number(
-    name: str, value: object, low: float, high: float, low_open: bool = False, param: str | None = None
-) -> None:
+def _check_number(name: str, value: object, low: float, high: float, low_open: bool = False, param: str | None = None) -> None:
     bounds = f"{'>' if low_open else '>='} {low:g}" + ("" if math.isinf(high) else f" and <= {high:g}")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared with the largest float and not by math.isfinite, which overflows on a huge int; NaN fails every comparison.
     if not is_number or not low <= value <= min(high, sys.float_info.max) or (low_open and value == low):  # type: ignore[operator]
-        raise RequestError(f"{name} must be a finite number {bounds}, got {_shown(value)}", param or name)
+        raise RequestError(f"{name} must be a finite number {bounds}, got {value!r}", param or name)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -111,7 +111,7 @@ class LLM:
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.llm_engine
         for request in requests:
-            engine.scheduler.check_admission(request)
+            engine.check_servable(request)
         outputs: dict[str, RequestOutput] = {}
         progress = _progress(len(requests)) if use_tqdm else None
         try:

@@ -18,6 +18,7 @@ from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import Runner, StepPlan, StepResult
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.request_factory import PromptLike, RequestFactory
+from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -88,6 +89,10 @@ class LLMEngine:
         """Queue a request. Raises RequestError, naming the field, when it is invalid or can never fit."""
         self.submit(self.make_request(request_id, prompt, sampling_params), output_kind)
 
+    def check_servable(self, request: Request) -> None:
+        """Raise RequestError, with the numbers, when a request can never fit."""
+        check_servable(request, self.scheduler.config)
+
     def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
         """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
         if request.request_id in self._streams:
@@ -135,14 +140,12 @@ class LLMEngine:
         for update in updates:
             stream = self._streams[update.request_id]
             touched[update.request_id] = stream
+            stats = update.stats
             if stream.apply(update, now):
-                self.scheduler.finish(update.sequence_id, "stop")
-            metrics = stream.metrics
-            metrics.first_scheduled_time = metrics.first_scheduled_time or update.first_scheduled_time
-            if update.choice == 0:
-                metrics.num_cached_tokens = update.num_cached_tokens
-            if update.finish_reason is not None:
-                metrics.num_preemptions += update.num_preemptions
+                ended = self.scheduler.finish(update.sequence_id, "stop")
+                stats = None if ended is None else ended.stats
+            if stats is not None:
+                stream.add_stats(update.choice, stats)
         outputs: list[RequestOutput] = []
         for request_id, stream in touched.items():
             if stream.is_finished:

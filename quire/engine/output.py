@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.base.ids import SequenceId
 from quire.contracts.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import TokenLogprobs
-from quire.engine.scheduling.events import SequenceUpdate
+from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.stop_strings import StopStringScanner
 from quire.text.tokenizer import Tokenizer
@@ -23,7 +22,6 @@ class _Choice:
     """What has been generated of one choice, and how much of it has been handed out."""
 
     index: int
-    sequence_id: SequenceId | None = None
     detokenizer: IncrementalDetokenizer | None = None
     scanner: StopStringScanner | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -69,7 +67,6 @@ class OutputStream:
     def apply(self, update: SequenceUpdate, now: float) -> bool:
         """Take in what one sequence did in a step; return whether a stop string ended it, which the scheduler must hear."""
         choice = self._choices[update.choice]
-        choice.sequence_id = update.sequence_id
         if update.new_token_ids and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         for offset, entry in enumerate(update.prompt_logprobs):
@@ -87,6 +84,14 @@ class OutputStream:
         if update.finish_reason is not None:
             self._end(choice, update)
         return False
+
+    def add_stats(self, choice: int, stats: SequenceStats) -> None:
+        """Take in what the scheduler measured of a sequence that has ended."""
+        times = (self.metrics.first_scheduled_time, stats.first_scheduled_s)
+        self.metrics.first_scheduled_time = min((time for time in times if time is not None), default=None)
+        self.metrics.num_preemptions += stats.num_preemptions
+        if choice == 0:
+            self.metrics.num_cached_tokens = stats.num_cached_tokens
 
     def _append_token(self, choice: _Choice, token_id: int, logprobs: TokenLogprobs | None) -> None:
         choice.token_ids.append(token_id)

@@ -29,7 +29,7 @@ class Decoder:
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
         self._layers = [_Layer(layer, f"layers.{index}.", parameters) for index, layer in enumerate(spec.layers)]
-        self._head = parameters["embed.weight" if spec.is_tied else "lm_head.weight"]
+        self._head = parameters.get("lm_head.weight", parameters["embed.weight"])
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path, PurePosixPath
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,7 +70,7 @@ def _open_pickled(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a torch file; nothing in it is executed (weights_only)."""
     advice = "quire reads plain dictionaries of tensors; get a safetensors version of the checkpoint or download it again"
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=torch.serialization._is_zipfile(open_binary(file)))
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelFormatError(f"{file} cannot be read as weights ({reason[0][:200]}); {advice}") from error

@@ -12,8 +12,10 @@ from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.kv.pool import KvPool
 from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import load_parameters
-from quire.model.config_reader import parameter_shapes, read_generation_defaults, read_model_spec
+from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
+from quire.model.generation_defaults import read_generation_defaults
+from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample

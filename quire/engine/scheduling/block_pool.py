@@ -56,7 +56,10 @@ class BlockPool:
         return self._blocks[block_id].num_refs
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
-        """Take the blocks that have been free the longest, with one reference each; None, and no change, if too few are free."""
+        """Take the blocks that have been free the longest, with one reference each.
+
+        None, and no change, if fewer are free.
+        """
         if num_blocks > self._num_free:
             return None
         taken: list[BlockId] = []

@@ -12,8 +12,8 @@ A step is {sequence: number of tokens} under one token budget; there is no prefi
 
 Where a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
 blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
-admitted in that step, unless the step would be empty. The first running sequence is preempted only by itself, and a
-sequence alone in the pool always fits (see admission), so there is always progress.
+admitted in that step. The first running sequence is never preempted, as one that is alone in the pool always fits (see
+admission; a fork needs a block to spare, so this holds for it too): there is always progress, and no step is empty.
 
 The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
 prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
@@ -31,7 +31,7 @@ from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import check_servable, max_total_tokens
-from quire.engine.scheduling.ending import Ending, append_sampled
+from quire.engine.scheduling.ending import append_sampled
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.policy import order_key
@@ -127,7 +127,7 @@ class Scheduler:
             self._schedule_running(draft, sequence)
         for sequence in [s for s in self.running if s.num_uncomputed_tokens > 1]:
             self._schedule_running(draft, sequence)
-        if draft.is_empty or self._num_preemptions == num_preempted_before:
+        if self._num_preemptions == num_preempted_before:
             self._schedule_waiting(draft)
         if draft.is_empty:
             return None
@@ -249,9 +249,10 @@ class Scheduler:
 
     def _commit_sequence(self, sequence: Sequence, num_tokens: int, result: StepResult, now: float) -> SequenceUpdate | None:
         prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
+        num_computed_before = sequence.num_computed_tokens
         sequence.num_computed_tokens += num_tokens
         self.kv.publish(sequence)
-        if sequence.choice == 0 and sequence.num_computed_tokens >= sequence.num_prompt_tokens:
+        if sequence.choice == 0 and num_computed_before < sequence.num_prompt_tokens <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
         if token_ids and sequence.first_token_s is None:

@@ -127,9 +127,7 @@ def gumbel_noise(
     return noise
 
 
-def gumbel_noise_at(
-    seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor, stream: int = STREAM_TARGET
-) -> Tensor:
+def gumbel_noise_at(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor, stream: int = STREAM_TARGET) -> Tensor:
     """Return the noise of the given tokens: gumbel_noise(...).gather(1, token_ids), without the rest.
 
     seeds, positions  [R] as in gumbel_noise

@@ -117,8 +117,7 @@ class ConfigView:
     def _is_none(self, keys: tuple[str, ...]) -> bool:
         if self.raw(*keys) is None:
             return True
-        is_null = any(key in self._values for key in keys) and all(self._values.get(key) is None for key in keys)
-        return is_null
+        return any(key in self._values for key in keys) and all(self._values.get(key) is None for key in keys)
 
     def _check(self, keys: tuple[str, ...], is_valid: Callable[[object], bool], allowed: str, _type: type[T]) -> T:
         value = self.raw(*keys)

@@ -25,7 +25,10 @@ def read_spec(config: ConfigView) -> ModelSpec:
         raise UnsupportedError("attn_logit_softcapping is not supported in a 'gemma3_text' model; set it to null")
     norm = read_rms_norm(config, offset=1, late_cast=True)
     mlp = read_mlp(config, "hidden_activation")
-    window, pattern = config.nullable_integer("sliding_window"), config.integer("sliding_window_pattern", "_sliding_window_pattern")
+    window, pattern = (
+        config.nullable_integer("sliding_window"),
+        config.integer("sliding_window_pattern", "_sliding_window_pattern"),
+    )
     is_sliding = read_is_sliding(config, lambda index: (index + 1) % pattern != 0)
     if any(is_sliding) and window is None:
         raise config.error("sliding_window", None, "an integer >= 1, as some layers have a window")

@@ -41,9 +41,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
         )
         layers.append(LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm))
     positions = config.integer("n_positions", "max_position_embeddings")
-    return assemble(
-        config, layers, norm, hidden_size=hidden_size, max_positions=positions, num_learned_positions=positions
-    )
+    return assemble(config, layers, norm, hidden_size=hidden_size, max_positions=positions, num_learned_positions=positions)
 
 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:

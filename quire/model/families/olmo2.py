@@ -20,9 +20,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     norm = read_rms_norm(config, late_cast=True)
     rope = read_rope(config, read_head_dim(config), is_f32=True)
     attention = read_attention(config, rope, has_bias=config.boolean("attention_bias"))
-    layer = LayerSpec(
-        replace(attention, qk_norm=norm, qk_norm_over="all"), read_mlp(config), attn_out=norm, mlp_out=norm
-    )
+    layer = LayerSpec(replace(attention, qk_norm=norm, qk_norm_over="all"), read_mlp(config), attn_out=norm, mlp_out=norm)
     return assemble(config, [layer] * config.integer("num_hidden_layers"), norm)
 
 

@@ -27,7 +27,8 @@ def assemble_layers(config: ConfigView, attention: AttentionSpec) -> ModelSpec:
     if any(is_sliding) and window is None:
         raise config.error("layer_types", "sliding_attention", "full_attention where use_sliding_window is false")
     layers = [
-        LayerSpec(replace(attention, window=window if slides else None), mlp, attn_in=norm, mlp_in=norm) for slides in is_sliding
+        LayerSpec(replace(attention, window=window if slides else None), mlp, attn_in=norm, mlp_in=norm)
+        for slides in is_sliding
     ]
     return assemble(config, layers, norm)
 

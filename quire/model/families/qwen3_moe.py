@@ -31,9 +31,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     attention = replace(read_normed_attention(config), window=read_window(config))
     moe = replace(read_moe(config, "moe_intermediate_size"), is_renormalized=config.boolean("norm_topk_prob"))
     dense_layers, step = config.integers("mlp_only_layers"), config.integer("decoder_sparse_step")
-    is_sparse = [
-        index not in dense_layers and (index + 1) % step == 0 for index in range(config.integer("num_hidden_layers"))
-    ]
+    is_sparse = [index not in dense_layers and (index + 1) % step == 0 for index in range(config.integer("num_hidden_layers"))]
     layers = [LayerSpec(attention, moe if sparse else dense, attn_in=norm, mlp_in=norm) for sparse in is_sparse]
     return assemble(config, layers, norm)
 

@@ -97,9 +97,7 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType) ->
     return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim)
 
 
-def _resolve(
-    config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False
-) -> RopeSpec:
+def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False) -> RopeSpec:
     kind = _read_kind(config, key, values)
     _check_keys(config, key, values)
     parameters = _Parameters(config, key, values)
@@ -162,7 +160,9 @@ def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> st
     if config.model_type == "phi3":
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
     if kind not in kinds:
-        raise UnsupportedError(f"{key}: rope type {kind!r} is not supported in a {config.model_type!r} model; supported: {kinds}")
+        raise UnsupportedError(
+            f"{key}: rope type {kind!r} is not supported in a {config.model_type!r} model; supported: {kinds}"
+        )
     return kind
 
 

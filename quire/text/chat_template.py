@@ -1,0 +1,148 @@
+"""ChatTemplate: a conversation rendered by the Jinja template of a checkpoint, which is not trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import ModelFormatError, RequestError
+
+if TYPE_CHECKING:
+    from quire.text.template_sandbox import CompiledTemplate
+
+MAX_SOURCE_CHARACTERS = 1_000_000
+
+
+class ChatTemplate:
+    """A chat template; it is compiled when first used.
+
+    special_tokens  variables that the template sees, "bos_token" -> "<s>" and so on
+    The template runs in a sandbox: it reaches no files and no Python internals, and its work is bounded.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._compiled: CompiledTemplate | None = None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the text of a conversation.
+
+        Raises RequestError where the messages are invalid or the template refuses them or does too much, and
+        ModelFormatError where the template itself is damaged.
+        """
+        compiled = self._compile()
+        try:
+            variables = {
+                **self._special_tokens,
+                **_as_plain(kwargs),
+                "messages": _check_messages(messages),
+                "tools": None if tools is None else _check_tools(tools),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        except RecursionError:
+            raise RequestError("messages are nested too deeply", "messages") from None
+        return compiled.render(variables)
+
+    def _compile(self) -> CompiledTemplate:
+        if self._compiled is None:
+            if len(self.source) > MAX_SOURCE_CHARACTERS:
+                raise ModelFormatError(
+                    f"chat_template must have at most {MAX_SOURCE_CHARACTERS} characters, got {len(self.source)}"
+                )
+            from quire.text.template_sandbox import compile_template
+
+            self._compiled = compile_template(self.source)
+        return self._compiled
+
+
+def _check_messages(messages: object) -> list[dict[str, Any]]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"messages must be a list of at least one message, got {_shorten(messages)}", "messages")
+    return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: object) -> dict[str, Any]:
+    """Return a message as templates expect it: content a string, the arguments of tool calls an object."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{index}] must be an object, got {_shorten(message)}", "messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"messages[{index}].role must be a non-empty string, got {_shorten(role)}", "messages")
+    checked = {name: _as_plain(value) for name, value in message.items()}
+    checked["content"] = _join_content(index, message.get("content"))
+    calls = checked.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise RequestError(f"messages[{index}].tool_calls must be a list of objects, got {_shorten(calls)}", "messages")
+    for call in calls or []:
+        for holder in (call, call.get("function")):
+            if isinstance(holder, dict) and isinstance(holder.get("arguments"), str):
+                holder["arguments"] = _parse_arguments(holder["arguments"])
+    return checked
+
+
+def _join_content(index: int, content: object) -> str:
+    """Return the text of a message: "" for None, the text parts of a list joined by newlines."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return str(content)
+    if not isinstance(content, list | tuple):
+        raise RequestError(
+            f"messages[{index}].content must be a string, null or a list of text parts, got {_shorten(content)}", "messages"
+        )
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type", "text") == "text":
+            part = part.get("text")
+        if not isinstance(part, str):
+            raise RequestError(
+                f"messages[{index}].content may only have text parts, {{'type': 'text', 'text': ...}}, got {_shorten(part)}",
+                "messages",
+            )
+        texts.append(part)
+    return "\n".join(texts)
+
+
+def _parse_arguments(arguments: str) -> object:
+    """Return the arguments of a tool call as an object where they are one in JSON: templates print them themselves."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _check_tools(tools: object) -> list[Any] | None:
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, str)
+    if not is_list or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools must be a list of objects, got {_shorten(tools)}", "tools")
+    return _as_plain(tools) or None
+
+
+def _as_plain(value: Any) -> Any:
+    """Rebuild a value out of JSON's types, so that a template meets no object with methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        return {str(_as_plain(key)): _as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,121 @@
+"""Tokenizing with the `sentencepiece` library (optional): tokenizer.model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.text.token_streams import ByteFallbackStream, TokenStream
+from quire.text.tokenizer_files import TokenizerFiles
+
+if TYPE_CHECKING:
+    import sentencepiece
+
+_SPACE_MARK = "\u2581"
+
+
+class SentencePieceBackend:
+    """A SentencePiece model, with the tokens added beside it.
+
+    Text is cut at special and added tokens first, and each part is encoded by itself, as tokenizer.json of such models does.
+    """
+
+    def __init__(self, processor: sentencepiece.SentencePieceProcessor, files: TokenizerFiles) -> None:
+        self._processor = processor
+        self._num_pieces = processor.vocab_size()
+        added = [token for token in files.added_tokens if token.token_id is not None and token.token_id >= self._num_pieces]
+        self._added_text = {token.token_id: token.content for token in added}
+        self._added_id = {token.content: token.token_id for token in added}
+        self.vocab_size = max([self._num_pieces, *(token_id + 1 for token_id in self._added_text)])
+        control_ids = [i for i in range(self._num_pieces) if processor.is_control(i) or processor.is_unknown(i)]
+        self._control_id = {processor.id_to_piece(token_id): token_id for token_id in control_ids}
+        special_ids = {token.token_id for token in added if token.is_special} | set(control_ids)
+        special_ids |= {i for token in files.added_tokens if token.is_special and (i := self.id_of(token.content)) is not None}
+        self.special_token_ids = frozenset(special_ids)
+        splitters = sorted({**self._added_id, **self._control_id}, key=len, reverse=True)
+        splits = bool(splitters) and not files.flag("split_special_tokens", False)
+        self._splitter = re.compile(f"({'|'.join(map(re.escape, splitters))})") if splits else None
+        self._prefix_ids, self._suffix_ids = self._read_ends(files)
+        first = processor.encode("a")
+        self._strips_first_space = bool(first) and processor.id_to_piece(first[0]).startswith(_SPACE_MARK)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text; special tokens in it are recognised."""
+        token_ids: list[int] = []
+        for part in self._splitter.split(text) if self._splitter else [text]:
+            token_id = self._added_id.get(part, self._control_id.get(part))
+            is_token = token_id is not None and self._splitter is not None
+            token_ids += [token_id] if is_token else self._processor.encode(part)
+        return [*self._prefix_ids, *token_ids, *self._suffix_ids] if add_special_tokens else token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included; ids without a token have none."""
+        stream = self.new_stream()
+        return "".join([*map(stream.push, token_ids), stream.finish()])
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token given by its spelling in the vocabulary."""
+        if token in self._added_id:
+            return self._added_id[token]
+        token_id = self._processor.piece_to_id(token)
+        return token_id if self._processor.id_to_piece(token_id) == token else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what a token adds to the text, in UTF-8; b"" for ids without a token."""
+        byte = self._byte_of(token_id)
+        return self._text_of(token_id).encode("utf-8") if byte is None else bytes([byte])
+
+    def new_stream(self) -> TokenStream:
+        """Return a stream whose text equals `decode`."""
+        return ByteFallbackStream(self._text_of, self._byte_of, self._strips_first_space)
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The bos, eos and unk tokens that the model itself names."""
+        ids = {
+            "bos_token": self._processor.bos_id(),
+            "eos_token": self._processor.eos_id(),
+            "unk_token": self._processor.unk_id(),
+        }
+        return {name: self._processor.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
+
+    def _text_of(self, token_id: int) -> str:
+        if not 0 <= token_id < self._num_pieces:
+            return self._added_text.get(token_id, "")
+        return self._processor.id_to_piece(token_id).replace(_SPACE_MARK, " ")
+
+    def _byte_of(self, token_id: int) -> int | None:
+        if 0 <= token_id < self._num_pieces and self._processor.is_byte(token_id):
+            return int(self._processor.id_to_piece(token_id)[3:5], 16)
+        return None
+
+    def _read_ends(self, files: TokenizerFiles) -> tuple[list[int], list[int]]:
+        """Return what add_special_tokens puts before and after; Llama's rule, bos and no eos, unless the files say."""
+        ends: list[list[int]] = []
+        for name, own_id, default in (
+            ("bos_token", self._processor.bos_id(), True),
+            ("eos_token", self._processor.eos_id(), False),
+        ):
+            token = files.named_tokens.get(name)
+            token_id = own_id if token is None else self.id_of(token)
+            is_added = token_id is not None and token_id >= 0 and files.flag(f"add_{name}", default)
+            ends.append([token_id] if is_added else [])
+        return ends[0], ends[1]
+
+
+def load_sentencepiece(files: TokenizerFiles) -> SentencePieceBackend:
+    """Read tokenizer.model. Raises UnsupportedError without the library, ModelFormatError if the file is damaged."""
+    path = files.folder / "tokenizer.model"
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{path} needs the sentencepiece library: pip install 'quire[sentencepiece]', or put the tokenizer.json there"
+        ) from error
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise ModelFormatError(f"{path} is damaged, it is not a SentencePiece model: {error}") from error
+    return SentencePieceBackend(processor, files)

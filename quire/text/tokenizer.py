@@ -1,0 +1,156 @@
+"""Tokenizer: text to token ids and back, and the chat template of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.base.errors import ModelFormatError, RequestError
+from quire.text.chat_template import ChatTemplate
+from quire.text.token_streams import TokenStream
+from quire.text.tokenizer_files import read_tokenizer_files
+
+
+class TokenizerBackend(Protocol):
+    """What a tokenizing library has to offer."""
+
+    vocab_size: int
+    special_token_ids: frozenset[int]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def bytes_of(self, token_id: int) -> bytes: ...
+
+    def new_stream(self) -> TokenStream: ...
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint; make one with `load_tokenizer`. Safe to share between threads.
+
+    vocab_size         one more than the highest id with a token; a model may have more rows
+    special_token_ids  the tokens that skip_special_tokens leaves out
+    named_tokens       "bos_token" -> "<s>" and so on, as chat templates see them
+    """
+
+    def __init__(
+        self, backend: TokenizerBackend, named_tokens: dict[str, str], template_source: str | None = None
+    ) -> None:
+        self._backend = backend
+        self.named_tokens = named_tokens
+        self.vocab_size = backend.vocab_size
+        self.special_token_ids = backend.special_token_ids
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.chat_template = None if template_source is None else ChatTemplate(template_source, named_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text; add_special_tokens puts the checkpoint's own (<s>) around it. Raises RequestError."""
+        if not isinstance(text, str):
+            raise RequestError(f"prompt must be a string, got a {type(text).__name__}", "prompt")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt is not valid Unicode: {error.reason} at character {error.start}", "prompt") from None
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens; ids without a token have none, invalid UTF-8 becomes U+FFFD."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        return self._backend.decode([token_id for token_id in token_ids if token_id not in skipped])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token adds to a text, in UTF-8, perhaps a part of a character."""
+        return self._backend.bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Return what one token adds to a text, leading space included; parts of characters become U+FFFD."""
+        return self._backend.bytes_of(token_id).decode("utf-8", errors="replace")
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token given by its spelling in the vocabulary, None for an unknown one."""
+        return self._backend.id_of(token)
+
+    def new_stream(self) -> TokenStream:
+        """Return a stream whose joined text equals `decode` of the same tokens; see IncrementalDetokenizer."""
+        return self._backend.new_stream()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the text of a conversation, special tokens included. Raises RequestError, with `param`.
+
+        kwargs  further variables of the template, such as enable_thinking
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                "messages need a chat template, and this checkpoint has none (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json): send a prompt, or add a template to the checkpoint",
+                "messages",
+            )
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Return the ids of a conversation; the template has written the special tokens, so none are added."""
+        text = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def bad_word_token_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences that spell the words, each at the start of a text and after a space, no duplicates."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                found[tuple(self.encode(text, add_special_tokens=False))] = None
+        return tuple(token_ids for token_ids in found if token_ids)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self._backend.id_of(token)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Read the tokenizer of a checkpoint folder: tokenizer.json, else tokenizer.model, else vocab.json and merges.txt.
+
+    Raises ModelFormatError for missing or damaged files, UnsupportedError where an optional library is missing.
+    """
+    folder = Path(folder)
+    files = read_tokenizer_files(folder)
+    named_tokens = files.named_tokens
+    backend: TokenizerBackend
+    if (folder / "tokenizer.json").is_file():
+        from quire.text.tokenizers_backend import load_tokenizer_json
+
+        backend = load_tokenizer_json(files)
+    elif (folder / "tokenizer.model").is_file():
+        from quire.text.sentencepiece_backend import load_sentencepiece
+
+        backend = load_sentencepiece(files)
+        named_tokens = {**backend.named_tokens, **named_tokens}
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        from quire.text.tokenizers_backend import load_vocab_and_merges
+
+        backend = load_vocab_and_merges(files)
+        if not named_tokens and backend.id_of("<|endoftext|>") is not None:
+            named_tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    else:
+        raise ModelFormatError(
+            f"{folder} has no tokenizer: looked for tokenizer.json, tokenizer.model, and vocab.json with merges.txt"
+        )
+    return Tokenizer(backend, named_tokens, files.template_source)

@@ -1,0 +1,193 @@
+"""Tokenizing with the `tokenizers` library: tokenizer.json, or a byte-level vocab.json with merges.txt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.text.byte_level import byte_of_fallback, bytes_of_byte_level
+from quire.text.token_streams import ByteFallbackStream, CleanUpStream, TokenStream, Utf8Stream, WindowStream, clean_up_spaces
+from quire.text.tokenizer_files import TokenizerFiles, read_json_object, read_text
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# The classes whose text is split as GPT-2 does; others (Qwen2) need their tokenizer.json.
+_GPT2_CLASSES = frozenset(("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast"))
+_SPACE_MARK = "\u2581"
+_REPLACE_SPACE_MARK = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
+_STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class TokenizersBackend:
+    """A `tokenizers.Tokenizer` and how its decoder streams."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+        self._tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = files.flag("split_special_tokens", False)
+        _add_tokens(tokenizer, files)
+        _set_post_processor(tokenizer, files)
+        # As in transformers 5: the clean-up would eat spaces that a BPE model wrote.
+        self._cleans_up = files.flag("clean_up_tokenization_spaces", False) and type(tokenizer.model).__name__ != "BPE"
+        self._decoder_kind, self._strips_first_space = _read_decoder(tokenizer)
+        self._bytes_by_id: dict[int, bytes] = {}
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text; special tokens in it are recognised."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included; ids without a token have none."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return clean_up_spaces(text) if self._cleans_up else text
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token given by its spelling in the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what a token adds to the text, in UTF-8; b"" for ids without a token."""
+        found = self._bytes_by_id.get(token_id)
+        if found is None:
+            found = self._bytes_by_id[token_id] = self._find_bytes(token_id)
+        return found
+
+    def new_stream(self) -> TokenStream:
+        """Return a stream whose text equals `decode`."""
+        stream: TokenStream
+        if self._decoder_kind == "bytes":
+            stream = Utf8Stream(self.bytes_of, self._strips_first_space)
+        elif self._decoder_kind == "fallback":
+            stream = ByteFallbackStream(self._text_of, self._byte_of, self._strips_first_space)
+        else:
+            stream = WindowStream(self._decode_raw, lambda token_id: self._byte_of(token_id) is not None)
+        return CleanUpStream(stream) if self._cleans_up else stream
+
+    def _decode_raw(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._decoder_kind == "bytes":
+            return bytes_of_byte_level(token)
+        byte = byte_of_fallback(token)
+        if byte is not None and self._decoder_kind == "fallback":
+            return bytes([byte])
+        if self._decoder_kind == "fallback" or _SPACE_MARK in token:
+            return token.replace(_SPACE_MARK, " ").encode("utf-8")
+        return self._decode_raw([token_id]).encode("utf-8")
+
+    def _text_of(self, token_id: int) -> str:
+        return self.bytes_of(token_id).decode("utf-8")
+
+    def _byte_of(self, token_id: int) -> int | None:
+        return byte_of_fallback(self._tokenizer.id_to_token(token_id) or "")
+
+
+def load_tokenizer_json(files: TokenizerFiles) -> TokenizersBackend:
+    """Read tokenizer.json. Raises ModelFormatError if it is damaged."""
+    import tokenizers
+
+    path = files.folder / "tokenizer.json"
+    text = read_text(path)
+    if text is None:
+        raise ModelFormatError(f"{path} is missing")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises Exception itself
+        raise ModelFormatError(f"{path} is damaged, or made by a newer version of tokenizers: {error}") from error
+    return TokenizersBackend(tokenizer, files)
+
+
+def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
+    """Build GPT-2's byte-level BPE from vocab.json and merges.txt. Raises ModelFormatError if one is damaged."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    class_name = files.config.get("tokenizer_class")
+    if class_name is not None and class_name not in _GPT2_CLASSES:
+        raise UnsupportedError(
+            f"vocab.json and merges.txt are read for {', '.join(sorted(_GPT2_CLASSES))}, and tokenizer_class is "
+            f"{class_name!r}: put its tokenizer.json into {files.folder}"
+        )
+    vocab_path, merges_path = files.folder / "vocab.json", files.folder / "merges.txt"
+    vocab = read_json_object(vocab_path) or {}
+    lines = [line for line in (read_text(merges_path) or "").split("\n") if line and not line.startswith("#version")]
+    merges = [tuple(line.split(" ")) for line in lines]
+    if not vocab or not all(isinstance(token_id, int) for token_id in vocab.values()):
+        raise ModelFormatError(f"{vocab_path} must map tokens to ids")
+    if not all(len(pair) == 2 for pair in merges):
+        raise ModelFormatError(f"{merges_path} must hold two tokens per line, got {next(p for p in merges if len(p) != 2)!r}")
+    try:
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # the library raises Exception itself
+        raise ModelFormatError(f"{vocab_path} and {merges_path} contradict each other: {error}") from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.flag("add_prefix_space", False))
+    tokenizer.decoder = decoders.ByteLevel()
+    end_of_text = "<|endoftext|>"
+    if end_of_text in vocab:
+        tokenizer.add_special_tokens([end_of_text])
+    return TokenizersBackend(tokenizer, files)
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Add the tokens that the small files know and the tokenizer does not, as far as their ids are known."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in files.added_tokens:
+        token_id = tokenizer.token_to_id(token.content)
+        is_next = token_id is None and token.token_id == tokenizer.get_vocab_size(with_added_tokens=True)
+        if token.content in known or (token_id is None and not is_next):
+            continue
+        added = AddedToken(
+            token.content,
+            single_word=token.is_single_word,
+            lstrip=token.strips_left,
+            rstrip=token.strips_right,
+            normalized=token.is_normalized,
+            special=token.is_special,
+        )
+        (tokenizer.add_special_tokens if token.is_special else tokenizer.add_tokens)([added])
+
+
+def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Replace the post-processor where tokenizer_config.json says which of bos and eos are added, as transformers does."""
+    from tokenizers import processors
+
+    if files.config.get("add_bos_token") is None and files.config.get("add_eos_token") is None:
+        return
+    begin, end = "", ""
+    special_tokens: list[tuple[str, int]] = []
+    for name in ("bos_token", "eos_token"):
+        token = files.named_tokens.get(name)
+        token_id = None if token is None else tokenizer.token_to_id(token)
+        if token is None or token_id is None or not files.flag(f"add_{name}", False):
+            continue
+        special_tokens.append((token, token_id))
+        begin, end = (f"{token}:0 ", end) if name == "bos_token" else (begin, f" {token}:0")
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin}$A:0{end}", special_tokens=special_tokens)
+
+
+def _read_decoder(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool]:
+    """Return how the decoder streams ("bytes", "fallback" or "window") and whether it strips the first space."""
+    if tokenizer.decoder is None:
+        return "window", False
+    steps = json.loads(tokenizer.decoder.__getstate__())
+    steps = steps["decoders"] if steps["type"] == "Sequence" else [steps]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return "bytes", False
+    strips_first_space = steps[-1:] == [_STRIP_FIRST_SPACE]
+    steps = steps[:-1] if strips_first_space else steps
+    if steps == [_REPLACE_SPACE_MARK, {"type": "ByteFallback"}, {"type": "Fuse"}]:
+        return "fallback", strips_first_space
+    return "window", False

@@ -1,0 +1,231 @@
+"""Make tiny random checkpoints of every family with transformers, and load them there as the reference.
+
+Each case exercises the options of its family; norms and biases are random, so that a forgotten one shows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+Style = Literal["v5", "v4"]
+MAX_POSITIONS = 64
+
+_BASE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _rope(kind: str, **values: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **values}
+
+
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+_LLAMA3 = _rope("llama3", factor=8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
+_GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.4],
+    "long_factor": [1.5, 2.5, 4.0, 7.0],
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.5,
+}
+_PHI3_LONG = {
+    "hidden_size": 64,
+    "rope_parameters": _LONGROPE,
+    "original_max_position_embeddings": 32,
+}
+_QWEN3_MOE = {
+    "moe_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+}
+_GPT2 = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": MAX_POSITIONS, "vocab_size": 131, "n_inner": None}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.11,
+    "logits_scaling": 7.0,
+}
+
+_CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 20, "tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": _rope("linear", factor=3.0)}),
+    "llama-dynamic": ("llama", {"rope_parameters": _rope("dynamic", factor=2.0), "max_position_embeddings": 32}),
+    "llama-llama3": ("llama", {"rope_parameters": _LLAMA3, "head_dim": 16}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN, "head_dim": 16}),
+    "llama-yarn-factor": (
+        "llama",
+        {"rope_parameters": {**_YARN, "attention_factor": 0.9, "beta_fast": 8.0, "beta_slow": 2.0}, "head_dim": 16},
+    ),
+    "llama-yarn-mscale": (
+        "llama",
+        {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}, "head_dim": 16},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 11, "head_dim": 20}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+    "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True, "rope_parameters": _YARN}),
+    "gemma": ("gemma", {"head_dim": 20, "num_key_value_heads": 1}),
+    "gemma2": ("gemma2", {"head_dim": 20, "sliding_window": 11, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}),
+    "gemma2-no-cap": ("gemma2", {"head_dim": 20, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 20,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 7,
+            "rope_parameters": _GEMMA_ROPES,
+        },
+    ),
+    "gemma3-multimodal": ("gemma3", {}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3-window": ("phi3", {"sliding_window": 11, "hidden_size": 64, "rope_parameters": _rope("default", partial_rotary_factor=0.75)}),
+    "phi3-longrope": ("phi3", _PHI3_LONG),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias": ("olmo2", {"attention_bias": True, "rope_parameters": _rope("default", rope_theta=500000.0)}),
+    "granite": ("granite", _GRANITE),
+    "granite-bias": ("granite", {**_GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral-window": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11, "head_dim": 20},
+    ),
+    "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-no-renorm": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 11}),
+    "qwen3-moe-sparse-step": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen3-moe-mlp-only": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}),
+}
+
+CASES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
+    """Write the checkpoint of a case into `folder`, made if need be, and return it.
+
+    style  of config.json: "v5" as transformers 5 saves it, "v4" as hub files until 2025 are
+    """
+    model_type, options = _CONFIGS[name]
+    config = _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    _randomise(model, name)
+    model.save_pretrained(folder)
+    if style == "v4":
+        rewrite_as_v4(folder)
+    return folder
+
+
+def copy_as_v4(source: Path, folder: Path) -> Path:
+    """Copy a v5 checkpoint and rewrite its config.json in the v4 style; returns `folder`."""
+    shutil.copytree(source, folder)
+    rewrite_as_v4(folder)
+    return folder
+
+
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the transformers model of a folder in eval mode, with the plain attention and the plain loop over experts."""
+    options: dict[str, str] = {"attn_implementation": "eager"}
+    if json.loads((folder / "config.json").read_text())["model_type"] in ("mixtral", "qwen3_moe"):
+        options["experts_implementation"] = "eager"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+
+
+def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
+    if model_type == "gpt2":
+        return {**options, "bos_token_id": 1, "eos_token_id": 2}
+    return {**_BASE, **options}
+
+
+def _multimodal_config() -> object:
+    text = {**_settings("gemma3_text", _CONFIGS["gemma3"][1]), "num_hidden_layers": 2, "sliding_window_pattern": 2}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    ids = {"image_token_index": 127, "boi_token_index": 128, "eoi_token_index": 129, "mm_tokens_per_image": 4}
+    return AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, eos_token_id=[2, 3], **ids)
+
+
+def _randomise(model: PreTrainedModel, name: str) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
+    is_offset = name.startswith("gemma")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                values = 0.3 * randn(parameter.shape)
+            elif parameter.dim() == 1:
+                values = 0.3 * randn(parameter.shape) + (0.0 if is_offset else 1.0)
+            elif "embed" in key or ".wte." in key or ".wpe." in key:
+                values = 0.5 * randn(parameter.shape)
+            else:
+                values = randn(parameter.shape) * parameter.shape[-1] ** -0.5
+            parameter.copy_(values)
+
+
+def rewrite_as_v4(folder: Path) -> None:
+    """Rewrite config.json of a folder with the keys of transformers 4."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    text = config.get("text_config", config)
+    text.pop("dtype", None)
+    _rewrite_rope(text)
+    text.pop("layer_types", None)
+    if "num_local_experts" in text and text["model_type"] == "qwen3_moe":
+        text["num_experts"] = text.pop("num_local_experts")
+    if "_sliding_window_pattern" in text:
+        text["sliding_window_pattern"] = text.pop("_sliding_window_pattern")
+    config["transformers_version"] = "4.51.0"
+    file.write_text(json.dumps(config, indent=1))
+
+
+def _rewrite_rope(text: dict[str, object]) -> None:
+    ropes = text.pop("rope_parameters", None)
+    if ropes is None:
+        return
+    if "full_attention" in ropes:
+        text["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        ropes = ropes["full_attention"]
+    text["rope_theta"] = ropes.pop("rope_theta")
+    if "partial_rotary_factor" in ropes:
+        text["partial_rotary_factor"] = ropes.pop("partial_rotary_factor")
+    kind = ropes.pop("rope_type")
+    # Both spellings are about: "type" is the older one.
+    text["rope_scaling"] = None if kind == "default" else {"type" if kind in ("linear", "longrope") else "rope_type": kind, **ropes}

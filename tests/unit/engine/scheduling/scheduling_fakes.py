@@ -1,0 +1,318 @@
+"""A worker that knows only what StepPlans say, and a driver that checks every promise of the scheduler while it runs.
+
+The fake KV of a token is a hash of the salt and of all tokens up to it, so that any block that is stale, copied wrongly or
+shared wrongly is seen at the first step that reads it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from quire.base.ids import BlockId, RequestId, SequenceId
+from quire.base.mixing import mix_seed
+from quire.contracts.config import SchedulerConfig
+from quire.contracts.request import Request
+from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
+from quire.engine.scheduling import Scheduler, SequenceUpdate, check_invariants
+
+VOCAB_SIZE = 40
+EOS = 0
+STOP_STRING = "stop!"
+
+
+def make_config(**options) -> SchedulerConfig:
+    defaults = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_kv_blocks": 32,
+    }
+    return SchedulerConfig(**{**defaults, **options})
+
+
+def make_request(name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[int](), **params) -> Request:
+    prompt_token_ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    return Request(
+        request_id=RequestId(str(name)),
+        prompt_token_ids=prompt_token_ids,
+        params=SamplingParams(**params),
+        seed=seed,
+        eos_token_ids=frozenset(eos),
+        arrival_time_s=arrival,
+        cache_salt=salt,
+    )
+
+
+def extend_chain(chain: list[int], token_ids, salt: str) -> None:
+    """Append to `chain` the fake KV of the tokens that it does not cover yet."""
+    last = chain[-1] if chain else crc32(salt.encode())
+    for token_id in token_ids[len(chain) :]:
+        last = hash((last, token_id))
+        chain.append(last)
+
+
+def sample(request: Request, choice: int, chain: list[int]) -> int:
+    """Return the token after the prefix of `chain`: a function of the request, the choice and the prefix alone."""
+    return mix_seed(mix_seed(request.seed, choice) ^ chain[-1], len(chain)) % VOCAB_SIZE
+
+
+def is_stop_string(request: Request, token_id: int) -> bool:
+    """Stand in for the text layer: some tokens complete the stop string."""
+    return bool(request.params.stop) and token_id % 13 == 5
+
+
+def reference_run(request: Request, choice: int, config: SchedulerConfig):
+    """Return (output tokens, finish reason, stop reason) of a choice that runs alone, by the words of the contract."""
+    tokens, chain = list(request.prompt_token_ids), []
+    num_prompt, params = len(tokens), request.params
+    limit = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
+    if params.max_tokens is not None:
+        limit = min(limit, num_prompt + params.max_tokens)
+    while True:
+        extend_chain(chain, tokens, request.cache_salt)
+        token = sample(request, choice, chain)
+        tokens.append(token)
+        output = tokens[num_prompt:]
+        if is_stop_string(request, token):
+            return output, "stop", STOP_STRING
+        if len(output) >= params.min_tokens:
+            if token in request.eos_token_ids and not params.ignore_eos:
+                return output, "stop", None
+            if token in params.stop_token_ids:
+                return output, "stop", token
+        if len(tokens) == limit:
+            return output, "length", None
+
+
+@dataclass
+class Row:
+    request: Request
+    choice: int
+    tokens: list[int]
+    table: list[BlockId]
+    num_computed: int
+    chain: list[int] = field(default_factory=list)
+
+
+class FakeWorker:
+    """Executes plans against a KV of hashes; num_sampled(rng) tokens at a time."""
+
+    def __init__(self, config: SchedulerConfig, max_sampled: int = 1, seed: int = 0) -> None:
+        self.block_size = config.block_size
+        self.num_blocks = config.num_kv_blocks
+        self.kv = [[-1] * config.block_size for _ in range(config.num_kv_blocks)]
+        self.rows: dict[SequenceId, Row] = {}
+        self.next_step_id = 0
+        self.max_sampled = max_sampled
+        self.rng = random.Random(seed)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step_id == self.next_step_id
+        self.next_step_id += 1
+        self.plans.append(plan)
+        self._apply(plan)
+        self._copy(plan)
+        holders = Counter(block for row in self.rows.values() for block in row.table)
+        prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            row = self.rows[sequence_id]
+            assert num_tokens >= 1
+            assert row.num_computed + num_tokens <= len(row.tokens)
+            assert len(row.table) * self.block_size >= row.num_computed + num_tokens
+            extend_chain(row.chain, row.tokens, row.request.cache_salt)
+            self.check_row(row)
+            for position in range(row.num_computed, row.num_computed + num_tokens):
+                block = row.table[position // self.block_size]
+                assert holders[block] == 1, f"block {block} is written, but {holders[block]} sequences hold it"
+                self.kv[block][position % self.block_size] = row.chain[position]
+            if row.request.params.prompt_logprobs is not None:
+                last = min(row.num_computed + num_tokens, len(row.request.prompt_token_ids) - 1)
+                positions = range(row.num_computed + 1, last + 1)
+                prompt_logprobs[sequence_id] = tuple(TokenLogprobs(row.tokens[p], -float(p), 1) for p in positions)
+        sampled: dict[SequenceId, tuple[int, ...]] = {}
+        for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
+            row = self.rows[sequence_id]
+            row.num_computed += num_tokens
+            self.check_row(row)
+            if row.num_computed == len(row.tokens):
+                sampled[sequence_id] = self._sample(row)
+        logprobs = {
+            sequence_id: tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
+            for sequence_id, tokens in sampled.items()
+            if self.rows[sequence_id].request.params.needs_logprob
+        }
+        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, {})
+
+    def check_row(self, row: Row) -> None:
+        size = self.block_size
+        for position in range(row.num_computed):
+            found = self.kv[row.table[position // size]][position % size]
+            assert found == row.chain[position], f"{row.request.request_id}/{row.choice} reads wrong KV at {position}"
+
+    def _sample(self, row: Row) -> tuple[int, ...]:
+        first = len(row.tokens)
+        for _ in range(self.rng.randint(1, self.max_sampled)):
+            extend_chain(row.chain, row.tokens, row.request.cache_salt)
+            row.tokens.append(sample(row.request, row.choice, row.chain))
+        return tuple(row.tokens[first:])
+
+    def _apply(self, plan: StepPlan) -> None:
+        for sequence_id in plan.ended:
+            del self.rows[sequence_id]
+        known = set(self.rows)
+        for start in plan.starts:
+            assert start.sequence_id not in self.rows
+            assert start.sequence_id in plan.num_scheduled_tokens
+            assert 0 <= start.num_computed_tokens < len(start.token_ids)
+            assert start.token_ids[: len(start.request.prompt_token_ids)] == start.request.prompt_token_ids
+            self.rows[start.sequence_id] = Row(
+                start.request, start.choice, list(start.token_ids), list(start.block_ids), start.num_computed_tokens
+            )
+        for sequence_id, block_ids in (plan.new_block_ids or {}).items():
+            assert sequence_id in known
+            assert sequence_id in plan.num_scheduled_tokens
+            self.rows[sequence_id].table.extend(block_ids)
+        for sequence_id, replacements in (plan.replaced_blocks or {}).items():
+            assert sequence_id in known
+            assert sequence_id in plan.num_scheduled_tokens
+            for index, block_id in replacements:
+                self.rows[sequence_id].table[index] = block_id
+        for row in self.rows.values():
+            assert len(set(row.table)) == len(row.table)
+            assert all(0 <= block_id < self.num_blocks for block_id in row.table)
+
+    def _copy(self, plan: StepPlan) -> None:
+        targets = [target for _, target in plan.block_copies]
+        assert len(set(targets)) == len(targets)
+        at_once = [list(self.kv[source]) for source, _ in plan.block_copies]
+        for source, target in plan.block_copies:
+            self.kv[target] = list(self.kv[source])
+        assert [self.kv[target] for target in targets] == at_once, "the order of the copies matters"
+
+
+@dataclass
+class Output:
+    """What the driver has seen of one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: dict[int, int] = field(default_factory=dict)
+    last: SequenceUpdate | None = None
+
+
+class Driver:
+    """A small engine: adds, steps and aborts, plays the text layer, and checks invariants after every event."""
+
+    def __init__(self, config: SchedulerConfig, *, max_sampled: int = 1, seed: int = 0) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.worker = FakeWorker(config, max_sampled, seed)
+        self.requests: dict[RequestId, Request] = {}
+        self.outputs: dict[tuple[RequestId, int], Output] = {}
+        self.now = 0.0
+
+    def add(self, request: Request) -> None:
+        ids = self.scheduler.add(request, now=self.now)
+        assert len(ids) == request.params.num_sequences
+        self.requests[request.request_id] = request
+        for choice in range(len(ids)):
+            self.outputs[request.request_id, choice] = Output()
+        check_invariants(self.scheduler)
+
+    def schedule(self) -> StepPlan | None:
+        scheduler = self.scheduler
+        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
+        plan = scheduler.schedule(now=self.now)
+        assert (plan is not None) == scheduler.has_unfinished
+        if plan is not None:
+            still_running = set(scheduler.running)
+            assert all(plan.num_scheduled_tokens[s.sequence_id] == 1 for s in decoding if s in still_running)
+            assert plan.num_tokens <= self.config.max_num_batched_tokens
+            assert set(plan.num_scheduled_tokens) <= {s.sequence_id for s in still_running}
+            threshold = self.config.long_prefill_token_threshold
+            assert not threshold or max(plan.num_scheduled_tokens.values()) <= threshold
+        check_invariants(scheduler)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        self.now += 1.0
+        updates = self.scheduler.commit(plan, result, now=self.now)
+        check_invariants(self.scheduler)
+        for update in updates:
+            self.take(update)
+
+    def step(self) -> StepPlan | None:
+        plan = self.schedule()
+        if plan is not None:
+            self.commit(plan, self.worker.execute(plan))
+        return plan
+
+    def abort(self, name) -> list[SequenceUpdate]:
+        updates = self.scheduler.abort(RequestId(str(name)))
+        check_invariants(self.scheduler)
+        for update in updates:
+            self.take(update)
+        return updates
+
+    def take(self, update: SequenceUpdate) -> None:
+        output = self.outputs[update.request_id, update.choice]
+        request = self.requests[update.request_id]
+        assert output.reason is None, "an update after the last one"
+        assert (update.stats is None) == (update.finish_reason is None)
+        assert (update.error is not None) == (update.finish_reason == "error")
+        assert len(update.logprobs) == (len(update.new_token_ids) if request.params.needs_logprob else 0)
+        for offset, logprob in enumerate(update.prompt_logprobs):
+            position = update.prompt_logprobs_start + offset
+            assert position == len(output.prompt_logprobs) + 1
+            assert logprob.token_id == request.prompt_token_ids[position]
+            output.prompt_logprobs[position] = logprob.token_id
+        output.reason, output.stop_reason, output.last = update.finish_reason, update.stop_reason, update
+        for token in update.new_token_ids:
+            output.tokens.append(token)
+            if is_stop_string(request, token):
+                if output.reason is None:
+                    output.last = self.scheduler.finish(update.sequence_id, "stop", STOP_STRING)
+                    check_invariants(self.scheduler)
+                output.reason, output.stop_reason = "stop", STOP_STRING
+                break
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if self.step() is None:
+                return
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+    def check_outputs(self) -> None:
+        """Every sequence has ended once, with the tokens of an isolated run, and nothing is left of it."""
+        for (request_id, choice), output in self.outputs.items():
+            request = self.requests[request_id]
+            tokens, reason, stop_reason = reference_run(request, choice, self.config)
+            assert output.reason is not None
+            if output.reason in ("abort", "error"):
+                assert output.tokens == tokens[: len(output.tokens)]
+                continue
+            assert (output.tokens, output.reason, output.stop_reason) == (tokens, reason, stop_reason)
+            if choice == 0 and request.params.prompt_logprobs is not None:
+                assert len(output.prompt_logprobs) == len(request.prompt_token_ids) - 1
+            else:
+                assert not output.prompt_logprobs
+        scheduler = self.scheduler
+        assert not scheduler.has_unfinished
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.kv.pool.num_free == self.config.num_kv_blocks
+        assert scheduler.kv_usage == 0.0
+
+    def flush(self) -> None:
+        """Run one more request, so that the worker hears of every end; it must then have no other row."""
+        self.add(make_request("flush", 1, max_tokens=1))
+        plan = self.step()
+        assert plan is not None
+        assert set(self.worker.rows) == set(plan.num_scheduled_tokens)
+        assert self.outputs[RequestId("flush"), 0].reason is not None

@@ -1,0 +1,150 @@
+"""Seeded random lives of a scheduler: whatever happens, every output is that of an isolated run and nothing leaks."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from scheduling_fakes import EOS, STOP_STRING, VOCAB_SIZE, Driver, make_config, make_request
+
+from quire.base.errors import RequestError
+from quire.contracts.step import StepResult
+from quire.engine.scheduling import invariants, kv_allocator, prefix_index
+
+
+def random_config(rng):
+    max_num_seqs = rng.choice([1, 2, 3, 4, 8])
+    budget = max_num_seqs + rng.choice([0, 1, 3, 8, 40])
+    return make_config(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=rng.choice([0, 0, 1, 3, 7]),
+        max_model_len=rng.choice([12, 30, 48]),
+        block_size=rng.choice([1, 2, 3, 4, 8]),
+        num_kv_blocks=rng.choice([3, 6, 9, 12, 20, 40]),
+        enable_prefix_caching=rng.random() < 0.75,
+        policy=rng.choice(["fcfs", "priority"]),
+    )
+
+
+def random_request(rng, name, prefixes):
+    tail = [rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 5, 12]))]
+    prefix = rng.choice(prefixes)
+    prompt = (prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else prefix) + tail
+    n = rng.choice([1, 1, 1, 2, 3, 4])
+    max_tokens = rng.choice([None, 1, 2, 5, 12, 30])
+    return make_request(
+        name,
+        prompt,
+        seed=rng.randrange(3),
+        salt=rng.choice(["", "", "tenant"]),
+        arrival=float(rng.randrange(100)) if rng.random() < 0.2 else 0.0,
+        eos={EOS} if rng.random() < 0.7 else frozenset(),
+        n=n,
+        best_of=n + 1 if rng.random() < 0.1 else None,
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, min(4, max_tokens or 4)),
+        ignore_eos=rng.random() < 0.1,
+        stop=STOP_STRING if rng.random() < 0.2 else None,
+        stop_token_ids=[rng.randrange(VOCAB_SIZE)] if rng.random() < 0.3 else None,
+        logprobs=rng.choice([None, None, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+        priority=rng.randint(-2, 2),
+    )
+
+
+def fail_some(rng, result, plan):
+    """Let one sequence of the step fail, as a worker does when its logits are not finite."""
+    victim = rng.choice(list(plan.num_scheduled_tokens))
+    sampled = {key: tokens for key, tokens in result.sampled.items() if key != victim}
+    return replace(result, sampled=sampled, errors={victim: "logits are not finite"})
+
+
+def live(seed, num_events):
+    """Return a driver that has lived through num_events random events and then drained."""
+    rng = random.Random(seed)
+    driver = Driver(random_config(rng), max_sampled=rng.choice([1, 1, 1, 3]), seed=seed)
+    prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(3)]
+    names: list[int] = []
+    add_share = rng.choice([0.1, 0.25, 0.5])
+
+    def act():
+        event = rng.random()
+        if event < add_share:
+            names.append(len(names))
+            try:
+                driver.add(random_request(rng, names[-1], prefixes))
+            except RequestError as error:
+                assert error.param in ("prompt", "max_tokens")  # noqa: PT017
+        elif event < add_share + 0.04 and names:
+            driver.abort(rng.choice(names[-8:]))
+
+    for _ in range(num_events):
+        act()
+        plan = driver.schedule()
+        if plan is None:
+            continue
+        result = driver.worker.execute(plan)
+        act()  # while the plan is in flight
+        if rng.random() < 0.02:
+            result = fail_some(rng, result, plan)
+        driver.commit(plan, result)
+    driver.run()
+    driver.check_outputs()
+    driver.flush()
+    return driver
+
+
+@pytest.fixture
+def weak_hash(monkeypatch):
+    """Let only five keys exist, so that nearly every lookup is a collision."""
+
+    def weak_key(parent_key, token_ids):
+        return prefix_index.block_key(parent_key, token_ids) % 5
+
+    for module in (kv_allocator, invariants):
+        monkeypatch.setattr(module, "block_key", weak_key)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_outputs_equal_isolated_runs_when_events_are_random(seed):
+    live(seed, num_events=80)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1030))
+def test_outputs_equal_isolated_runs_when_hashes_collide(seed, weak_hash):
+    live(seed, num_events=80)
+
+
+def test_random_events_reach_every_mechanism():
+    seen = {"preempted": 0, "copied": 0, "replaced": 0, "hit": 0, "chunked": 0, "started": 0}
+    for seed in range(60):
+        driver = live(seed, num_events=80)
+        seen["preempted"] += driver.scheduler.num_preemptions
+        seen["hit"] += driver.scheduler.prefix_cache_hits
+        for plan in driver.worker.plans:
+            seen["copied"] += len(plan.block_copies)
+            seen["replaced"] += len(plan.replaced_blocks or {})
+            seen["started"] += len(plan.starts)
+            seen["chunked"] += sum(num_tokens > 1 for num_tokens in plan.num_scheduled_tokens.values())
+    assert all(seen.values()), seen
+
+
+def test_whole_step_failure_ends_its_sequences_when_committed_as_errors():
+    driver = Driver(make_config())
+    for name in range(3):
+        driver.add(make_request(name, 6, seed=name, n=2, max_tokens=4))
+    plan = driver.schedule()
+    assert plan is not None
+    driver.worker.execute(plan)
+    errors = dict.fromkeys(plan.num_scheduled_tokens, "worker 0 died")
+    driver.commit(plan, StepResult(plan.step_id, {}, {}, {}, errors))
+    assert [driver.outputs[str(name), 0].reason for name in range(3)] == ["error"] * 3
+    driver.run()
+    driver.check_outputs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10_000, 10_040))
+def test_outputs_equal_isolated_runs_when_soaked(seed):
+    for part in range(25):
+        live(seed * 100 + part, num_events=300)
