@@ -118,9 +118,10 @@ def _sample_pass(logits: Tensor, rows: list[SamplingRow]) -> list[Sampled]:
 
 def _draw(logits: Tensor, peaks: Tensor, rows: list[SamplingRow], drawn: list[int]) -> dict[int, int]:
     """Return the tokens of the rows in `drawn`, which have a finite peak."""
-    cut = [index for index in drawn if has_truncation(rows[index].params)]
+    is_cut = {index: has_truncation(rows[index].params, logits.shape[1]) for index in drawn}
+    cut = [index for index in drawn if is_cut[index]]
+    uncut = [index for index in drawn if not is_cut[index]]
     parts = truncate(logits, cut, [rows[index].params for index in cut]) if cut else []
-    uncut = [index for index in drawn if not has_truncation(rows[index].params)]
     dense: list[int] = []
     if uncut:
         reachable, dense = _reachable(logits, peaks, uncut)

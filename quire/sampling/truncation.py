@@ -43,9 +43,9 @@ class Candidates:
     values: Tensor
 
 
-def has_truncation(params: SamplingParams) -> bool:
-    """Return whether any truncation is set."""
-    return params.top_k > 0 or params.typical_p < 1 or params.top_p < 1 or params.min_p > 0
+def has_truncation(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether any truncation is set that can leave a token out."""
+    return 0 < params.top_k < vocab_size or params.typical_p < 1 or params.top_p < 1 or params.min_p > 0
 
 
 def truncate(values: Tensor, row_ids: Sequence[int], params: Sequence[SamplingParams]) -> list[Candidates]:
@@ -111,7 +111,7 @@ def _cut_alone(values: Tensor, row_id: int, params: SamplingParams) -> Candidate
     elif params.top_p < 1:
         kept, mass = _nucleus_superset(values, peak, params.top_p)
     else:
-        kept = values >= peak + _log(params.min_p)
+        kept = (values >= peak + _log(params.min_p)) & (values > _NEVER)
     token_ids = kept.nonzero()[:, 0]
     head, order = values[token_ids].sort(descending=True)
     keep = _cut(head[None], torch.ones_like(head[None], dtype=torch.bool), [params], [mass])[0]

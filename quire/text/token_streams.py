@@ -80,9 +80,7 @@ class ByteFallbackStream:
     strips_first_space  the first character of the whole text is dropped if it is a space
     """
 
-    def __init__(
-        self, text_of: Callable[[int], str], byte_of: Callable[[int], int | None], strips_first_space: bool
-    ) -> None:
+    def __init__(self, text_of: Callable[[int], str], byte_of: Callable[[int], int | None], strips_first_space: bool) -> None:
         self._text_of = text_of
         self._byte_of = byte_of
         self._strips_first_space = strips_first_space

@@ -37,9 +37,7 @@ class Tokenizer:
     named_tokens       "bos_token" -> "<s>" and so on, as chat templates see them
     """
 
-    def __init__(
-        self, backend: TokenizerBackend, named_tokens: dict[str, str], template_source: str | None = None
-    ) -> None:
+    def __init__(self, backend: TokenizerBackend, named_tokens: dict[str, str], template_source: str | None = None) -> None:
         self._backend = backend
         self.named_tokens = named_tokens
         self.vocab_size = backend.vocab_size

@@ -97,9 +97,7 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _read_added_tokens(
-    folder: Path, config: dict[str, object], named_tokens: dict[str, object]
-) -> tuple[AddedToken, ...]:
+def _read_added_tokens(folder: Path, config: dict[str, object], named_tokens: dict[str, object]) -> tuple[AddedToken, ...]:
     extra = named_tokens.get(_EXTRA)
     special_texts = {_token_text(value) for name, value in named_tokens.items() if name in _NAMED_TOKENS}
     special_texts |= {_token_text(value) for value in (extra if isinstance(extra, list) else [])}

@@ -109,10 +109,16 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "gemma3-multimodal": ("gemma3", {}),
     "phi3": ("phi3", {"sliding_window": None}),
-    "phi3-window": ("phi3", {"sliding_window": 11, "hidden_size": 64, "rope_parameters": _rope("default", partial_rotary_factor=0.75)}),
+    "phi3-window": (
+        "phi3",
+        {"sliding_window": 11, "hidden_size": 64, "rope_parameters": _rope("default", partial_rotary_factor=0.75)},
+    ),
     "phi3-longrope": ("phi3", _PHI3_LONG),
     "gpt2": ("gpt2", _GPT2),
-    "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
+    "gpt2-scaled": (
+        "gpt2",
+        {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "n_inner": 72, "activation_function": "gelu_pytorch_tanh"},
+    ),
     "olmo2": ("olmo2", {}),
     "olmo2-bias": ("olmo2", {"attention_bias": True, "rope_parameters": _rope("default", rope_theta=500000.0)}),
     "granite": ("granite", _GRANITE),
@@ -123,8 +129,14 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 11, "head_dim": 20},
     ),
     "qwen3-moe": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True}),
-    "qwen3-moe-no-renorm": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 11}),
-    "qwen3-moe-sparse-step": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen3-moe-no-renorm": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 11},
+    ),
+    "qwen3-moe-sparse-step": (
+        "qwen3_moe",
+        {**_QWEN3_MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
     "qwen3-moe-mlp-only": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}),
 }
 
@@ -137,7 +149,9 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
     style  of config.json: "v5" as transformers 5 saves it, "v4" as hub files until 2025 are
     """
     model_type, options = _CONFIGS[name]
-    config = _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
+    config = (
+        _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     _randomise(model, name)
@@ -227,5 +241,6 @@ def _rewrite_rope(text: dict[str, object]) -> None:
     if "partial_rotary_factor" in ropes:
         text["partial_rotary_factor"] = ropes.pop("partial_rotary_factor")
     kind = ropes.pop("rope_type")
-    # Both spellings are about: "type" is the older one.
-    text["rope_scaling"] = None if kind == "default" else {"type" if kind in ("linear", "longrope") else "rope_type": kind, **ropes}
+    # Both spellings are about, "type" being the older one; transformers does not read that one in Gemma 3.
+    is_old = kind in ("linear", "longrope") and not text["model_type"].startswith("gemma3")
+    text["rope_scaling"] = None if kind == "default" else {"type" if is_old else "rope_type": kind, **ropes}

@@ -52,7 +52,7 @@ def _check_queue(name: str, queue: SequenceQueue, expected: list[Sequence]) -> N
 def _check_pool(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
     num_refs: Counter[BlockId] = Counter()
-    for sequence in scheduler.iter_sequences():
+    for sequence in scheduler.running:
         num_refs.update(sequence.block_ids)
         _require(len(set(sequence.block_ids)) == len(sequence.block_ids), "a block table holds a block twice")
     free_ids = list(pool.iter_free())
@@ -61,8 +61,10 @@ def _check_pool(scheduler: Scheduler) -> None:
     _require(len(free_ids) == pool.num_free, f"{len(free_ids)} blocks are in the free list, {pool.num_free} are counted")
     for block_id in map(BlockId, range(pool.num_blocks)):
         counted, real = pool.num_refs(block_id), num_refs[block_id]
-        _require(counted == real, f"block {block_id} counts {counted} references, but {real} tables hold it")
-        _require((real == 0) == (block_id in is_free), f"block {block_id} is free and held at once, or neither")
+        if counted != real:
+            raise InvariantError(f"block {block_id} counts {counted} references, but {real} tables hold it")
+        if (real == 0) != (block_id in is_free):
+            raise InvariantError(f"block {block_id} is free and held at once, or neither")
     _require(set(num_refs) <= set(range(pool.num_blocks)), "a block table holds a block that does not exist")
 
 
@@ -70,12 +72,21 @@ def _check_index(scheduler: Scheduler) -> None:
     index, size = scheduler.kv.index, scheduler.kv.block_size
     _require(scheduler.config.enable_prefix_caching or len(index) == 0, "a block is published, but caching is off")
     for key, block_id, entry in index.iter_entries():
-        content, parent = entry.content, entry.parent
-        _require(entry.block_id == block_id and index.find(key) is entry, f"the entry of block {block_id} is not found")
-        _require(entry.is_live and len(content.token_ids) == size, f"the entry of block {block_id} is dead or not full")
-        parent_key = root_key(content.root) if parent is None else parent.content.key
-        _require(key == block_key(parent_key, content.token_ids), f"the key of block {block_id} is not that of its tokens")
-        _require(parent is None or parent.content.root == content.root, f"block {block_id} has a parent of another root")
+        problem = _find_entry_problem(entry, size)
+        if problem is None and (entry.block_id != block_id or index.find(key) is not entry):
+            problem = "cannot be found"
+        if problem is not None:
+            raise InvariantError(f"the index entry of block {block_id} {problem}")
+
+
+def _find_entry_problem(entry: PrefixEntry, block_size: int) -> str | None:
+    content, parent = entry.content, entry.parent
+    if not entry.is_live or len(content.token_ids) != block_size:
+        return "is dead or not full"
+    if parent is not None and parent.content.root != content.root:
+        return "has a parent of another root"
+    parent_key = root_key(content.root) if parent is None else parent.content.key
+    return None if content.key == block_key(parent_key, content.token_ids) else "has a key that is not that of its tokens"
 
 
 def _prefix_of(entry: PrefixEntry) -> list[int]:
@@ -89,22 +100,38 @@ def _prefix_of(entry: PrefixEntry) -> list[int]:
 
 
 def _check_sequence(sequence: Sequence, scheduler: Scheduler) -> None:
-    name, size = f"sequence {sequence.sequence_id}", scheduler.kv.block_size
+    problem = _find_problem(sequence, scheduler)
+    if problem is not None:
+        raise InvariantError(f"sequence {sequence.sequence_id} {problem}")
+
+
+def _find_problem(sequence: Sequence, scheduler: Scheduler) -> str | None:
+    size = scheduler.kv.block_size
     prompt = sequence.request.prompt_token_ids
-    _require(tuple(sequence.token_ids[: len(prompt)]) == prompt, f"{name} does not begin with its prompt")
-    _require(sequence.num_tokens < sequence.max_total_tokens, f"{name} should have ended")
+    if tuple(sequence.token_ids[: len(prompt)]) != prompt:
+        return "does not begin with its prompt"
+    if sequence.num_tokens >= sequence.max_total_tokens:
+        return "should have ended"
     if sequence.status is not SequenceStatus.RUNNING:
-        _require(not sequence.block_ids and sequence.num_computed_tokens == 0, f"{name} does not run, but has blocks")
-        _require(not sequence.is_known, f"{name} does not run, but the worker is thought to know it")
-    _require(0 <= sequence.num_computed_tokens < sequence.num_tokens, f"{name} has nothing left to compute")
-    _require(len(sequence.block_ids) * size >= sequence.num_computed_tokens, f"{name} has tokens computed outside its blocks")
+        if sequence.block_ids or sequence.num_computed_tokens:
+            return "does not run, but has blocks"
+        if sequence.is_known:
+            return "does not run, but the worker is thought to know it"
+    if not 0 <= sequence.num_computed_tokens < sequence.num_tokens:
+        return "has nothing left to compute"
+    if len(sequence.block_ids) * size < sequence.num_computed_tokens:
+        return "has tokens computed outside its blocks"
+    if (sequence.last_entry is None) != (sequence.num_published_blocks == 0):
+        return "has lost its last index entry"
     for index, content in enumerate(sequence.block_contents):
-        tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
-        _require(content.token_ids == tokens, f"{name} has other tokens than were hashed in block {index}")
-    _require((sequence.last_entry is None) == (sequence.num_published_blocks == 0), f"{name} has lost its last entry")
+        if content.token_ids != tuple(sequence.token_ids[index * size : (index + 1) * size]):
+            return f"has other tokens than were hashed in block {index}"
     for index, block_id in enumerate(sequence.block_ids):
         entry = scheduler.kv.index.entry_of(block_id)
-        if entry is not None:
-            tokens = sequence.token_ids[: (index + 1) * size]
-            _require(entry.content.root == sequence.request.cache_salt, f"{name} holds a block of another salt")
-            _require(_prefix_of(entry) == tokens, f"{name} holds block {block_id}, published with other tokens")
+        if entry is None:
+            continue
+        if entry.content.root != sequence.request.cache_salt:
+            return f"holds block {block_id} of another salt"
+        if _prefix_of(entry) != sequence.token_ids[: (index + 1) * size]:
+            return f"holds block {block_id}, published with other tokens"
+    return None

@@ -69,7 +69,7 @@ def live(seed, num_events):
 
     def act():
         event = rng.random()
-        if event < add_share:
+        if event < add_share and sum(1 for _ in driver.scheduler.iter_sequences()) < 24:
             names.append(len(names))
             try:
                 driver.add(random_request(rng, names[-1], prefixes))

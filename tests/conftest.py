@@ -1,0 +1,25 @@
+"""Shared fixtures. One thread per process: two that spin against other test processes are far slower than one."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from tests.tiny_checkpoint import write_checkpoint
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A random Qwen3 checkpoint with a byte-level tokenizer, in float32."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="session", params=["qwen3", "mistral", "gemma2", "qwen3_moe"])
+def tiny_family(request, tmp_path_factory):
+    """Random checkpoints that differ in what matters to caching: plain, windowed, alternating windows, experts."""
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / request.param, request.param)

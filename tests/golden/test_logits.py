@@ -1,0 +1,60 @@
+"""Logits of whole prompts against transformers (eager attention, eager loop over experts)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from make_checkpoints import CASES, reference_model
+
+from quire.model.build import whole_prompt_logits
+from quire.model.checkpoint import load_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.decoder import Decoder
+
+pytestmark = pytest.mark.golden
+
+VOCAB_SIZE = 131
+# Shorter and longer than a KV block (16), a window (11) and the original length of the scaled ropes (16, 32).
+LENGTHS = (1, 10, 17, 40)
+F32_TOLERANCE = 3e-5
+# transformers rounds after each operation of gelu_new; we use torch's gelu, which rounds once.
+BF16_TOLERANCE = {"gpt2": 0.25}
+
+
+def _prompt(length):
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def _errors(folder, dtype):
+    """Return per prompt length the largest difference of a logit."""
+    reference = reference_model(folder, dtype)
+    spec = read_model_spec(folder, str(dtype).removeprefix("torch."))
+    parameters = load_parameters(folder, spec)
+    errors = []
+    for length in LENGTHS:
+        token_ids = _prompt(length)
+        with torch.inference_mode():
+            want = reference(torch.tensor([token_ids])).logits[0].float()
+        # The length of the prompt decides dynamic and longrope in transformers, max_model_len does here.
+        got = whole_prompt_logits(Decoder(spec, parameters, max_model_len=length), token_ids).float()
+        assert got.shape == (length, VOCAB_SIZE)
+        errors.append((got - want).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize("style", ["v5", "v4"])
+@pytest.mark.parametrize("case", CASES)
+def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
+    errors = _errors(checkpoint(case, style), torch.float32)
+    assert max(errors) <= F32_TOLERANCE, dict(zip(LENGTHS, errors, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_logits_round_where_transformers_rounds(checkpoint, case):
+    errors = _errors(checkpoint(case, "v5"), torch.bfloat16)
+    assert max(errors) <= BF16_TOLERANCE.get(case, 0.0), dict(zip(LENGTHS, errors, strict=True))
+
+
+def test_both_config_styles_give_one_spec(checkpoint):
+    for case in CASES:
+        assert read_model_spec(checkpoint(case, "v5")) == read_model_spec(checkpoint(case, "v4")), case
