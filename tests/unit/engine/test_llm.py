@@ -1,0 +1,333 @@
+"""LLM.generate, chat and beam_search: outputs, log probabilities, stopping, and refusals."""
+
+import math
+
+import pytest
+import torch
+
+from quire import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
+from quire.model.build import load_model, whole_prompt_logits
+from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    llm = LLM(str(tiny_model), num_kv_blocks=200, block_size=4, max_num_seqs=8)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model):
+    return load_model(tiny_model)
+
+
+def greedy(**options) -> SamplingParams:
+    return SamplingParams(temperature=0.0, ignore_eos=True, **options)
+
+
+def run(llm, prompt, params):
+    return llm.generate(prompt, params, use_tqdm=False)[0]
+
+
+def greedy_by_recomputing(decoder, prompt, length):
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(int(whole_prompt_logits(decoder, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_tokens_equal_a_full_recomputation(llm, decoder):
+    prompt = list(range(30, 55))
+    assert run(llm, [prompt], greedy(max_tokens=30)).outputs[0].token_ids == greedy_by_recomputing(decoder, prompt, 30)
+
+
+def test_output_has_the_fields_that_users_know(llm):
+    output = run(llm, "the quick fox", greedy(max_tokens=5))
+    assert output.prompt == "the quick fox"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode("the quick fox")
+    assert output.finished
+    choice = output.outputs[0]
+    assert (choice.index, choice.finish_reason, choice.stop_reason) == (0, "length", None)
+    assert choice.text == llm.get_tokenizer().decode(choice.token_ids)
+    assert choice.logprobs is None
+    assert choice.cumulative_logprob is None
+    metrics = output.metrics
+    assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_prompts_may_be_text_ids_or_dicts_alone_or_in_a_list(llm):
+    ids = llm.get_tokenizer().encode("the dog")
+    forms = ["the dog", ids, {"prompt": "the dog"}, {"prompt_token_ids": ids}, ["the dog"], [ids]]
+    outputs = [run(llm, form, greedy(max_tokens=4)) for form in forms]
+    assert all(output.outputs[0].token_ids == outputs[0].outputs[0].token_ids for output in outputs)
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_params_of_their_own(llm):
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    outputs = llm.generate(prompts, [greedy(max_tokens=n) for n in (9, 1, 4)], use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 1, 4]
+
+
+def test_logprobs_are_of_the_raw_logits_with_the_chosen_token_in_each(llm, decoder):
+    prompt = [9, 8, 7]
+    output = run(llm, [prompt], SamplingParams(temperature=1.5, seed=3, max_tokens=6, logprobs=3, ignore_eos=True))
+    choice = output.outputs[0]
+    logprobs = torch.log_softmax(whole_prompt_logits(decoder, prompt + choice.token_ids).float(), -1)
+    total = 0.0
+    for step, (token_id, entries) in enumerate(zip(choice.token_ids, choice.logprobs, strict=True)):
+        row = logprobs[len(prompt) - 1 + step]
+        assert len(entries) in (3, 4)
+        assert set(row.topk(3).indices.tolist()) <= set(entries)
+        for other, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(row[other]), abs=1e-4)
+            assert entry.rank == 1 + int((row > row[other]).sum())
+            assert entry.decoded_token == llm.get_tokenizer().token_text(other)
+        total += entries[token_id].logprob
+    assert choice.cumulative_logprob == pytest.approx(total)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_prompt_logprobs_cover_the_prompt_also_when_it_is_cached_or_chunked(tiny_model, decoder, chunk):
+    llm = LLM(str(tiny_model), num_kv_blocks=60, block_size=4, long_prefill_token_threshold=chunk)
+    prompt = list(range(40, 60))
+    logprobs = torch.log_softmax(whole_prompt_logits(decoder, prompt).float(), -1)
+    for _ in range(2):
+        output = run(llm, [prompt], greedy(max_tokens=2, prompt_logprobs=2))
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for position in range(1, len(prompt)):
+            entries = output.prompt_logprobs[position]
+            assert entries[prompt[position]].logprob == pytest.approx(
+                float(logprobs[position - 1, prompt[position]]), abs=1e-4
+            )
+    llm.close()
+
+
+def test_prompt_logprobs_survive_preemption(tiny_model):
+    def outputs(num_kv_blocks):
+        llm = LLM(str(tiny_model), num_kv_blocks=num_kv_blocks, block_size=4, long_prefill_token_threshold=6)
+        prompts = [list(range(n, n + 24)) for n in range(0, 60, 10)]
+        found = llm.generate(prompts, greedy(max_tokens=20, prompt_logprobs=0), use_tqdm=False)
+        llm.close()
+        return found
+
+    roomy, tight = outputs(200), outputs(16)
+    assert sum(o.metrics.num_preemptions for o in tight) > 0
+    for a, b in zip(roomy, tight, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        for x, y in zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True):
+            assert {t: e.logprob for t, e in x.items()} == pytest.approx({t: e.logprob for t, e in y.items()}, abs=1e-4)
+
+
+def test_best_of_returns_the_choices_with_the_highest_mean_logprob(llm):
+    request = {"temperature": 1.0, "seed": 8, "max_tokens": 6, "ignore_eos": True}
+    every = run(llm, [[4, 5, 6]], SamplingParams(n=5, logprobs=0, **request)).outputs
+    best = run(llm, [[4, 5, 6]], SamplingParams(n=2, best_of=5, **request)).outputs
+    ranked = sorted(every, key=lambda c: -c.cumulative_logprob / len(c.token_ids))
+    assert [c.token_ids for c in best] == [c.token_ids for c in ranked[:2]]
+    assert [c.index for c in best] == [0, 1]
+
+
+def test_end_of_sequence_ends_the_output_and_is_not_in_the_text(llm):
+    biased = {"logit_bias": {END_OF_TEXT: 100.0}}
+    choice = run(llm, "the", SamplingParams(temperature=0.0, **biased)).outputs[0]
+    assert (choice.token_ids, choice.text) == ([END_OF_TEXT], "")
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
+    ignored = run(llm, "the", greedy(max_tokens=3, **biased)).outputs[0]
+    assert (ignored.token_ids, ignored.finish_reason) == ([END_OF_TEXT] * 3, "length")
+
+
+def test_min_tokens_delays_every_end(llm):
+    biased = {"logit_bias": {END_OF_TEXT: 100.0}}
+    choice = run(llm, "the", SamplingParams(temperature=0.0, min_tokens=4, **biased)).outputs[0]
+    assert len(choice.token_ids) == 5
+    assert choice.token_ids[-1] == END_OF_TEXT
+    assert END_OF_TEXT not in choice.token_ids[:-1]
+
+
+def test_stop_token_is_named_and_left_out_of_the_text(llm):
+    plain = run(llm, [[3, 1, 4]], greedy(max_tokens=10)).outputs[0]
+    stop = plain.token_ids[4]
+    first = plain.token_ids.index(stop)
+    choice = run(llm, [[3, 1, 4]], greedy(max_tokens=10, stop_token_ids=[stop])).outputs[0]
+    assert choice.token_ids == plain.token_ids[: first + 1]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert choice.text == llm.get_tokenizer().decode(plain.token_ids[:first])
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+def test_stop_string_cuts_the_text_also_over_token_borders(llm, is_included):
+    spelled = llm.get_tokenizer().encode("abcdef", add_special_tokens=False)
+    assert len(spelled) > 2
+    params = {"temperature": 0.0, "max_tokens": len(spelled) + 4, "ignore_eos": True}
+    bias = {token_id: 50.0 for token_id in spelled}
+    text = run(llm, "the", SamplingParams(**params, logit_bias=bias)).outputs[0].text
+    stop = text[1:4]
+    choice = run(
+        llm, "the", SamplingParams(**params, logit_bias=bias, stop=[stop], include_stop_str_in_output=is_included)
+    ).outputs[0]
+    end = text.index(stop) + (len(stop) if is_included else 0)
+    assert choice.text == text[:end]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert len(choice.token_ids) < params["max_tokens"]
+
+
+def test_bad_words_are_never_generated(llm):
+    plain = run(llm, "the", greedy(max_tokens=12)).outputs[0].text
+    word = next(c for c in plain if c.isascii() and c.isalpha())
+    assert word not in run(llm, "the", greedy(max_tokens=12, bad_words=[word])).outputs[0].text
+
+
+def test_allowed_token_ids_bound_the_output(llm):
+    choice = run(llm, "the", SamplingParams(temperature=1.0, seed=1, max_tokens=20, allowed_token_ids=[5, 6, 7])).outputs[0]
+    assert set(choice.token_ids) <= {5, 6, 7}
+
+
+def test_output_without_detokenising_has_no_text(llm):
+    assert run(llm, "the", greedy(max_tokens=3, detokenize=False)).outputs[0].text == ""
+
+
+def test_unlimited_output_ends_at_the_length_of_the_model(tiny_model):
+    llm = LLM(str(tiny_model), max_model_len=20, num_kv_blocks=50, block_size=4)
+    choice = run(llm, [[1, 2, 3]], greedy(max_tokens=None)).outputs[0]
+    assert (len(choice.token_ids), choice.finish_reason) == (17, "length")
+    llm.close()
+
+
+def test_chat_renders_the_template_and_answers(llm):
+    messages = [{"role": "user", "content": "the fox"}]
+    output = llm.chat(messages, greedy(max_tokens=3), use_tqdm=False)[0]
+    assert output.prompt_token_ids == llm.get_tokenizer().encode("[user] the fox\n[assistant]")
+    both = llm.chat([messages, messages], greedy(max_tokens=3), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in both] == [output.outputs[0].token_ids] * 2
+
+
+def test_default_sampling_params_are_those_of_the_checkpoint(tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in tiny_model.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "do_sample": true}')
+    llm = LLM(str(folder), num_kv_blocks=20)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=7)
+    llm.close()
+
+
+def test_beam_search_finds_what_exhaustive_search_finds(llm, decoder):
+    prompt, length = [10, 11, 12], 2
+    first = torch.log_softmax(whole_prompt_logits(decoder, prompt)[-1].float(), -1)
+    found = []
+    for token in first.topk(8).indices.tolist():
+        second = torch.log_softmax(whole_prompt_logits(decoder, [*prompt, token])[-1].float(), -1)
+        found += [(float(first[token] + second[t]), [token, t]) for t in second.topk(8).indices.tolist()]
+    found.sort(reverse=True)
+    output = llm.beam_search([prompt], BeamSearchParams(beam_width=8, max_tokens=length, ignore_eos=True))[0]
+    best = output.sequences[0]
+    assert best.tokens == prompt + found[0][1]
+    assert best.cumulative_logprob == pytest.approx(found[0][0], abs=1e-4)
+    assert [s.score for s in output.sequences] == sorted((s.score for s in output.sequences), reverse=True)
+    assert len(output.sequences) == 8
+
+
+def test_beam_of_width_one_is_greedy(llm):
+    plain = run(llm, [[10, 11, 12]], greedy(max_tokens=8)).outputs[0].token_ids
+    output = llm.beam_search([[10, 11, 12]], BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True))[0]
+    assert output.sequences[0].tokens == [10, 11, 12, *plain]
+
+
+@pytest.mark.parametrize(
+    "prompt, param, message",
+    [
+        ("", "prompt", "empty"),
+        ([[]], "prompt_token_ids", "empty"),
+        ([[1, VOCAB_SIZE]], "prompt_token_ids", f"0 to {VOCAB_SIZE - 1}, got {VOCAB_SIZE} at position 1"),
+        ([[-1]], "prompt_token_ids", "got -1"),
+        ([[1.5]], "prompt_token_ids", "got 1.5"),
+        ([[True]], "prompt_token_ids", "got True"),
+        ([3.5], "prompt", "got float"),
+        ({"text": "x"}, "prompt", "text"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "prompt", "either"),
+        ({"prompt_token_ids": "x"}, "prompt_token_ids", "wrong type"),
+        ({"prompt": "x", "cache_salt": 3}, "cache_salt", "string"),
+        ([[1] * 256], "prompt", "256"),
+        ([], "prompts", "empty"),
+    ],
+)
+def test_bad_prompt_is_refused_with_the_field_and_what_was_got(llm, prompt, param, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        run(llm, prompt, greedy(max_tokens=1))
+    assert caught.value.param == param
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_prompt_longer_than_the_pool_is_refused_with_the_numbers(tiny_model):
+    llm = LLM(str(tiny_model), num_kv_blocks=5, block_size=4)
+    with pytest.raises(RequestError, match="21 tokens.*20 tokens") as caught:
+        run(llm, [[1] * 21], greedy(max_tokens=1))
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match="max_tokens"):
+        run(llm, [[1] * 10], greedy(max_tokens=50))
+    assert run(llm, [[1] * 10], greedy(max_tokens=None)).outputs[0].finish_reason == "length"
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("stop_token_ids", [VOCAB_SIZE]), ("allowed_token_ids", [VOCAB_SIZE]), ("logit_bias", {VOCAB_SIZE: 1.0})],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused_in_params(llm, field, value):
+    with pytest.raises(RequestError, match=str(VOCAB_SIZE)) as caught:
+        run(llm, "the", SamplingParams(**{field: value}))
+    assert caught.value.param == field
+
+
+def test_one_bad_prompt_of_many_stops_the_call_before_anything_runs(llm):
+    steps = llm.llm_engine.stats.num_steps
+    with pytest.raises(RequestError):
+        llm.generate([[1, 2], [VOCAB_SIZE]], greedy(max_tokens=2), use_tqdm=False)
+    assert llm.llm_engine.stats.num_steps == steps
+
+
+def test_number_of_params_must_match_the_prompts(llm):
+    with pytest.raises(RequestError, match="2 for 3 prompts"):
+        llm.generate(["a", "b", "c"], [greedy(), greedy()], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_modl_len": 5}, "unknown option max_modl_len.*max_model_len"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer >= 1, got 0"),
+        ({"max_model_len": 100_000}, "at most 256"),
+        ({"num_kv_blocks": 5, "kv_cache_memory_bytes": 100}, "give one of them"),
+        ({"kv_cache_memory_bytes": 10}, "one block of 16 tokens takes"),
+        ({"num_kv_blocks": 10**12}, "does not fit.*lower num_kv_blocks"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
+        ({"device": "cuda"}, "device"),
+    ],
+)
+def test_bad_option_is_refused_with_what_is_allowed(tiny_model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(tiny_model), **options)
+
+
+def test_seeds_of_requests_without_one_come_from_the_engine(tiny_model):
+    def run_once(seed):
+        llm = LLM(str(tiny_model), num_kv_blocks=50, seed=seed)
+        outputs = llm.generate([[1, 2]] * 2, SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
+        llm.close()
+        return [o.outputs[0].token_ids for o in outputs]
+
+    first, second = run_once(0)
+    assert first != second
+    assert run_once(0) == [first, second]
+    assert run_once(1) != [first, second]
+
+
+def test_scores_follow_the_length_penalty(llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True, length_penalty=0.5)
+    for sequence in llm.beam_search("the", params)[0].sequences:
+        assert sequence.score == pytest.approx(sequence.cumulative_logprob / math.sqrt(4))
