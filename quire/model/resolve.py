@@ -58,7 +58,7 @@ def _download(model: str, revision: str | None) -> Path:
     try:
         folder = fetch("*.safetensors")
         return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
-    except Exception as error:  # noqa: BLE001 - the client raises dozens of types, which differ between its versions
+    except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"{model!r} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}), and not found on, or no access "

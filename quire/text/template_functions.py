@@ -14,13 +14,12 @@ from quire.text.template_budget import MAX_INTEGER_BITS, TemplateLimitError
 
 MAX_WIDTH = 1_000_000
 _MAX_INDENT = 64
-STRING_METHODS = frozenset(
-    ("capitalize", "casefold", "center", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isascii")
-    + ("isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper")
-    + ("join", "ljust", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex")
-    + ("rjust", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title")
-    + ("upper", "zfill")
-)
+_STRING_METHODS = """
+capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit isidentifier islower
+isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind
+rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+"""
+STRING_METHODS = frozenset(_STRING_METHODS.split())
 
 
 class TemplateRefusal(TemplateError):

@@ -50,25 +50,18 @@ _RUNTIME_ERRORS = (
     ValueError,
 )
 # Filters that look at no more than the first level of a value; other allowed filters are charged its whole weight.
-_SHALLOW_FILTERS = frozenset(
-    ("attr", "batch", "count", "d", "default", "dictsort", "first", "items", "last", "length", "list", "map", "reject")
-    + ("rejectattr", "reverse", "round", "select", "selectattr", "slice")
-)
-_DEEP_FILTERS = frozenset(
-    ("abs", "capitalize", "center", "e", "escape", "float", "forceescape", "format", "groupby", "indent", "int", "join")
-    + ("lower", "max", "min", "replace", "safe", "sort", "string", "striptags", "sum", "title", "trim", "truncate")
-    + ("unique", "upper", "wordcount")
-)
+_SHALLOW = """
+attr batch count d default dictsort first items last length list map reject rejectattr reverse round select selectattr slice
+"""
+_DEEP = """
+abs capitalize center e escape float forceescape format groupby indent int join lower max min replace safe sort string
+striptags sum title trim truncate unique upper wordcount
+"""
+_COMPARING = "eq equalto == ne != lt lessthan < le <= gt greaterthan > ge >= in"
+_SHALLOW_FILTERS = frozenset(_SHALLOW.split())
+_ALLOWED_FILTERS = _SHALLOW_FILTERS | frozenset(_DEEP.split())
 _SLOW_TEXT_FILTERS = frozenset(("striptags", "title", "wordcount"))
 _SLOW_TEXT_FACTOR = 16
-_COMPARING_TESTS = ("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=") + (
-    "gt",
-    "greaterthan",
-    ">",
-    "ge",
-    ">=",
-    "in",
-)
 
 
 class CompiledTemplate:
@@ -135,13 +128,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             finalize=pass_context(lambda _, value: self.budget.charge_value(value)),
         )
         self._local = threading.local()
-        allowed = {name: function for name, function in self.filters.items() if name in _SHALLOW_FILTERS | _DEEP_FILTERS}
+        allowed = {name: function for name, function in self.filters.items() if name in _ALLOWED_FILTERS}
         allowed["tojson"] = to_json
         self.filters = {name: self._count_filter(name, function) for name, function in allowed.items()}
         self.filters["quire charge"] = lambda value: self.budget.charge_value(value)
         self.filters["quire count"] = lambda value, weight: self._count_rounds(value, weight)
         self.filters["quire slice"] = self._slice
-        for name in _COMPARING_TESTS:
+        for name in _COMPARING.split():
             self.tests[name] = self._count_test(self.tests[name])
         self.globals = {
             "range": self.globals["range"],

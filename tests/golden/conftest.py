@@ -6,8 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="the golden tests compare with transformers")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Models this small are slower on several threads, far slower where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

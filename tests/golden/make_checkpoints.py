@@ -38,6 +38,7 @@ def _rope(kind: str, **values: object) -> dict[str, object]:
 
 
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+_LONG_YARN = {**_YARN, "original_max_position_embeddings": 1024}  # long enough for beta_fast and truncate to matter
 _LLAMA3 = _rope("llama3", factor=8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
 _GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -82,11 +83,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "llama-yarn": ("llama", {"rope_parameters": _YARN, "head_dim": 16}),
     "llama-yarn-factor": (
         "llama",
-        {"rope_parameters": {**_YARN, "attention_factor": 0.9, "beta_fast": 8.0, "beta_slow": 2.0}, "head_dim": 16},
+        {"rope_parameters": {**_LONG_YARN, "attention_factor": 0.9, "beta_fast": 8.0, "beta_slow": 2.0}, "head_dim": 16},
     ),
     "llama-yarn-mscale": (
         "llama",
-        {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}, "head_dim": 16},
+        {"rope_parameters": {**_LONG_YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}, "head_dim": 16},
     ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 11, "head_dim": 20}),

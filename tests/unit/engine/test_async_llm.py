@@ -1,0 +1,134 @@
+"""AsyncLLM: deltas, concurrency, cancellation, and what callers hear when the engine stops."""
+
+import asyncio
+
+import pytest
+
+from quire import LLM, AsyncLLM, RequestError, SamplingParams
+from quire.base.errors import WorkerError
+
+
+@pytest.fixture
+def llm(tiny_model):
+    llm = AsyncLLM(str(tiny_model), num_kv_blocks=200, block_size=4, max_num_seqs=4)
+    yield llm
+    llm.close()
+
+
+def params(**options):
+    return SamplingParams(**{"temperature": 1.0, "seed": 4, "max_tokens": 10, "ignore_eos": True, **options})
+
+
+async def collect(llm, prompt, request):
+    return [output async for output in llm.generate(prompt, request)]
+
+
+def test_deltas_join_to_what_llm_generates(llm, tiny_model):
+    outputs = asyncio.run(collect(llm, "the quick", params()))
+    plain = LLM(str(tiny_model), num_kv_blocks=20)
+    expected = plain.generate("the quick", params(), use_tqdm=False)[0].outputs[0]
+    plain.close()
+    assert [t for o in outputs for t in o.outputs[0].token_ids] == expected.token_ids
+    assert "".join(o.outputs[0].text for o in outputs) == expected.text
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+def test_many_requests_run_at_once_and_each_gets_its_own(llm):
+    async def run():
+        return await asyncio.gather(*(collect(llm, [n + 1, 2, 3], params(seed=n)) for n in range(12)))
+
+    everything = asyncio.run(run())
+    alone = [asyncio.run(collect(llm, [n + 1, 2, 3], params(seed=n))) for n in range(12)]
+    tokens = [[[t for o in outputs for t in o.outputs[0].token_ids] for outputs in runs] for runs in (everything, alone)]
+    assert tokens[0] == tokens[1]
+
+
+def test_leaving_the_iteration_aborts_the_request(llm):
+    async def run():
+        stream = llm.generate([1, 2, 3], params(max_tokens=200))
+        await anext(stream)
+        await stream.aclose()
+        await collect(llm, [5], params(max_tokens=1))  # the abort was sent before: by now it is done
+
+    asyncio.run(run())
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_cancelled_task_aborts_the_request(llm):
+    async def run():
+        task = asyncio.create_task(collect(llm, [1, 2, 3], params(max_tokens=250)))
+        await collect(llm, [5], params(max_tokens=1))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await collect(llm, [5], params(max_tokens=1))
+
+    asyncio.run(run())
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_abort_ends_the_iterator_with_a_last_output(llm):
+    async def run():
+        outputs = []
+        async for output in llm.generate([1, 2, 3], params(max_tokens=250), request_id="mine"):
+            outputs.append(output)
+            await llm.abort("mine")
+        return outputs
+
+    outputs = asyncio.run(run())
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+
+
+def test_invalid_request_raises_and_harms_nobody(llm):
+    async def run():
+        good = asyncio.create_task(collect(llm, [1, 2, 3], params()))
+        with pytest.raises(RequestError):
+            await collect(llm, [1] * 400, params())
+        with pytest.raises(RequestError):
+            await collect(llm, "", params())
+        return await good
+
+    assert asyncio.run(run())[-1].finished
+
+
+def test_request_id_in_use_raises_and_the_first_goes_on(llm):
+    async def run():
+        stream = llm.generate([1], params(), request_id="x")
+        await anext(stream)
+        with pytest.raises(RequestError, match="in use"):
+            await anext(llm.generate([1], params(), request_id="x"))
+        return [output async for output in stream]
+
+    assert asyncio.run(run())[-1].finished
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(llm):
+    async def run():
+        stream = llm.generate([1], params(max_tokens=250))
+        await anext(stream)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(WorkerError, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(WorkerError, match="closed"):
+            await collect(llm, [1], params())
+
+    asyncio.run(run())
+
+
+def test_stopped_engine_tells_every_caller_why(llm, monkeypatch):
+    def explode(*args):
+        raise RuntimeError("scheduler broke")
+
+    async def run():
+        first = asyncio.create_task(collect(llm, [1], params(max_tokens=250)))
+        await collect(llm, [5], params(max_tokens=1))
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", explode)
+        with pytest.raises(WorkerError, match="scheduler broke"):
+            await first
+        with pytest.raises(WorkerError, match="scheduler broke"):
+            await collect(llm, [1], params())
+
+    asyncio.run(run())

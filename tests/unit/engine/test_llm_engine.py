@@ -1,0 +1,205 @@
+"""LLMEngine: one terminal event per request, whatever happens to it or to a step."""
+
+import random
+
+import pytest
+import torch
+
+from quire import EngineConfig, LLMEngine, RequestError, SamplingParams
+from tests.tiny_checkpoint import VOCAB_SIZE
+
+
+def make_engine(model, **options):
+    return LLMEngine(EngineConfig(model=str(model), **{"num_kv_blocks": 100, "block_size": 4, **options}))
+
+
+def run_to_end(engine):
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def greedy(**options):
+    return SamplingParams(temperature=0.0, ignore_eos=True, **options)
+
+
+def test_step_hands_out_cumulative_outputs_by_default(tiny_model):
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=4))
+    outputs = run_to_end(engine)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3, 4]
+    assert [o.finished for o in outputs] == [False, False, False, True]
+    engine.close()
+
+
+def test_deltas_join_to_the_final_output(tiny_model):
+    engine = make_engine(tiny_model)
+    params = SamplingParams(n=3, temperature=1.0, seed=2, max_tokens=12, ignore_eos=True, logprobs=1, stop=["e"])
+    engine.add_request("delta", "the quick", params, output_kind="delta")
+    engine.add_request("final", "the quick", params, output_kind="final")
+    deltas, final = [], None
+    for output in run_to_end(engine):
+        if output.request_id == "delta":
+            deltas.append(output)
+        else:
+            assert final is None
+            final = output
+    assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    for choice in final.outputs:
+        parts = [c for d in deltas for c in d.outputs if c.index == choice.index]
+        assert "".join(p.text for p in parts) == choice.text
+        assert [t for p in parts for t in p.token_ids] == choice.token_ids
+        assert [e for p in parts for e in p.logprobs] == choice.logprobs
+        assert [p.finish_reason for p in parts if p.finished] == [choice.finish_reason]
+        assert parts[-1].stop_reason == choice.stop_reason
+    engine.close()
+
+
+def test_abort_gives_the_last_output_and_frees_everything(tiny_model):
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=50))
+    engine.add_request("b", [4, 5, 6], greedy(max_tokens=3))
+    engine.step()
+    output = engine.abort_request("a")
+    assert output.finished
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) == 1
+    assert engine.abort_request("a") is None
+    assert engine.abort_request("unknown") is None
+    assert [o.request_id for o in run_to_end(engine) if o.finished] == ["b"]
+    assert engine.scheduler.kv_usage == 0
+    engine.close()
+
+
+def test_request_id_in_use_is_refused(tiny_model):
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1], greedy(max_tokens=2))
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_request("a", [1], greedy(max_tokens=2))
+    assert len([o for o in run_to_end(engine) if o.finished]) == 1
+    engine.add_request("a", [1], greedy(max_tokens=2))
+    engine.close()
+
+
+def test_failing_step_ends_its_sequences_and_spares_the_others(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model, max_num_seqs=1)
+    oracle = make_engine(tiny_model)
+    oracle.add_request("b", [4, 5, 6], greedy(max_tokens=3))
+    expected = run_to_end(oracle)[-1].outputs[0].token_ids
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=5))
+    engine.add_request("b", [4, 5, 6], greedy(max_tokens=3))
+    engine.step()
+    real = engine._runner._decoder.forward
+    monkeypatch.setattr(engine._runner._decoder, "forward", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+    (failed,) = engine.step()
+    assert (failed.request_id, failed.finished, failed.outputs[0].finish_reason) == ("a", True, "error")
+    assert "no room" in failed.error
+    monkeypatch.setattr(engine._runner._decoder, "forward", real)
+    final = run_to_end(engine)[-1]
+    assert (final.request_id, final.outputs[0].token_ids) == ("b", expected)
+    assert engine.scheduler.kv_usage == 0
+    engine.close()
+
+
+def test_sequence_with_nan_logits_ends_with_an_error_alone(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model)
+    engine.add_request("bad", [1, 2], greedy(max_tokens=5))
+    engine.add_request("good", [4, 5, 6], greedy(max_tokens=3))
+    real = engine._runner._decoder.logits
+
+    def poisoned(hidden):
+        logits = real(hidden).clone()
+        logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(engine._runner._decoder, "logits", poisoned)
+    outputs = engine.step()
+    monkeypatch.setattr(engine._runner._decoder, "logits", real)
+    bad = next(o for o in outputs if o.request_id == "bad")
+    assert (bad.finished, bad.outputs[0].finish_reason) == (True, "error")
+    assert "NaN" in bad.error
+    assert next(o for o in run_to_end(engine) if o.finished).outputs[0].finish_reason == "length"
+    engine.close()
+
+
+def test_nan_left_in_freed_blocks_does_not_reach_a_later_sequence(tiny_model):
+    engine = make_engine(tiny_model, num_kv_blocks=6)
+    engine.add_request("a", [1, 2, 3, 4, 5], greedy(max_tokens=6))
+    expected = run_to_end(engine)[-1].outputs[0].token_ids
+    for cache in (*engine._runner._kv.k, *engine._runner._kv.v):
+        cache.fill_(torch.nan)
+    engine.add_request("b", {"prompt_token_ids": [1, 2, 3, 4, 5], "cache_salt": "other"}, greedy(max_tokens=6))
+    assert run_to_end(engine)[-1].outputs[0].token_ids == expected
+    engine.close()
+
+
+def test_cache_salt_keeps_prefixes_apart(tiny_model):
+    engine = make_engine(tiny_model)
+    prompt = list(range(20))
+    cached = []
+    for number, salt in enumerate(["", "", "x", "x", ""]):
+        engine.add_request(str(number), {"prompt_token_ids": prompt, "cache_salt": salt}, greedy(max_tokens=1))
+        cached.append(run_to_end(engine)[-1].metrics.num_cached_tokens)
+    assert cached == [0, 16, 0, 16, 16]
+    engine.close()
+
+
+def test_priority_policy_runs_urgent_requests_first(tiny_model):
+    engine = make_engine(tiny_model, max_num_seqs=1, scheduling_policy="priority")
+    for name, priority in (("low", 5), ("high", 1), ("middle", 3)):
+        engine.add_request(name, [1, 2, 3], greedy(max_tokens=2, priority=priority))
+    assert [o.request_id for o in run_to_end(engine) if o.finished] == ["high", "middle", "low"]
+    engine.close()
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_computed(tiny_model):
+    engine = make_engine(tiny_model, max_num_seqs=2, max_num_batched_tokens=8)
+    engine.add_request("short", [1, 2], greedy(max_tokens=20))
+    engine.step()
+    engine.add_request("long", [3] * 70, greedy(max_tokens=1))
+    for _ in range(9):  # 70 prompt tokens in chunks of 7, beside one decoded token
+        assert [o.request_id for o in engine.step()] == ["short"]
+    assert {o.request_id for o in engine.step()} == {"short", "long"}
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_exactly_once_in_a_random_run(tiny_model, seed):
+    rng = random.Random(seed)
+    engine = make_engine(
+        tiny_model,
+        num_kv_blocks=rng.choice([12, 40]),
+        max_num_seqs=rng.choice([2, 6]),
+        max_num_batched_tokens=rng.choice([6, 50]),
+        enable_prefix_caching=rng.random() < 0.5,
+    )
+    ends: dict[str, int] = {}
+    names = []
+
+    def take(outputs):
+        for output in outputs:
+            ends[output.request_id] = ends.get(output.request_id, 0) + output.finished
+
+    for number in range(60):
+        if rng.random() < 0.5:
+            name = f"r{number}"
+            prompt = [rng.randrange(VOCAB_SIZE)] * rng.randrange(1, 20)
+            n = rng.choice([1, 1, 3])
+            params = SamplingParams(
+                n=n,
+                temperature=0.0 if n == 1 and rng.random() < 0.5 else 1.0,
+                max_tokens=rng.randrange(1, 12),
+                stop=rng.choice([None, ["e"]]),
+                prompt_logprobs=rng.choice([None, 1]),
+            )
+            engine.add_request(name, prompt, params, rng.choice(["delta", "cumulative", "final"]))
+            names.append(name)
+        if names and rng.random() < 0.15:
+            take(filter(None, [engine.abort_request(rng.choice(names))]))
+        take(engine.step())
+    take(run_to_end(engine))
+    assert ends == dict.fromkeys(names, 1)
+    assert engine.scheduler.kv_usage == 0
+    assert engine.num_unfinished_requests() == 0
+    engine.close()
