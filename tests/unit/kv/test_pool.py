@@ -1,0 +1,21 @@
+"""The KV pool copies whole blocks in every layer, all sources before any target."""
+
+import torch
+
+from quire.contracts.kv_spec import KvSpec
+from quire.kv.pool import KvPool
+
+
+def test_copies_read_all_sources_before_any_target_is_written():
+    pool = KvPool(KvSpec(2, "float32", ((1, 3), (2, 4))), num_blocks=4)
+    for cache in (*pool.k, *pool.v):
+        cache.copy_(torch.arange(4.0).view(4, 1, 1, 1).expand_as(cache))
+    pool.copy_blocks(((0, 1), (1, 2)))
+    for cache in (*pool.k, *pool.v):
+        assert [float(block.mean()) for block in cache] == [0, 0, 1, 3]
+
+
+def test_bytes_per_token_counts_k_and_v_of_every_layer():
+    spec = KvSpec(16, "bfloat16", ((1, 3), (2, 4)))
+    assert spec.bytes_per_token == 2 * (3 + 8) * 2
+    assert spec.bytes_per_block == 16 * spec.bytes_per_token

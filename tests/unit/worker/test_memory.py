@@ -1,0 +1,72 @@
+"""The memory plan: what it counts, what it leaves, and that it says no with numbers."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quire import ConfigError, EngineConfig
+from quire.worker import memory
+from quire.worker.runner import inspect_model
+
+
+def inspect(model, **options):
+    return inspect_model(EngineConfig(model=str(model), **options))
+
+
+def test_plan_counts_weights_and_kv(tiny_model):
+    report = inspect(tiny_model, num_kv_blocks=10, block_size=8)
+    size = (tiny_model / "model.safetensors").stat().st_size
+    assert 0 < size - report.memory.weight_bytes < 8000  # the file has a header
+    assert report.memory.kv.bytes_per_token == 2 * 2 * 2 * 8 * 4  # layers, K and V, heads, head_dim, f32
+    assert report.memory.kv_bytes == 10 * 8 * report.memory.kv.bytes_per_token
+    assert report.memory.num_kv_tokens == 80
+
+
+def test_default_pool_holds_every_sequence_at_full_length(tiny_model):
+    report = inspect(tiny_model, max_num_seqs=3, max_model_len=100, block_size=16)
+    assert report.memory.num_kv_blocks == 3 * 7
+
+
+def test_default_pool_takes_half_of_what_is_left_when_memory_is_short(tiny_model, monkeypatch):
+    needed = inspect(tiny_model).memory
+    room = 40 * needed.kv.bytes_per_block
+    free = needed.weight_bytes + needed.activation_bytes + room
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: free)
+    assert inspect(tiny_model).memory.num_kv_blocks == 20
+
+
+def test_pool_by_bytes_is_rounded_down_to_blocks(tiny_model):
+    block = inspect(tiny_model).memory.kv.bytes_per_block
+    assert inspect(tiny_model, kv_cache_memory_bytes=5 * block - 1).memory.num_kv_blocks == 4
+
+
+def test_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="1000 B are available.*lower num_kv_blocks"):
+        inspect(tiny_model)
+
+
+def test_inspecting_reads_no_weights(tiny_model, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    assert inspect(tmp_path).memory.weight_bytes == inspect(tiny_model).memory.weight_bytes
+
+
+@pytest.mark.slow
+def test_activation_estimate_covers_the_measured_peak(tiny_model):
+    """Run full steps in a process of its own and compare the growth of its peak memory with the estimate."""
+    code = f"""
+import resource
+from quire import LLM, SamplingParams
+llm = LLM({str(tiny_model)!r}, max_num_batched_tokens=20000, max_num_seqs=100, num_kv_blocks=1700, enable_prefix_caching=False)
+greedy = SamplingParams(temperature=0, max_tokens=1)
+llm.generate([[1, 2]], greedy, use_tqdm=False)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+llm.generate([[n % 300] * 200 for n in range(100)], greedy, use_tqdm=False)
+growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+plan = llm.llm_engine.report.memory
+print(growth, plan.activation_bytes + plan.kv_bytes)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    growth, planned = map(int, out.stdout.split())
+    assert growth <= planned
