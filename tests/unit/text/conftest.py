@@ -49,7 +49,7 @@ def real_tokenizer():
 @pytest.fixture
 def shared_lines():
     """Return a function from a path under shared/data to its JSON lines."""
-    return lambda path: [json.loads(line) for line in shared(path).read_text(encoding="utf-8").splitlines()]
+    return lambda path: [json.loads(line) for line in shared(path).read_text(encoding="utf-8").split("\n") if line]
 
 
 @pytest.fixture

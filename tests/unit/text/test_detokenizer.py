@@ -20,9 +20,7 @@ def random_ids(rng, tokenizer):
         return ids[: rng.randrange(len(ids))] + [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(4))]
     high = min(300, tokenizer.vocab_size) if kind == "low" else tokenizer.vocab_size + 20
     special = sorted(tokenizer.special_token_ids) if kind == "special" else []
-    return [
-        rng.choice(special) if special and rng.random() < 0.3 else rng.randrange(high) for _ in range(rng.randrange(40))
-    ]
+    return [rng.choice(special) if special and rng.random() < 0.3 else rng.randrange(high) for _ in range(rng.randrange(40))]
 
 
 def pieces_of(rng, tokenizer, ids, skip_special_tokens):

@@ -1,0 +1,155 @@
+"""The command line: what it prints, writes and refuses."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quire.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def small_pool(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def run(capsys, *argv):
+    status = main([str(arg) for arg in argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_generate_streams_the_prompt_and_its_continuation(capsys, tiny_model):
+    from quire import LLM, SamplingParams
+
+    options = ("--temperature", 0, "--max-tokens", 5, "--ignore-eos")
+    status, out, err = run(capsys, "generate", "the fox", "--model", tiny_model, *options)
+    llm = LLM(str(tiny_model), num_kv_blocks=20)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    text = llm.generate("the fox", params, use_tqdm=False)[0].outputs[0].text
+    assert (status, out) == (0, f"the fox{text}\n")
+    assert "5 tokens in" in err
+
+
+def test_generate_reads_standard_input_and_can_leave_the_prompt_out(capsys, tiny_model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox"))
+    options = ("--temperature", 0, "--max-tokens", 3, "--no-echo")
+    status, out, _ = run(capsys, "generate", "-", "--model", tiny_model, *options)
+    assert status == 0
+    assert not out.startswith("the fox")
+
+
+def test_generate_prints_the_memory_plan_and_can_be_quiet(tiny_model):
+    command = [sys.executable, "-m", "quire", "generate", "the fox", "--model", str(tiny_model), "--max-tokens", "2"]
+    loud = subprocess.run(command, capture_output=True, text=True, check=True)
+    quiet = subprocess.run([*command, "--log-level", "error"], capture_output=True, text=True, check=True)
+    assert "KV cache" in loud.stderr
+    assert "KV cache" not in quiet.stderr
+    assert loud.stdout == quiet.stdout
+
+
+def test_chat_answers_each_line_with_the_conversation_so_far(capsys, tiny_model, monkeypatch):
+    from quire import LLM, SamplingParams
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n\nthe dog\n/reset\nthe fox\n/exit\nnot read\n"))
+    status, out, _ = run(capsys, "chat", tiny_model, "--temperature", 0, "--max-tokens", 4, "--ignore-eos")
+    llm = LLM(str(tiny_model), num_kv_blocks=40)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    messages = [{"role": "user", "content": "the fox"}]
+    first = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "the dog"}]
+    second = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+    assert (status, out) == (0, f"{first}\n{second}\n{first}\n")
+
+
+def test_chat_takes_back_a_message_that_is_refused(capsys, tiny_model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox " * 400 + "\nthe dog\n"))
+    status, out, err = run(capsys, "chat", tiny_model, "--temperature", 0, "--max-tokens", 4)
+    assert status == 0
+    assert "/reset" in err
+    assert out.strip()
+
+
+def test_inspect_shows_structure_and_memory_without_weights(capsys, tiny_model, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    status, out, _ = run(capsys, "inspect", tmp_path, "--parameters", "--num-kv-blocks", 7)
+    assert status == 0
+    for part in ("qwen3 in float32", "2 layers", "num_kv_heads=2", "7 blocks of 16", "layers.1.down.weight"):
+        assert part in out
+
+
+def test_bench_throughput_writes_its_figures(capsys, tiny_model, tmp_path):
+    path = tmp_path / "figures.json"
+    options = ("--num-prompts", 3, "--random-input-len", 9, "--random-output-len", 4, "--seed", 1, "--ignore-eos")
+    more = ("--no-enable-prefix-caching", "--dtype", "float32", "--output-json", path, "--no-progress")
+    status, out, _ = run(capsys, "bench", "throughput", "--model", tiny_model, *options, *more)
+    figures = json.loads(path.read_text())
+    assert status == 0
+    assert "Throughput:" in out
+    assert figures["num_requests"] == 3
+    assert figures["total_num_tokens"] == 3 * 13
+    assert figures["requests_per_second"] == pytest.approx(3 / figures["elapsed_time"])
+    assert figures["tokens_per_second"] == pytest.approx(39 / figures["elapsed_time"])
+    assert figures["prompt_tokens_per_second"] == pytest.approx(27 / figures["elapsed_time"])
+    assert figures["output_tokens_per_second"] == pytest.approx(12 / figures["elapsed_time"])
+
+
+def test_bench_latency_writes_its_figures(capsys, tiny_model, tmp_path):
+    path = tmp_path / "figures.json"
+    options = ("--batch-size", 2, "--input-len", 5, "--output-len", 3, "--num-iters", 2, "--num-iters-warmup", 1)
+    status, out, _ = run(
+        capsys, "bench", "latency", "--model", tiny_model, *options, "--output-json", path, "--no-progress"
+    )
+    figures = json.loads(path.read_text())
+    assert status == 0
+    assert "Avg latency" in out
+    assert len(figures["latencies"]) == 2
+    assert figures["avg_latency"] == pytest.approx(sum(figures["latencies"]) / 2)
+    assert 0 < figures["median_time_to_first_token"] < figures["avg_latency"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("generate", "x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
+        (("generate", "x", "--temperature", "nan"), "temperature"),
+        (("generate", "x", "--max-num-seqs", "0"), "max_num_seqs"),
+        (("bench", "throughput", "--num-prompts", "0"), "num_prompts"),
+        (("inspect", "/"), "config.json"),
+    ],
+)
+def test_error_is_one_clear_line(capsys, argv, message):
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_debug_shows_the_traceback(capsys):
+    from quire import QuireError
+
+    with pytest.raises(QuireError):
+        run(capsys, "inspect", "/", "--debug")
+
+
+@pytest.mark.parametrize("argv", [(), ("unknown",), ("bench",), ("generate",), ("generate", "x", "--quantization", "int8")])
+def test_bad_usage_exits_with_2(capsys, argv):
+    with pytest.raises(SystemExit) as caught:
+        main(list(argv))
+    assert caught.value.code == 2
+
+
+def test_help_and_version_load_no_torch():
+    code = "import sys; from quire.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "False"
+
+
+def test_closed_pipe_is_not_an_error(tiny_model):
+    command = f"{sys.executable} -m quire inspect {tiny_model} --parameters | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

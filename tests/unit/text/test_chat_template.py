@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import datetime
+
+import pytest
+
+from quire.base.errors import ModelFormatError, RequestError
+from quire.text.chat_template import ChatTemplate
+
+USER = [{"role": "user", "content": "Hi"}]
+DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x = STEP %}{% endfor %}"
+
+
+def render(source, messages=USER, **kwargs):
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **kwargs)
+
+
+def doubling(start, step, use=""):
+    return DOUBLING.replace("START", start).replace("STEP", step) + use
+
+
+HOSTILE = {
+    "nested-loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "writing-loops": "{% for a in range(99999) %}{% for b in range(99999) %}some text{% endfor %}{% endfor %}",
+    "huge-range": "{% for a in range(10**9) %}{% endfor %}",
+    "filtered-loop": "{% for x in range(99999) %}{% for y in range(99999) if false %}{% endfor %}{% endfor %}",
+    "recursive-loop": "{% for i in [1] recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "loop-over-text": "{% for i in range(99999) %}{% for c in 'a' * 99999 %}{% endfor %}{% endfor %}",
+    "endless-macro": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}",
+    "branching-macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "calls-in-calls": "{% macro m() %}{% for i in range(999) %}{{ caller() }}{% endfor %}{% endmacro %}"
+    "{% call m() %}{% call m() %}{% call m() %}{% endcall %}{% endcall %}{% endcall %}",
+    "lists-in-loops": "{% for i in range(99999) %}{{ range(99999)|list|length }}{% endfor %}",
+    "sums-in-loops": "{% for i in range(99999) %}{{ range(99999)|sum }}{% endfor %}",
+    "searches": "{% set s = 'a' * 9999999 %}{% for i in range(99999) %}{% if 'b' in s %}{% endif %}{% endfor %}",
+    "slices": "{% set s = 'a' * 9999999 %}{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
+    "splits": "{% set s = 'a ' * 4999999 %}{% for i in range(99999) %}{% set t = s.split() %}{% endfor %}",
+    "repeated-text": "{{ 'a' * 10**10 }}",
+    "repeated-list": "{{ [1] * 10**10 }}",
+    "doubled-text": doubling("'aaaaaaaa'", "ns.x + ns.x"),
+    "doubled-concatenation": doubling("'aaaaaaaa'", "ns.x ~ ns.x"),
+    "doubled-block": doubling("'aaaaaaaa'", "ns.x").replace(
+        "{% set ns.x = ns.x %}", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    ),
+    "doubled-list": doubling("[1]", "ns.x + ns.x"),
+    "printed-graph": doubling("[1]", "[ns.x, ns.x]", "{{ ns.x }}"),
+    "json-of-graph": doubling("[1]", "[ns.x, ns.x]", "{{ ns.x|tojson }}"),
+    "compared-graph": doubling("[1]", "[ns.x, ns.x]", "{{ ns.x == [ns.x] }}"),
+    "hashed-graph": doubling("(1, 2)", "(ns.x, ns.x)", "{{ {ns.x: 1} }}"),
+    "huge-power": "{{ 10**(10**9) }}",
+    "growing-integer": doubling("3", "ns.x * ns.x"),
+    "percent-width": "{{ '%1000000000d' % 1 }}",
+    "percent-star": "{{ '%*d' % (1000000000, 1) }}",
+    "format-width": "{{ '{:1000000000}'.format(1) }}",
+    "format-nested-width": "{{ '{:{w}}'.format(1, w=1000000000) }}",
+    "format-hidden-width": "{{ '{a[0]:{a[0]}}'.format(a=[1000000000]) }}",
+    "format-map": "{{ '{x:1000000000}'.format_map({'x': 1}) }}",
+    "format-many": "{{ ('{0:9999}' * 10000).format(1) }}",
+    "strftime-width": "{{ strftime_now('%999999999d') }}",
+    "centred-method": "{{ 'a'.center(1000000000) }}",
+    "centred-filter": "{{ 'a'|center(1000000000) }}",
+    "replace": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
+    "replace-filter": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
+    "join": "{{ ('a' * 999999).join([''] * 999999) }}",
+    "join-filter": "{{ ([''] * 999999)|join('a' * 999999) }}",
+    "indent": "{{ ('\\n' * 999999)|indent('a' * 999999) }}",
+    "batch": "{{ [1]|batch(1000000000, 1)|list|length }}",
+    "slice": "{{ [1]|slice(1000000000)|list|length }}",
+    "json-indent": "{{ messages|tojson(indent=1000000000) }}",
+    "sum-of-lists": "{{ ([[1]] * 99999)|sum(start=[])|length }}",
+    "round": "{{ 1.5|round(1000000, 'ceil') }}",
+    "integer-bytes": "{{ (5).to_bytes(1000000000) }}",
+}
+INTRUSIONS = {
+    "class": "{{ ''.__class__ }}",
+    "class-item": "{{ ''['__class__'] }}",
+    "class-filter": "{{ ''|attr('__class__') }}",
+    "class-map": "{{ messages|map(attribute='__class__')|list }}",
+    "class-format": "{{ '{0.__class__}'.format(1) }}",
+    "subclasses": "{{ ().__class__.__base__.__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "cycler-globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "namespace": "{{ namespace.__init__ }}",
+    "namespace-name": "{% set ns = namespace(__class__=1) %}",
+    "self": "{{ self.__init__ }}",
+    "open": "{{ open('/etc/passwd').read() }}",
+    "lipsum": "{{ lipsum.__globals__ }}",
+    "append": "{{ messages.append(1) }}",
+    "update": "{{ messages[0].update({'role': 'x'}) }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
+def test_work_without_end_is_stopped(source):
+    begin = time.process_time()
+    with pytest.raises(RequestError, match="chat_template") as raised:
+        render(source)
+    assert raised.value.param == "chat_template"
+    assert time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize("source", INTRUSIONS.values(), ids=INTRUSIONS.keys())
+def test_python_internals_are_out_of_reach(source):
+    with pytest.raises(RequestError, match="chat_template"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% include '/etc/passwd' %}",
+        "{% import 'x' as y %}",
+        "{% from 'x' import y %}",
+        "{% extends 'x' %}",
+        "{% if true %}{% include ['a', 'b'] ignore missing %}{% endif %}",
+    ],
+)
+def test_opening_a_file_is_refused(source):
+    with pytest.raises(ModelFormatError, match="must not open files"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ 'a", "{% for x in y %}", "{{ 1|nosuchfilter }}", "(" * 9 + "{{" + "(" * 9999]
+)
+def test_syntax_error_is_a_format_error(source):
+    with pytest.raises(ModelFormatError, match="chat_template"):
+        render(source)
+
+
+def test_too_long_a_template_is_refused():
+    with pytest.raises(ModelFormatError, match="characters"):
+        render(" " * 1_000_001)
+
+
+@pytest.mark.parametrize("source", ["{{ a.b.c }}", "{{ 'a' + 1 }}", "{{ 1 / 0 }}", "{{ messages[0]() }}", "{{ x|tojson }}"])
+def test_runtime_failure_is_a_request_error(source):
+    with pytest.raises(RequestError, match="chat_template failed") as raised:
+        render(source)
+    assert raised.value.param == "chat_template"
+
+
+def test_raise_exception_carries_the_message():
+    with pytest.raises(RequestError, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_long_conversation_is_within_the_limits():
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"<think>{i}</think>" + "word " * 200} for i in range(2000)]
+    source = (
+        "{% set ns = namespace(all=[]) %}{% for m in messages[::-1] %}{% set ns.all = ns.all + [m] %}"
+        "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1].strip() }}{% endif %}"
+        "{{ m | tojson }}{% endfor %}"
+    )
+    assert len(render(source, messages)) > 4_000_000
+
+
+def test_special_tokens_and_variables_are_seen():
+    source = "{{ bos_token }}{{ eos_token }}{% if add_generation_prompt %}G{% endif %}{{ enable_thinking }}{{ tools }}"
+    assert render(source, enable_thinking=False) == "<s>GFalseNone"
+    assert render(source, add_generation_prompt=False, tools=[{"a": 1}]) == "<s>[{'a': 1}]"
+
+
+def test_blocks_are_trimmed_as_transformers_does():
+    assert render("  {% if true %}\n  a\n  {% endif %}\nb\n") == "  a\nb"
+
+
+def test_loop_controls_and_generation_blocks_work():
+    source = "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert render(source) == "02"
+    assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "aHib"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages|tojson }}",
+        "{{ messages|tojson(indent=2) }}",
+        "{{ '<é&>'|tojson }}{{ '<é&>'|tojson(ensure_ascii=true) }}",
+        "{{ {'b': 1, 'a': [1, none, true]}|tojson(sort_keys=true, separators=(',', ':')) }}",
+        "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ loop.length }}{{ m.role|upper|trim }}{% endfor %}",
+        "{% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %}{{ {'a': 1}|items|list }}{{ dict(a=1) }}",
+        "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join(', ') }}",
+        "{{ messages[1:]|length }}{{ messages[::-1][0].content[:3] }}{{ (messages|first).content }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'x' %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        "{% macro f(x, y='d') %}[{{ x }}{{ y }}{{ caller is defined }}]{% endmacro %}{{ f('a') }}{{ f(1, y=2) }}",
+        "{% for i in [[1, [2]], [3]] recursive %}{{ i if i is number else '(' ~ loop(i) ~ ')' }}{% endfor %}",
+        "{{ 'a-b'.replace('-', '+').split('+') }}{{ '%s is %05.2f' % ('x', 1.5) }}{{ '{:>4}|{}'.format(1, 'z') }}",
+        "{% for x in undefined_thing %}{% else %}none{% endfor %}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 5 }}{{ -3|abs }}",
+        "{% filter upper %}a{% endfilter %}{{ [3, 1, 2]|sort|list }}{{ 'x' in 'xyz' and 2 not in [1] }}{{ range(3)|list }}",
+        "{{ messages[0]['content'] is string }}{{ messages[0].tool_calls is defined }}{{ messages is iterable }}",
+        "{{ '<b>'|e }}{{ 'a\nb'|indent(2, true) }}{{ none|default('x', true) }}{{ 3.14159|round(2) }}{{ [1, 2]|sum }}",
+    ],
+)
+def test_templates_render_as_in_transformers(source):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [
+        {"role": "system", "content": "Be <brief> & naïve."},
+        {"role": "user", "content": "Hi 😀\n"},
+        {"role": "assistant", "content": "a" * 50},
+    ]
+    expected, _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
+    assert render(source, messages) == expected[0]
+
+
+def test_strftime_now_gives_the_date():
+    assert render("{{ strftime_now('%Y') }}") in {str(datetime.now().year), str(datetime.now().year - 1)}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        None,
+        "Hi",
+        {"role": "user"},
+        ["Hi"],
+        [{"content": "Hi"}],
+        [{"role": 1, "content": "Hi"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+        [{"role": "assistant", "tool_calls": "x"}],
+    ],
+)
+def test_invalid_messages_are_rejected(messages):
+    with pytest.raises(RequestError, match="messages") as raised:
+        render("{{ messages }}", messages)
+    assert raised.value.param == "messages"
+
+
+def test_deeply_nested_messages_are_rejected():
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(RequestError):
+        render("{{ messages }}", [{"role": "user", "content": "", "x": nested}])
+
+
+def test_invalid_tools_are_rejected():
+    with pytest.raises(RequestError) as raised:
+        render("", tools="x")
+    assert raised.value.param == "tools"
+
+
+def test_content_becomes_one_string():
+    source = "{{ messages[0].content }}|"
+    assert render(source, [{"role": "user", "content": None}]) == "|"
+    parts = [{"type": "text", "text": "a"}, "b"]
+    assert render(source, [{"role": "user", "content": parts}]) == "a\nb|"
+
+
+def test_tool_call_arguments_become_an_object():
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "é"})}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", messages) == '{"a": "é"}'
+    assert isinstance(call["function"]["arguments"], str)
+
+
+def test_objects_reach_the_template_as_plain_values():
+    class Secret:
+        password = "x"
+
+    assert render("{{ messages[0].x }}{{ y }}", [{"role": "user", "x": Secret()}], y=Secret()) == "<Secret><Secret>"
+
+
+def test_threads_have_budgets_of_their_own():
+    template = ChatTemplate("{% for i in range(n) %}{% for j in range(1000) %}{% endfor %}{% endfor %}{{ n }}", {})
+    results = {}
+
+    def work(n):
+        try:
+            results[n] = template.render(USER, n=n)
+        except RequestError:
+            results[n] = "stopped"
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 100, 1000, 50_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {1: "1", 100: "100", 1000: "1000", 50_000: "stopped"}
