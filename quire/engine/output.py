@@ -55,7 +55,9 @@ class OutputStream:
             if params.logprobs is not None:
                 choice.logprobs = []
             if self._tokenizer is not None:
-                choice.detokenizer = IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
+                choice.detokenizer = IncrementalDetokenizer(
+                    self._tokenizer, params.skip_special_tokens, after=request.prompt_token_ids
+                )
                 if params.stop:
                     choice.scanner = StopStringScanner(tuple(params.stop), params.include_stop_str_in_output)
 

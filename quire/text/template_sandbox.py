@@ -35,7 +35,10 @@ from quire.text.template_functions import (
 )
 from quire.text.template_rewrite import rewrite
 
-_MAX_DIGITS = 100
+_MAX_FILTER_SIZES = {"round": 100, "batch": 10_000, "slice": 10_000}
+# Methods that compare every character of the text with every one of their argument, at worst.
+_PRODUCT_METHODS = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"))
+_COMPARISONS_PER_UNIT = 256
 # A call or a filter takes as long as a few rounds of a loop.
 _CALL_UNITS = 4
 # What may fail in a template that was compiled: Jinja's own errors and those of Python's operators and methods.
@@ -55,12 +58,13 @@ attr batch count d default dictsort first items last length list map reject reje
 """
 _DEEP = """
 abs capitalize center e escape float forceescape format groupby indent int join lower max min replace safe sort string
-striptags sum title trim truncate unique upper wordcount
+sum title trim truncate unique upper wordcount
 """
 _COMPARING = "eq equalto == ne != lt lessthan < le <= gt greaterthan > ge >= in"
 _SHALLOW_FILTERS = frozenset(_SHALLOW.split())
 _ALLOWED_FILTERS = _SHALLOW_FILTERS | frozenset(_DEEP.split())
-_SLOW_TEXT_FILTERS = frozenset(("striptags", "title", "wordcount"))
+_TEXT_FILTERS = frozenset(("format", "indent", "replace", "title", "trim", "wordcount"))
+_SLOW_TEXT_FILTERS = frozenset(("title", "wordcount"))
 _SLOW_TEXT_FACTOR = 16
 
 
@@ -184,7 +188,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, LoopContext):
             args = (budget.count(args[0]), *args[1:]) if args else args
         else:
-            for value in (*args, *kwargs.values()):
+            args = tuple([budget.charge_value(_listed(value, budget)) for value in args])
+            for value in kwargs.values():
                 budget.charge_value(value)
             __self._check_method(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
@@ -223,11 +228,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             check_widths(owner)
         elif name == "replace" and len(values) >= 2 and isinstance(values[0], str) and isinstance(values[1], str):
             self._check_replace(owner, values[0], values[1])
-        elif name == "join" and args and isinstance(args[0], str | list | tuple | dict):
+        elif name == "join" and args and hasattr(args[0], "__len__"):
             self.budget.check_text(len(owner) * len(args[0]))
         elif name in ("split", "rsplit", "splitlines"):
             separator = values[0] if values and isinstance(values[0], str) and values[0] else None
             self.budget.charge(len(owner) // 4 if separator is None else owner.count(separator))
+        if name in _PRODUCT_METHODS:
+            self._charge_product(owner, values)
 
     def _check_sizes(self, values: Iterable[Any], limit: int) -> None:
         """Charge integers that may be widths or counts, and refuse those beyond the limit."""
@@ -236,6 +243,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 if abs(value) > limit:
                     raise TemplateLimitError(f"the template asks for a size of {value}, the most is {limit}")
                 self.budget.charge(abs(value) // CHARACTERS_PER_UNIT)
+
+    def _charge_product(self, text: str, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, str):
+                self.budget.charge(len(text) * len(value) // _COMPARISONS_PER_UNIT)
 
     def _check_replace(self, text: str, old: str, new: str) -> None:
         self.budget.check_text(len(text) + text.count(old) * len(new))
@@ -283,9 +295,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             for option in (*options, *kwargs.values()):
                 budget.charge_value(option)
             if name not in ("d", "default", "map"):
-                self._check_sizes((*options, *kwargs.values()), _MAX_DIGITS if name == "round" else MAX_LIST_ITEMS)
-            if isinstance(value, str):
+                self._check_sizes((*options, *kwargs.values()), _MAX_FILTER_SIZES.get(name, MAX_LIST_ITEMS))
+            if isinstance(value, str) or name in _TEXT_FILTERS:
                 budget.charge_value(value)
+                value = value if isinstance(value, str) else str(value)
                 self._charge_text_filter(name, value, options, kwargs)
             elif is_deep and name != "sum":
                 value = budget.charge_value(value if hasattr(value, "__len__") else _listed(value, budget))
@@ -311,6 +324,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.budget.check_text(len(text) * _SLOW_TEXT_FACTOR)
         elif name == "format":
             check_widths(text)
+        elif name == "trim":
+            self._charge_product(text, values)
         elif name == "replace":
             texts = [str(value) for value in (*options, *(kwargs[key] for key in ("old", "new") if key in kwargs))]
             if len(texts) >= 2:

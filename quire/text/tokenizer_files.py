@@ -9,6 +9,7 @@ from pathlib import Path
 from quire.base.errors import ModelFormatError
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA = "additional_special_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,6 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         added_tokens=_read_added_tokens(folder, config, named_tokens),
         template_source=_read_template(folder, config),
     )
-
-
-_EXTRA = "additional_special_tokens"
 
 
 def read_text(path: Path) -> str | None:

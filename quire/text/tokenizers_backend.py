@@ -30,7 +30,6 @@ class TokenizersBackend:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = files.flag("split_special_tokens", False)
         _add_tokens(tokenizer, files)
-        _set_post_processor(tokenizer, files)
         # As in transformers 5: the clean-up would eat spaces that a BPE model wrote.
         self._cleans_up = files.flag("clean_up_tokenization_spaces", False) and type(tokenizer.model).__name__ != "BPE"
         self._decoder_kind, self._strips_first_space = _read_decoder(tokenizer)
@@ -94,7 +93,11 @@ class TokenizersBackend:
 
 
 def load_tokenizer_json(files: TokenizerFiles) -> TokenizersBackend:
-    """Read tokenizer.json. Raises ModelFormatError if it is damaged."""
+    """Read tokenizer.json. Raises ModelFormatError if it is damaged.
+
+    Its post-processor alone decides which special tokens are added; as in transformers 5, add_bos_token and add_eos_token
+    of tokenizer_config.json do not change it.
+    """
     import tokenizers
 
     path = files.folder / "tokenizer.json"
@@ -136,7 +139,9 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
     end_of_text = "<|endoftext|>"
     if end_of_text in vocab:
         tokenizer.add_special_tokens([end_of_text])
-    return TokenizersBackend(tokenizer, files)
+    backend = TokenizersBackend(tokenizer, files)
+    _set_post_processor(tokenizer, files)
+    return backend
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
@@ -161,11 +166,9 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
 
 
 def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Replace the post-processor where tokenizer_config.json says which of bos and eos are added, as transformers does."""
+    """Add bos and eos around a text where tokenizer_config.json asks for it."""
     from tokenizers import processors
 
-    if files.config.get("add_bos_token") is None and files.config.get("add_eos_token") is None:
-        return
     begin, end = "", ""
     special_tokens: list[tuple[str, int]] = []
     for name in ("bos_token", "eos_token"):

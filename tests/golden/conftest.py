@@ -6,24 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="the golden tests compare with transformers")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Models this small are slower on several threads, far slower where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """Return a function (case, style) -> folder of its checkpoint."""
-    from make_checkpoints import copy_as_v4, make_checkpoint
+    from tests.golden.make_checkpoints import copy_as_v4, make_checkpoint
 
     root = tmp_path_factory.mktemp("checkpoints")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from make_checkpoints import CASES, reference_model
 
 from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
+from tests.golden.make_checkpoints import CASES, reference_model
 
 pytestmark = pytest.mark.golden
 

@@ -96,7 +96,7 @@ def _check_layer_types(config: ConfigView, types: list[str], num_layers: int) ->
     if unknown:
         raise UnsupportedError(f"layer_types {unknown} are not supported; supported: {', '.join(LAYER_TYPES)}")
     if len(types) != num_layers:
-        raise config.error("layer_types", f"{len(types)} entries", f"one entry for each of the {num_layers} layers")
+        raise config.error("the length of layer_types", len(types), f"num_hidden_layers ({num_layers})")
     return types
 
 

@@ -53,10 +53,10 @@ class _Parameters:
     def divisors(self, name: str, count: int) -> tuple[float, ...]:
         """Return a list of `count` positive numbers."""
         values = self._values.get(name)
-        is_list = isinstance(values, list) and all(type(v) in (int, float) and 0 < v < math.inf for v in values)
-        if not is_list or len(values) != count:
-            got = f"a list of {len(values)}" if isinstance(values, list) else values
-            raise self._config.error(f"{self._key}.{name}", got, f"a list of {count} positive numbers")
+        if not isinstance(values, list) or not all(type(v) in (int, float) and 0 < v < math.inf for v in values):
+            raise self._config.error(f"{self._key}.{name}", values, "a list of positive numbers")
+        if len(values) != count:
+            raise self._config.error(f"the length of {self._key}.{name}", len(values), f"half the rotated size ({count})")
         return tuple(float(value) for value in values)
 
 

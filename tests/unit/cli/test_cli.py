@@ -99,9 +99,7 @@ def test_bench_throughput_writes_its_figures(capsys, tiny_model, tmp_path):
 def test_bench_latency_writes_its_figures(capsys, tiny_model, tmp_path):
     path = tmp_path / "figures.json"
     options = ("--batch-size", 2, "--input-len", 5, "--output-len", 3, "--num-iters", 2, "--num-iters-warmup", 1)
-    status, out, _ = run(
-        capsys, "bench", "latency", "--model", tiny_model, *options, "--output-json", path, "--no-progress"
-    )
+    status, out, _ = run(capsys, "bench", "latency", "--model", tiny_model, *options, "--output-json", path, "--no-progress")
     figures = json.loads(path.read_text())
     assert status == 0
     assert "Avg latency" in out

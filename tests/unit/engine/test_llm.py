@@ -99,9 +99,7 @@ def test_prompt_logprobs_cover_the_prompt_also_when_it_is_cached_or_chunked(tiny
         assert len(output.prompt_logprobs) == len(prompt)
         for position in range(1, len(prompt)):
             entries = output.prompt_logprobs[position]
-            assert entries[prompt[position]].logprob == pytest.approx(
-                float(logprobs[position - 1, prompt[position]]), abs=1e-4
-            )
+            assert entries[prompt[position]].logprob == pytest.approx(float(logprobs[position - 1, prompt[position]]), abs=1e-4)
     llm.close()
 
 

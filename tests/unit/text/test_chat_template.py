@@ -65,6 +65,12 @@ HOSTILE = {
     "replace": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
     "replace-filter": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
     "join": "{{ ('a' * 999999).join([''] * 999999) }}",
+    "join-lazily": "{{ ('a' * 999999).join(range(99999)|map('string')) }}",
+    "strip-many": "{{ ('a' * 999999).strip('b' * 999999 ~ 'a') }}",
+    "trim-many": "{{ ('a' * 999999)|trim('b' * 999999 ~ 'a') }}",
+    "rfind": "{{ ('a' * 999999).rfind('b' ~ 'a' * 499999) }}",
+    "replace-in-list": "{{ ([1] * 99999)|replace('1', 'b' * 999999) }}",
+    "titles": "{% set s = 'a ' * 999999 %}{% for i in range(99999) %}{{ s|title|length }}{% endfor %}",
     "join-filter": "{{ ([''] * 999999)|join('a' * 999999) }}",
     "indent": "{{ ('\\n' * 999999)|indent('a' * 999999) }}",
     "batch": "{{ [1]|batch(1000000000, 1)|list|length }}",
@@ -123,9 +129,7 @@ def test_opening_a_file_is_refused(source):
         render(source)
 
 
-@pytest.mark.parametrize(
-    "source", ["{% if %}", "{{ 'a", "{% for x in y %}", "{{ 1|nosuchfilter }}", "(" * 9 + "{{" + "(" * 9999]
-)
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a", "{% for x in y %}", "{{ 1|nosuchfilter }}", "{{" + "(" * 9999])
 def test_syntax_error_is_a_format_error(source):
     with pytest.raises(ModelFormatError, match="chat_template"):
         render(source)

@@ -53,29 +53,41 @@ def test_tokenizer_model_encodes_special_tokens_in_text_like_tokenizer_json(real
     assert (model.bos_token_id, model.eos_token_id, model.special_token_ids) == (1, 2, frozenset((0, 1, 2)))
 
 
-@pytest.mark.parametrize(
-    ("config", "template", "expected"),
-    [
-        ({}, False, []),
-        ({"add_bos_token": True}, False, ["<s>"]),
-        ({"add_bos_token": False}, True, []),
-        ({"add_bos_token": True, "add_eos_token": True}, False, ["<s>", "</s>"]),
-        ({}, True, ["<s>"]),
-    ],
-    ids=["nothing", "bos-asked", "bos-refused", "bos-and-eos", "post-processor"],
-)
-def test_special_tokens_are_added_as_transformers_does(tmp_path, config, template, expected):
-    from transformers import PreTrainedTokenizerFast
+@pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
+@pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+def test_special_tokens_are_added_as_transformers_does(tmp_path, template, config, class_name):
+    from transformers import AutoTokenizer
 
-    post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]) if template else None
+    special_tokens = [("<s>", 0), ("</s>", 1)]
+    post_processor = template and processors.TemplateProcessing(single=template, special_tokens=special_tokens)
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}, "unk_token": "<unk>"}
-    config = {**config, **named, "tokenizer_class": "PreTrainedTokenizerFast"}
-    write_tokenizer(tmp_path, config, post_processor)
+    write_tokenizer(tmp_path, {**config, **named, "tokenizer_class": class_name}, post_processor)
     tokenizer = load_tokenizer(tmp_path)
-    special = [VOCAB[token] for token in expected]
-    assert tokenizer.encode("a b") == [*special[:1], 6, 5, 4, *special[1:]]
-    assert tokenizer.encode("a b") == PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("a b")
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("a b") == reference.encode("a b")
+    assert tokenizer.encode("a b", add_special_tokens=False) == [6, 5, 4]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
+def test_config_decides_on_special_tokens_without_tokenizer_json(tmp_path, flags):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    named = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**flags, **named}))
+    expected = [1] * flags.get("add_bos_token", False) + [0] + [1] * flags.get("add_eos_token", False)
+    assert load_tokenizer(tmp_path).encode("a") == expected
+    assert load_tokenizer(tmp_path).encode("a", add_special_tokens=False) == [0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [({}, [1, 264]), ({"add_bos_token": False, "add_eos_token": True}, [264, 2])], ids=["llama", "asked"]
+)
+def test_tokenizer_model_adds_bos_unless_the_config_says_otherwise(tmp_path, shared_path, flags, expected):
+    (tmp_path / "tokenizer.model").symlink_to(shared_path("tokenizers/mistral/tokenizer.model"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(flags))
+    assert load_tokenizer(tmp_path).encode("a") == expected
 
 
 def test_added_tokens_of_the_config_are_found_when_tokenizer_json_lacks_them(tmp_path):

@@ -8,9 +8,7 @@ from quire.worker.input_batch import InputBatch
 
 
 def start(sequence_id, tokens, computed, blocks):
-    request = Request(
-        request_id=RequestId(str(sequence_id)), prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0
-    )
+    request = Request(request_id=RequestId(str(sequence_id)), prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0)
     return SequenceStart(SequenceId(sequence_id), request, 0, tuple(tokens), computed, tuple(map(BlockId, blocks)))
 
 

@@ -1,0 +1,82 @@
+"""Where a model is looked for."""
+
+import huggingface_hub
+import pytest
+
+import quire
+from quire.base.errors import ConfigError
+from quire.model.resolve import BUNDLED_MODELS, resolve_model
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Replace the download by one that puts `files` that fit the patterns into a folder; records its calls."""
+    calls = []
+
+    class Hub:
+        files = ("config.json", "model.safetensors", "pytorch_model.bin")
+
+        @staticmethod
+        def download(model, *, revision, allow_patterns, ignore_patterns):
+            calls.append((model, revision, allow_patterns))
+            for name in huggingface_hub.utils.filter_repo_objects(
+                Hub.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            ):
+                (tmp_path / name).write_text("")
+            return str(tmp_path)
+
+    Hub.calls = calls
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub.download)
+    return Hub
+
+
+def test_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "some").mkdir()
+    assert resolve_model(str(tmp_path / "some")) == tmp_path / "some"
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("some").resolve() == tmp_path / "some"
+
+
+def test_bundled_names_come_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(quire, "__file__", str(tmp_path / "__init__.py"))
+    for name in BUNDLED_MODELS:
+        with pytest.raises(ConfigError, match="not part of this installation"):
+            resolve_model(name)
+        (tmp_path / "demo_models" / name).mkdir(parents=True)
+        assert resolve_model(name) == tmp_path / "demo_models" / name
+
+
+def test_hub_id_downloads_safetensors_and_no_pickles(hub, tmp_path):
+    assert resolve_model("org/name", "v1") == tmp_path
+    assert [call[:2] for call in hub.calls] == [("org/name", "v1")]
+    assert not (tmp_path / "pytorch_model.bin").exists()
+
+
+def test_hub_id_without_safetensors_downloads_pickles(hub, tmp_path):
+    hub.files = ("config.json", "pytorch_model.bin", "tokenizer.model", "merges.txt", "chat_template.jinja")
+    hub.files += ("onnx/model.json", "original/consolidated.00.pth", "training_args.bin", "README.md")
+    resolve_model("org/name")
+    assert {path.name for path in tmp_path.iterdir()} == set(hub.files[:5])
+
+
+@pytest.mark.parametrize("model", ["org/no-such-model-of-quire", "not a model: at all", "a/b/c/d"])
+def test_what_is_nowhere_is_a_clear_error(monkeypatch, tmp_path, model):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="not a folder, not a bundled model .* not found on, or no access to"):
+        resolve_model(model)
+
+
+def test_paths_are_not_looked_for_on_the_hub(hub, tmp_path):
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    for path in ("./nowhere", str(tmp_path / "nowhere"), "~/no-such-folder-of-quire"):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            resolve_model(path)
+    assert not hub.calls
+
+
+def test_revision_of_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="revision"):
+        resolve_model(str(tmp_path), "main")
