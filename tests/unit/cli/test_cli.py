@@ -141,7 +141,11 @@ def test_bad_usage_exits_with_2(capsys, argv):
 
 
 def test_help_and_version_load_no_torch():
-    code = "import sys; from quire.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: print('torch' in sys.modules)"
+    code = (
+        "import sys; from quire.cli.main import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "False"
 

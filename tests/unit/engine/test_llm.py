@@ -160,7 +160,7 @@ def test_stop_string_cuts_the_text_also_over_token_borders(llm, is_included):
     spelled = llm.get_tokenizer().encode("abcdef", add_special_tokens=False)
     assert len(spelled) > 2
     params = {"temperature": 0.0, "max_tokens": len(spelled) + 4, "ignore_eos": True}
-    bias = {token_id: 50.0 for token_id in spelled}
+    bias = dict.fromkeys(spelled, 50.0)
     text = run(llm, "the", SamplingParams(**params, logit_bias=bias)).outputs[0].text
     stop = text[1:4]
     choice = run(

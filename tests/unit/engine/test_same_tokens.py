@@ -9,7 +9,7 @@ PROMPTS = [
     list(range(20, 60)),
     [5] * 17,
     list(range(100, 133)),
-    list(range(20, 52)) + [1, 2, 3],
+    [*range(20, 52), 1, 2, 3],
     [250, 3],
 ]
 LENGTH = 24
