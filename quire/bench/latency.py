@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def measure_latency(
     """Run the batch num_runs times after num_warm_up; every run has prompts of its own, so that none is cached."""
     if num_runs < 1 or num_warm_up < 0:
         raise ConfigError(f"num_iters must be at least 1 and num_iters_warmup 0, got {num_runs} and {num_warm_up}")
-    llm = LLM.of(config)
+    llm = LLM.of(replace(config, skip_tokenizer_init=True))
     report = llm.llm_engine.report
     latencies: list[float] = []
     first_s: list[float] = []

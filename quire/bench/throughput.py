@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from quire.bench.roofline import measure_roofline, needed_bytes, needed_flops
 from quire.bench.workload import Workload
@@ -55,7 +55,7 @@ class Throughput:
 
 def measure_throughput(config: EngineConfig, workload: Workload, show_progress: bool = False) -> Throughput:
     """Run the workload once after a short warm-up. Raises QuireError as LLM does."""
-    llm = LLM.of(config)
+    llm = LLM.of(replace(config, skip_tokenizer_init=True))
     spec = llm.llm_engine.report.spec
     params = workload.sampling_params()
     warm_up = Workload(1, min(8, workload.input_len), min(4, workload.output_len), 0, True, workload.temperature)

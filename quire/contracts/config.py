@@ -60,6 +60,7 @@ class EngineConfig:
 
     model                   a local folder, a hub id, or the name of a bundled model (demo, demo-draft, demo-moe)
     tokenizer               where the tokenizer is, when it is not with the model
+    skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
     max_model_len           tokens of a sequence; None takes the model's own maximum
@@ -76,6 +77,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -103,7 +105,8 @@ class EngineConfig:
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
-        _require(isinstance(self.enable_prefix_caching, bool), "enable_prefix_caching", self.enable_prefix_caching, "a bool")
+        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
         _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
         _require(self.device in ("auto", "cpu"), "device", self.device, "'auto' or 'cpu' (GPUs are not supported yet)")

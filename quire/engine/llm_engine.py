@@ -44,7 +44,8 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         runner, report = build_runner(config)
-        self._init(config, runner, report, load_tokenizer(report.tokenizer_folder))
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+        self._init(config, runner, report, tokenizer)
 
     @classmethod
     def of(cls, config: EngineConfig, runner: Runner, report: ModelReport, tokenizer: Tokenizer | None) -> LLMEngine:

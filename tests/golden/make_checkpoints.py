@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 Style = Literal["v5", "v4"]
-MAX_POSITIONS = 64
+MAX_POSITIONS = 128
 
 _BASE = {
     "vocab_size": 131,

@@ -52,7 +52,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 
 PAGE = FamilyPage(
-    ("Gemma3ForCausalLM", "Gemma3TextModel"),
+    ("Gemma3ForCausalLM",),
     read_spec,
     find_sources,
     prefixes=("language_model.model.", "model.language_model.", "language_model.", "model."),

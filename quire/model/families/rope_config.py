@@ -62,9 +62,8 @@ class _Parameters:
 
 def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be_partial: bool = False) -> RopeSpec:
     """Return the rotary embedding of a model whose layers all share one. Raises ModelFormatError or UnsupportedError."""
-    key = "rope_scaling" if config.table("rope_scaling") else "rope_parameters"
-    values = config.table(key)
-    config.table("rope_parameters")
+    values, scaling = config.table("rope_parameters"), config.table("rope_scaling")
+    key, values = ("rope_scaling", scaling) if scaling else ("rope_parameters", values)
     nested = [name for name in values if name in LAYER_TYPES]
     if nested:
         raise config.error(key, nested, f"one object for all layers in a {config.model_type!r} model, not one per layer type")
@@ -178,9 +177,9 @@ def _original_max(config: ConfigView, parameters: _Parameters, kind: str) -> int
     """Return the positions before scaling: the key outside the rope parameters wins, as in transformers (Phi-3)."""
     name = "original_max_position_embeddings"
     if config.raw(name) is not None:
-        return config.integer(name)
+        return config.integer(name, minimum=2)
     value = parameters.number(name, is_required=False) if kind in ("llama3", "yarn", "longrope") else None
-    return config.integer("max_position_embeddings") if value is None else int(value)
+    return config.integer("max_position_embeddings") if value is None else max(2, int(value))
 
 
 def _yarn_attention_factor(parameters: _Parameters, values: Mapping[str, object], factor: float) -> float:

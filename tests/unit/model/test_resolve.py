@@ -63,7 +63,7 @@ def test_hub_id_without_safetensors_downloads_pickles(hub, tmp_path):
 def test_what_is_nowhere_is_a_clear_error(monkeypatch, tmp_path, model):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="not a folder, not a bundled model .* not found on, or no access to"):
+    with pytest.raises(ConfigError, match=r"not a folder, not a bundled model .* not found on, or no access to"):
         resolve_model(model)
 
 
