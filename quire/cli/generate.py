@@ -30,10 +30,7 @@ def run(args: argparse.Namespace) -> int:
     options.sampling_params(args, {})  # a bad option must not wait for the model to load
     engine = LLMEngine(config)
     params = options.sampling_params(args, engine.report.generation_defaults)
-    if args.echo:
-        sys.stdout.write(prompt)
-        sys.stdout.flush()
-    streamed = stream_to_terminal(engine, "generate", prompt, params)
+    streamed = stream_to_terminal(engine, "generate", prompt, params, echo=prompt if args.echo else "")
     print()
     print(streamed.describe_speed(), file=sys.stderr)
     engine.close()

@@ -116,10 +116,12 @@ def test_bench_latency_writes_its_figures(capsys, tiny_model, tmp_path):
         (("generate", "x", "--max-num-seqs", "0"), "max_num_seqs"),
         (("bench", "throughput", "--num-prompts", "0"), "num_prompts"),
         (("inspect", "/"), "config.json"),
+        (("generate", "x" * 300, "--model", "TINY"), "300 tokens"),
     ],
 )
-def test_error_is_one_clear_line(capsys, argv, message):
-    status, out, err = run(capsys, *argv)
+def test_error_is_one_clear_line(capsys, tiny_model, argv, message):
+    argv = [str(tiny_model) if arg == "TINY" else arg for arg in argv]
+    status, out, err = run(capsys, *argv, "--log-level", "error")
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert message in err
