@@ -35,9 +35,13 @@ class Streamed:
         return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}, {reason}]"
 
 
-def stream_to_terminal(engine: LLMEngine, request_id: str, prompt: PromptLike, params: SamplingParams) -> Streamed:
-    """Generate to standard output. Raises QuireError when the request is invalid or fails."""
+def stream_to_terminal(
+    engine: LLMEngine, request_id: str, prompt: PromptLike, params: SamplingParams, echo: str = ""
+) -> Streamed:
+    """Generate to standard output, after `echo`. Raises QuireError when the request is invalid or fails."""
     engine.add_request(request_id, prompt, params, output_kind="delta")
+    sys.stdout.write(echo)
+    sys.stdout.flush()
     text, num_tokens = "", 0
     try:
         while True:
