@@ -18,6 +18,7 @@ VOCAB_SIZE = 131
 LENGTHS = (1, 10, 17, 40)
 F32_TOLERANCE = 3e-5
 # transformers rounds after each operation of gelu_new; we use torch's gelu, which rounds once.
+F16_TOLERANCE = 2**-6  # a few units in the last place: float16 products of other shapes are summed in other orders
 BF16_TOLERANCE = {"gpt2": 0.25}
 
 
@@ -53,6 +54,12 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
 def test_bf16_logits_round_where_transformers_rounds(checkpoint, case):
     errors = _errors(checkpoint(case, "v5"), torch.bfloat16)
     assert max(errors) <= BF16_TOLERANCE.get(case, 0.0), dict(zip(LENGTHS, errors, strict=True))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3-moe", "gpt2-scaled"])
+def test_f16_logits_round_where_transformers_rounds(checkpoint, case):
+    errors = _errors(checkpoint(case, "v5"), torch.float16)
+    assert max(errors) <= F16_TOLERANCE, dict(zip(LENGTHS, errors, strict=True))
 
 
 def test_both_config_styles_give_one_spec(checkpoint):
