@@ -326,6 +326,7 @@ def export(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{n}": p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     is_moe = shape.num_experts > 0
     config = {
         "architectures": ["Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM"],

@@ -108,7 +108,7 @@ def test_followers_wait_like_others_when_choice_0_fails_in_the_prompt():
 
 
 def test_followers_stay_held_when_choice_0_is_preempted_in_the_prompt():
-    driver = Driver(make_config(block_size=2, num_kv_blocks=7, max_num_batched_tokens=4, max_num_seqs=3))
+    driver = Driver(make_config(block_size=2, num_kv_blocks=8, max_num_batched_tokens=4, max_num_seqs=3))
     driver.add(make_request("old", range(100, 104), max_tokens=6))
     driver.add(make_request("r", range(200, 209), n=2, max_tokens=2))
     while driver.scheduler.num_preemptions == 0:

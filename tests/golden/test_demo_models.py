@@ -1,0 +1,71 @@
+"""The bundled models: transformers loads them too and generates the same tokens; their cards are honest."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.model.build import load_model, whole_prompt_logits
+from quire.model.resolve import BUNDLED_MODELS, resolve_model
+
+pytestmark = pytest.mark.golden
+
+PROMPTS = ["It was a cold morning when", '"My dear Watson," said', "She had never been so happy as", "The river"]
+TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "text" / "classic_prose.txt"
+
+
+@pytest.mark.parametrize("name", BUNDLED_MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_generates_the_same_tokens(name, dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resolve_model(name)
+    options = {"experts_implementation": "eager"} if name == "demo-moe" else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", **options
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    llm = LLM(name, dtype=dtype, num_kv_blocks=100)
+    # One prompt at a time: in bfloat16 sums of other shapes round differently, there as here.
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            expected = model.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :]
+        output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)[0]
+        assert output.prompt_token_ids == ids[0].tolist()
+        assert output.outputs[0].token_ids == expected.tolist()
+        assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+    llm.close()
+
+
+@pytest.mark.parametrize("name", BUNDLED_MODELS)
+def test_model_is_small_and_shares_the_tokenizer(name):
+    folder = resolve_model(name)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 24_000_000
+    assert (folder / "tokenizer.json").read_bytes() == (resolve_model("demo") / "tokenizer.json").read_bytes()
+    assert load_model(folder).spec.dtype == "bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TEXT.exists(), reason="../shared/data is not there")
+@pytest.mark.parametrize("name", BUNDLED_MODELS)
+def test_held_out_loss_is_what_the_card_says(name):
+    """Score every fourth window of 512 tokens of the held-out books; the card's figure is over all of them."""
+    from quire.text.tokenizer import load_tokenizer
+    from tools.train_demo import read_books
+
+    folder = resolve_model(name)
+    card = (folder / "README.md").read_text()
+    stated = float(re.search(r"held-out loss \| ([\d.]+) nats", card).group(1))
+    decoder = load_model(folder)
+    tokenizer = load_tokenizer(folder)
+    ids = [token_id for book in read_books(TEXT)[1] for token_id in (*tokenizer.encode(book), 0)]
+    losses = []
+    for start in range(0, len(ids) - 513, 4 * 512):
+        window = ids[start : start + 513]
+        logprobs = torch.log_softmax(whole_prompt_logits(decoder, window[:-1]).float(), -1)
+        losses.append(-float(logprobs[torch.arange(512), torch.tensor(window[1:])].mean()))
+    assert math.isclose(sum(losses) / len(losses), stated, abs_tol=0.04)
