@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +22,8 @@ class KvPool:
         self.num_blocks = num_blocks
         dtype = getattr(torch, spec.dtype)
         shapes = [(num_blocks, heads, spec.block_size, dim) for heads, dim in spec.layer_shapes]
-        self.k: list[Tensor] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        self.v: list[Tensor] = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self.k: list[Tensor] = [_mapped_zeros(shape, dtype) for shape in shapes]
+        self.v: list[Tensor] = [_mapped_zeros(shape, dtype) for shape in shapes]
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks, (source, target) pairs, in every layer; all sources are read before any target is written."""
@@ -28,3 +31,9 @@ class KvPool:
         targets = torch.tensor([target for _, target in copies])
         for cache in (*self.k, *self.v):
             cache[targets] = cache[sources]
+
+
+def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take no memory until they are written; torch.zeros would write, and so take, all of it now."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

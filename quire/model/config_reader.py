@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +38,13 @@ _HARMLESS = {
 """Keys that are not read because they do not change what a model computes."""
 
 
+_STORED_DTYPES: dict[bytes, Dtype] = {b"F32": "float32", b"BF16": "bfloat16", b"F16": "float16"}
+
+
 def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     """Return the spec of the checkpoint in a folder.
 
-    dtype  of weights and activations; "auto": as config.json says, float32 where it does not
+    dtype  of weights and activations; "auto": as config.json says, or else as the weights are stored
     Raises ModelFormatError (what is there is wrong), UnsupportedError (right, but not implemented) or ConfigError (dtype)
     """
     if dtype != "auto" and dtype not in DTYPE_BYTES:
@@ -58,9 +62,12 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     _refuse_options(values, file)
     config = ConfigView(model_type, values, file)
     spec = FAMILIES.get(model_type).read_spec(config)
+    if dtype == "auto":
+        is_stated = any(part.get(key) is not None for part in (values, whole) for key in ("dtype", "torch_dtype"))
+        dtype = spec.dtype if is_stated else _stored_dtype(folder)
     spec = replace(
         spec,
-        dtype=spec.dtype if dtype == "auto" else cast("Dtype", dtype),
+        dtype=cast("Dtype", dtype),
         bos_token_id=_read_bos(config, values, ConfigView(model_type, generation, generation_file)),
         eos_token_ids=_read_eos(config, values, ConfigView(model_type, generation, generation_file)),
     )
@@ -68,6 +75,18 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     if ignored:
         logger.info("%s: keys without a meaning in a %r model are ignored: %s", file, model_type, ", ".join(ignored))
     return spec
+
+
+def _stored_dtype(folder: Path) -> Dtype:
+    """Return the dtype of the first floating-point tensor of the first safetensors file; float32 where there is none."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            # A damaged header is the loader's to report.
+            found = re.search(rb'"dtype"\s*:\s*"(F32|BF16|F16)"', stream.read(min(size, 1 << 20)))
+        if found is not None:
+            return _STORED_DTYPES[found.group(1)]
+    return "float32"
 
 
 def read_json_object(file: Path) -> dict[str, object]:

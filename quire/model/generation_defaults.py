@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from quire.base.errors import ModelFormatError
+from quire.model.config_reader import read_json_object
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -18,16 +18,15 @@ def read_generation_defaults(folder: Path) -> dict[str, float]:
     path = folder / "generation_config.json"
     if not path.exists():
         return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ModelFormatError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelFormatError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    found = {name: config[name] for name in _FIELDS if config.get(name) is not None}
-    for name, value in found.items():
+    config = read_json_object(path)
+    found: dict[str, float] = {}
+    for name in _FIELDS:
+        value = config.get(name)
+        if value is None:
+            continue
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ModelFormatError(f"{path}: {name} must be a number, got {value!r}")
+        found[name] = value
     if config.get("do_sample") is False:
         found["temperature"] = 0.0
     return found

@@ -103,6 +103,7 @@ class PrefixIndex:
     def publish(self, parent: PrefixEntry | None, content: BlockContent, block_id: BlockId) -> PrefixEntry | None:
         """Enter a block whose KV is complete, and return the entry that now stands for its content.
 
+        A block that is published already comes with the content that it was published with.
         That is the entry of an earlier publisher where there is one. None where another content has the same key: it stays.
         """
         found = self._entry_by_key.get(content.key)
@@ -112,7 +113,6 @@ class PrefixIndex:
             if not found.is_orphan:
                 return None
             self.drop(found.block_id)
-        self.drop(block_id)
         entry = PrefixEntry(content, parent, block_id)
         self._entry_by_key[content.key] = entry
         self._entry_by_block[block_id] = entry

@@ -1,5 +1,9 @@
 """The KV pool copies whole blocks in every layer, all sources before any target."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
 from quire.contracts.kv_spec import KvSpec
@@ -19,3 +23,17 @@ def test_bytes_per_token_counts_k_and_v_of_every_layer():
     spec = KvSpec(16, "bfloat16", ((1, 3), (2, 4)))
     assert spec.bytes_per_token == 2 * (3 + 8) * 2
     assert spec.bytes_per_block == 16 * spec.bytes_per_token
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_is_taken_only_as_blocks_are_written():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    pool = KvPool(KvSpec(16, "bfloat16", ((8, 128),) * 4), num_blocks=4096)  # 512 MiB
+    assert resident_bytes() - before < 32 << 20
+    for cache in pool.k:
+        cache[:64] = 1
+    assert resident_bytes() - before < 64 << 20
+    assert all(float(cache[64:66].abs().sum()) == 0 for cache in pool.k)

@@ -40,6 +40,14 @@ def test_decode_never_waits_behind_prompts():
     assert [counts(driver.step()) for _ in range(5)] == [[1, 7], [1, 7], [1, 7], [1, 7], [1, 2, 5]]
 
 
+def test_decode_never_waits_behind_a_prompt_of_higher_priority():
+    driver = Driver(make_config(max_num_batched_tokens=8, policy="priority"))
+    driver.add(make_request("decoding", 4, max_tokens=10, priority=5))
+    driver.step()
+    driver.add(make_request("urgent", range(200, 230), max_tokens=2, priority=-5))
+    assert [driver.step().num_scheduled_tokens for _ in range(3)] == [{SequenceId(0): 1, SequenceId(1): 7}] * 3
+
+
 def test_threshold_caps_the_chunk_of_each_sequence():
     driver = Driver(make_config(max_num_batched_tokens=16, long_prefill_token_threshold=5))
     driver.add(make_request("a", range(200, 212), max_tokens=1))
