@@ -70,8 +70,10 @@ class InputBatch:
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan changes: sequences that ended or start, and their block tables."""
         for sequence_id in plan.ended:
-            row = self._rows.pop(sequence_id)
-            self._free_tables.append(row.table)
+            # A step that failed while its plan was applied may have left some of its sequences without a row.
+            row = self._rows.pop(sequence_id, None)
+            if row is not None:
+                self._free_tables.append(row.table)
         for start in plan.starts:
             self._start(start)
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
@@ -86,8 +88,8 @@ class InputBatch:
         sampling = SamplingRow(start.request, start.choice, start.token_ids, self._vocab_size)
         table = self._free_tables.pop()
         row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, sampling)
-        self._append_blocks(row, start.block_ids)
         self._rows[start.sequence_id] = row
+        self._append_blocks(row, start.block_ids)
 
     def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
         self._tables[row.table, row.num_blocks : row.num_blocks + len(block_ids)] = block_ids

@@ -103,8 +103,8 @@ class PrefixIndex:
     def publish(self, parent: PrefixEntry | None, content: BlockContent, block_id: BlockId) -> PrefixEntry | None:
         """Enter a block whose KV is complete, and return the entry that now stands for its content.
 
-        A block that is published already comes with the content that it was published with.
         That is the entry of an earlier publisher where there is one. None where another content has the same key: it stays.
+        A block that is published already may come again, with the same content.
         """
         found = self._entry_by_key.get(content.key)
         if found is not None:

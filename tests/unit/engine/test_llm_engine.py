@@ -102,6 +102,22 @@ def test_failing_step_ends_its_sequences_and_spares_the_others(tiny_model, monke
     engine.close()
 
 
+def test_step_that_fails_while_its_plan_is_applied_leaves_the_engine_usable(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model, max_num_seqs=2)
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], greedy(max_tokens=5))
+    batch = engine._runner._batch
+    real = batch._append_blocks
+    monkeypatch.setattr(batch, "_append_blocks", lambda row, blocks: (_ for _ in ()).throw(MemoryError("no room")))
+    assert [o.outputs[0].finish_reason for o in engine.step()] == ["error", "error"]
+    monkeypatch.setattr(batch, "_append_blocks", real)
+    for name in ("c", "d"):
+        engine.add_request(name, [1, 2, 3], greedy(max_tokens=5))
+    ends = [o for o in run_to_end(engine) if o.finished]
+    assert [o.outputs[0].finish_reason for o in ends] == ["length", "length"]
+    engine.close()
+
+
 def test_sequence_with_nan_logits_ends_with_an_error_alone(tiny_model, monkeypatch):
     engine = make_engine(tiny_model)
     engine.add_request("bad", [1, 2], greedy(max_tokens=5))
