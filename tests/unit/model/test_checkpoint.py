@@ -34,10 +34,11 @@ def _load(folder, dtype="auto"):
 
 
 def _edit(folder, change):
-    """Pass the stored tensors to `change` and write what it returns."""
+    """Pass the stored tensors to `change` and write what it returns into a new file: loaded ones are maps of the old."""
     file = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, file)
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
 
 
 def _mapped_file(tensor):
