@@ -19,3 +19,10 @@ def setup_logging(level: str = "INFO") -> None:
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(level)
+
+
+def show_log() -> None:
+    """Make the log visible, at level INFO, in a program that has not set up logging at all; leave any other alone."""
+    logger = logging.getLogger("quire")
+    if not logger.hasHandlers() and logger.level == logging.NOTSET:
+        setup_logging()

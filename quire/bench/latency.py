@@ -59,6 +59,7 @@ def measure_latency(
         raise ConfigError(f"num_iters must be at least 1 and num_iters_warmup 0, got {num_runs} and {num_warm_up}")
     llm = LLM.of(replace(config, skip_tokenizer_init=True))
     report = llm.llm_engine.report
+    workload.check(report)
     latencies: list[float] = []
     first_s: list[float] = []
     per_token_s: list[float] = []

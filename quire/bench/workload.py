@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.base.errors import ConfigError
+from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.sampling_params import SamplingParams
 
@@ -27,6 +28,15 @@ class Workload:
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def check(self, report: ModelReport) -> None:
+        """Raise ConfigError when a sequence is longer than the engine lets it become: it would end early, unnoticed."""
+        longest, length = self.input_len + self.output_len, report.memory.max_model_len
+        if longest > length:
+            raise ConfigError(
+                f"input_len {self.input_len} and output_len {self.output_len} make {longest} tokens, but max_model_len is "
+                f"{length}; lower them or raise max_model_len"
+            )
 
     def prompts(self, spec: ModelSpec, first: int = 0) -> list[dict[str, list[int]]]:
         """Return the prompts; other values of `first` give other prompts of the same shape."""

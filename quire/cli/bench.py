@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from quire.base.errors import ConfigError
 from quire.cli import options
 
 
@@ -41,6 +42,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     from quire.bench.throughput import measure_throughput
     from quire.bench.workload import Workload
 
+    _check_output(args.output_json)
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
     figures = measure_throughput(options.engine_config(args), workload, args.progress)
     return _report(figures.describe(), figures.to_json(), args.output_json)
@@ -51,9 +53,16 @@ def run_latency(args: argparse.Namespace) -> int:
     from quire.bench.latency import measure_latency
     from quire.bench.workload import Workload
 
+    _check_output(args.output_json)
     workload = Workload(args.batch_size, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
     figures = measure_latency(options.engine_config(args), workload, args.num_iters_warmup, args.num_iters, args.progress)
     return _report(figures.describe(), figures.to_json(), args.output_json)
+
+
+def _check_output(path: Path | None) -> None:
+    """Find out before a long run that its figures cannot be written."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--output-json {path}: give a file in a folder that exists")
 
 
 def _report(text: str, json_text: str, path: Path | None) -> int:

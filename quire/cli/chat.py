@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from quire.base.errors import RequestError
+from quire.base.errors import QuireError, RequestError
 from quire.cli import options
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def converse(engine: LLMEngine, params: SamplingParams, system: str | None) -> N
             streamed = stream_to_terminal(engine, f"chat-{number}", prompt, params)
             messages.append({"role": "assistant", "content": streamed.text})
             print(f"\n{streamed.describe_speed()}" if sys.stdin.isatty() else "")
-        except RequestError as error:
+        except QuireError as error:
             messages.pop()
             print(f"error: {error} (/reset starts anew)", file=sys.stderr)
         except KeyboardInterrupt:

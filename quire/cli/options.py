@@ -20,6 +20,7 @@ _ENGINE_FIELDS = (
     "enable_prefix_caching",
     "long_prefill_token_threshold",
     "scheduling_policy",
+    "max_logprobs",
     "seed",
     "device",
 )
@@ -47,6 +48,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     group.add_argument("--long-prefill-token-threshold", type=int, default=0, help="prompt tokens of one sequence a step")
     group.add_argument("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"))
+    group.add_argument("--max-logprobs", type=int, default=20, help="limit of what requests may ask for; -1: none")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--device", default="auto")
 

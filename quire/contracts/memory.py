@@ -36,11 +36,17 @@ class MemoryPlan:
         """Tokens that fit in the pool."""
         return self.num_kv_blocks * self.kv.block_size
 
+    @property
+    def fits(self) -> bool:
+        """Whether weights, activations and KV pool fit into the available memory together."""
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes <= self.available_bytes
+
     def describe(self) -> str:
         """Return the plan as a few lines for people."""
         return "\n".join(
             (
-                f"memory      {format_bytes(self.available_bytes)} available",
+                f"memory      {format_bytes(self.available_bytes)} available"
+                + ("" if self.fits else ": THE MODEL DOES NOT FIT"),
                 f"weights     {format_bytes(self.weight_bytes)}",
                 f"activations {format_bytes(self.activation_bytes)} at most in one step (estimate)",
                 f"KV cache    {format_bytes(self.kv_bytes)}: {self.num_kv_blocks:,} blocks of {self.kv.block_size} "

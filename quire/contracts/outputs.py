@@ -72,6 +72,7 @@ class RequestMetrics:
 class RequestOutput:
     """The state of one request: its prompt, its choices, and whether it has ended.
 
+    prompt_token_ids one list shared by all outputs of the request: do not change it
     prompt_logprobs  per prompt token a dict of token id -> Logprob; the first token has None
     error            what went wrong, when a choice has finish_reason "error"
     """

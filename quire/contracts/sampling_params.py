@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from quire.base.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 64
+MAX_STRINGS = 256
+MAX_STRING_LENGTH = 4096
 MAX_CHOICES = 128
 
 
@@ -75,7 +77,8 @@ class SamplingParams:
     max_tokens           output tokens at most; None: until the model's length is reached
     min_tokens           no end-of-sequence or stop before this many output tokens
     seed                 same seed, same tokens, whatever else is in the batch; None: drawn from the engine's seed
-    logprobs             return this many most likely tokens (0 to 20) and the chosen one per output token; -1: all
+    logprobs             return this many most likely tokens and the chosen one per output token (the engine's max_logprobs,
+                         20 by default, is the limit); -1: the whole vocabulary, where the engine allows it
     prompt_logprobs      likewise for each prompt token but the first
     detokenize           False leaves `text` empty, and stop strings are then refused
     skip_special_tokens  leave special tokens out of the text
@@ -134,7 +137,7 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), -1, MAX_LOGPROBS)
+                _check_int(name, getattr(self, name), -1)
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs the text: it cannot be used with detokenize=False", "stop")
@@ -154,6 +157,7 @@ class SamplingParams:
         _as_token_ids("logit_bias", list(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
             _check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's own may change later
 
     def _normalise_lists(self) -> None:
         if self.allowed_token_ids is not None:
@@ -161,8 +165,15 @@ class SamplingParams:
             if not allowed:
                 raise RequestError("allowed_token_ids must not be empty; leave it None to allow all", "allowed_token_ids")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "stop", _as_strings("stop", self.stop))
-        object.__setattr__(self, "bad_words", _as_strings("bad_words", self.bad_words))
+        for name in ("stop", "bad_words"):
+            strings = _as_strings(name, getattr(self, name))
+            if len(strings) > MAX_STRINGS or any(len(string) > MAX_STRING_LENGTH for string in strings):
+                raise RequestError(
+                    f"{name} may hold {MAX_STRINGS} strings of {MAX_STRING_LENGTH} characters, got {len(strings)} strings, "
+                    f"the longest of {max(map(len, strings))} characters",
+                    name,
+                )
+            object.__setattr__(self, name, strings)
         object.__setattr__(self, "stop_token_ids", _as_token_ids("stop_token_ids", self.stop_token_ids))
 
     @property
@@ -180,7 +191,7 @@ class SamplingParams:
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`. Raises RequestError, with the field in `param`, when one is invalid.
 
-    beam_width      hypotheses that are kept and returned, 1 to 10
+    beam_width      hypotheses that are kept and returned, 1 to 64
     max_tokens      output tokens at most
     ignore_eos      do not end hypotheses at end-of-sequence tokens
     length_penalty  hypotheses rank by cumulative log probability / (number of output tokens ** length_penalty)
@@ -192,7 +203,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_int("beam_width", self.beam_width, 1, MAX_LOGPROBS // 2)
+        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_flag("ignore_eos", self.ignore_eos)
         _check_number("length_penalty", self.length_penalty, -10.0, 10.0)

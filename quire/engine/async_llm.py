@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import QuireError, WorkerError
-from quire.base.logging import get_logger
-from quire.contracts.outputs import RequestOutput
+from quire.base.errors import QuireError, RequestError, WorkerError
+from quire.base.logging import get_logger, show_log
+from quire.contracts.outputs import CompletionOutput, RequestOutput
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.engine.config import make_config
@@ -20,7 +21,22 @@ from quire.engine.request_factory import PromptLike
 
 logger = get_logger(__name__)
 
-_Item = RequestOutput | QuireError
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One call of generate: where its outputs go. What is sent after its request has ended is dropped."""
+
+    request_id: str
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[RequestOutput | QuireError]
+    is_cancelled: bool = False
+
+    def send(self, item: RequestOutput | QuireError) -> None:
+        """Hand an output to the caller's event loop; called by the engine's thread."""
+        try:
+            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:
+            logger.warning("request %s: its event loop is closed; an output is dropped", self.request_id)
 
 
 class AsyncLLM:
@@ -30,12 +46,13 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        show_log()
         self.engine = LLMEngine(make_config(model=model, **options))
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[str, Callable[[_Item], None]] = {}
-        self._ids = itertools.count()
+        self._lock = threading.Lock()  # of _tickets and _failure
+        self._tickets: dict[str, _Ticket] = {}
         self._failure: QuireError | None = None
-        self._lock = threading.Lock()
+        self._running: dict[str, _Ticket] = {}  # the engine thread's own
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -44,35 +61,29 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request as deltas, the last with finished=True.
 
-        Leaving the iteration early aborts the request. Raises RequestError when it is invalid or can never fit, and
-        WorkerError when the engine has stopped.
+        Leaving the iteration early aborts the request. Raises RequestError when it is invalid, can never fit or has an id
+        that is in use, and WorkerError when the engine has stopped.
         """
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        request = await asyncio.to_thread(self.engine.make_request, request_id, prompt, sampling_params)
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[_Item] = asyncio.Queue()
-
-        def sink(item: _Item) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(items.put_nowait, item)
-
-        self._send(lambda: self._submit(request, sink))
+        ticket = self._register(request_id)
         is_finished = False
         try:
+            request = await asyncio.to_thread(self.engine.make_request, ticket.request_id, prompt, sampling_params)
+            self._send(lambda: self._submit(request, ticket))
             while not is_finished:
-                item = await items.get()
+                item = await ticket.items.get()
+                is_finished = isinstance(item, QuireError) or item.finished
                 if isinstance(item, QuireError):
-                    is_finished = True
                     raise item
-                is_finished = item.finished
                 yield item
         finally:
-            if not is_finished and self._failure is None:
-                self._send(lambda: self._abort(request_id))
+            self._leave(ticket, is_finished)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort". Unknown ids are ignored."""
-        self._send(lambda: self._abort(request_id))
+        with self._lock:
+            ticket = self._tickets.get(request_id) if isinstance(request_id, str) else None
+        if ticket is not None:
+            self._cancel(ticket)
 
     def close(self) -> None:
         """Abort what runs, stop the thread and release the memory."""
@@ -80,30 +91,61 @@ class AsyncLLM:
             self._commands.put(None)
             self._thread.join()
 
+    def _register(self, request_id: str | None) -> _Ticket:
+        name = f"async-{uuid.uuid4().hex}" if request_id is None else request_id
+        if not isinstance(name, str):
+            raise RequestError(f"request_id must be a non-empty string, got {name!r}", "request_id")
+        ticket = _Ticket(name, asyncio.get_running_loop(), asyncio.Queue())
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if name in self._tickets:
+                raise RequestError(f"request_id {name!r} is in use", "request_id")
+            self._tickets[name] = ticket
+        return ticket
+
+    def _leave(self, ticket: _Ticket, is_finished: bool) -> None:
+        if not is_finished:
+            self._cancel(ticket)
+        with self._lock:
+            del self._tickets[ticket.request_id]
+
+    def _cancel(self, ticket: _Ticket) -> None:
+        ticket.is_cancelled = True
+        with self._lock:
+            if self._failure is None:
+                self._commands.put(lambda: self._abort(ticket))
+
     def _send(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self._commands.put(command)
 
-    def _submit(self, request: Request, sink: Callable[[_Item], None]) -> None:
+    # What follows runs in the engine's thread.
+
+    def _submit(self, request: Request, ticket: _Ticket) -> None:
+        if ticket.is_cancelled:
+            ticket.send(_aborted(request))
+            return
         try:
             self.engine.submit(request, "delta")
-        except QuireError as error:
-            sink(error)
+        except Exception as error:  # noqa: BLE001 - it must reach its caller, and nobody else
+            ticket.send(error if isinstance(error, QuireError) else WorkerError(f"{type(error).__name__}: {error}"))
             return
-        self._sinks[request.request_id] = sink
+        self._running[request.request_id] = ticket
 
-    def _abort(self, request_id: str) -> None:
-        output = self.engine.abort_request(request_id)
-        if output is not None:
-            self._deliver(output)
+    def _abort(self, ticket: _Ticket) -> None:
+        if self._running.get(ticket.request_id) is ticket:
+            output = self.engine.abort_request(ticket.request_id)
+            if output is not None:
+                self._deliver(output)
 
     def _deliver(self, output: RequestOutput) -> None:
-        sink = self._sinks[output.request_id]
+        ticket = self._running[output.request_id]
         if output.finished:
-            del self._sinks[output.request_id]
-        sink(output)
+            del self._running[output.request_id]
+        ticket.send(output)
 
     def _run(self) -> None:
         try:
@@ -111,17 +153,18 @@ class AsyncLLM:
                 for output in self.engine.step():
                     self._deliver(output)
             failure = WorkerError("the engine has been closed")
-        except Exception as error:
+        except Exception as error:  # the thread ends here; every caller must hear why
             logger.exception("the engine stopped")
             failure = WorkerError(f"the engine stopped: {type(error).__name__}: {error}")
         with self._lock:
             self._failure = failure
-        self._drain()
-        for request_id, sink in self._sinks.items():
-            logger.warning("request %s ends unfinished: %s", request_id, failure)
-            sink(failure)
-        self._sinks.clear()
-        self.engine.close()
+            tickets = list(self._tickets.values())
+        for ticket in tickets:
+            ticket.send(failure)
+        try:
+            self.engine.close()
+        except Exception:  # broken already, and said so above; the memory goes with the process
+            logger.exception("the engine could not be closed")
 
     def _obey(self) -> bool:
         """Carry out the commands that wait, sleeping until there is one when there is nothing else to do."""
@@ -134,9 +177,8 @@ class AsyncLLM:
                 return False
             command()
 
-    def _drain(self) -> None:
-        """Take in the requests that arrived while the engine stopped, so that they hear of it; no more can follow."""
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
+
+def _aborted(request: Request) -> RequestOutput:
+    """Return the only output of a request that was aborted before the engine saw it."""
+    choices = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
+    return RequestOutput(request.request_id, request.prompt, list(request.prompt_token_ids), choices, finished=True)

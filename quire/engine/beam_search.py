@@ -2,60 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quire.base.errors import RequestError
+from quire.base.ids import RequestId
+from quire.base.logging import get_logger
 from quire.contracts.outputs import BeamSearchOutput, BeamSearchSequence
-from quire.contracts.request import Request
+from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
+logger = get_logger(__name__)
 
-def search_beams(llm: LLM, request: Request, params: BeamSearchParams) -> BeamSearchOutput:
-    """Search the most likely continuations of one prompt.
 
-    Every step takes, of all one-token extensions of the hypotheses, the beam_width best; one that ends with an
-    end-of-sequence token is set aside and competes again at the end.
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A hypothesis: prompt and output, and the log probability of the output."""
+
+    token_ids: tuple[int, ...]
+    logprob: float = 0.0
+
+
+@dataclass(slots=True)
+class _Search:
+    """The hypotheses of one prompt; those in `ended` have an end-of-sequence token and compete again at the end."""
+
+    request: Request
+    live: list[_Beam]
+    ended: list[_Beam] = field(default_factory=list)
+
+
+def search_beams(llm: LLM, requests: list[Request], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """Search the most likely continuations of every prompt, all prompts and hypotheses in one batch.
+
+    Every step takes, of all one-token extensions of a prompt's hypotheses, the beam_width best.
     """
-    prompt = list(request.prompt_token_ids)
     max_model_len = llm.llm_engine.report.memory.max_model_len
-    if len(prompt) + params.max_tokens > max_model_len:
-        raise RequestError(
-            f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the model's {max_model_len} tokens",
-            "max_tokens",
-        )
-    eos = frozenset[int]() if params.ignore_eos else request.eos_token_ids
-    step_params = SamplingParams(
-        temperature=0.0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True, detokenize=False
-    )
-    live: list[tuple[float, list[int]]] = [(0.0, prompt)]
-    ended: list[tuple[float, list[int]]] = []
+    for request in requests:
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt + params.max_tokens > max_model_len:
+            raise RequestError(
+                f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} exceed the model's {max_model_len} tokens",
+                "max_tokens",
+            )
+    if not llm.llm_engine.config.enable_prefix_caching:
+        logger.warning("beam search without prefix caching computes every hypothesis anew for every token")
+    searches = [_Search(request, [_Beam(request.prompt_token_ids)]) for request in requests]
     for _ in range(params.max_tokens):
-        outputs = llm.generate([tokens for _, tokens in live], step_params, use_tqdm=False)
-        extended: list[tuple[float, list[int]]] = []
-        for (total, tokens), output in zip(live, outputs, strict=True):
+        if not any(search.live for search in searches):
+            break
+        _extend(llm, searches, params)
+    return [_conclude(llm, search, params) for search in searches]
+
+
+def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams) -> None:
+    """Grow every live hypothesis by its best tokens and keep the best of each prompt."""
+    step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * params.beam_width, ignore_eos=True, detokenize=False)
+    grown = [
+        replace(
+            search.request,
+            request_id=RequestId(f"{search.request.request_id}-beam-{index}"),
+            prompt_token_ids=beam.token_ids,
+            params=step,
+        )
+        for search in searches
+        for index, beam in enumerate(search.live)
+    ]
+    outputs = iter(llm.run(grown, use_tqdm=False))
+    for search in searches:
+        eos = frozenset[int]() if params.ignore_eos else search.request.eos_token_ids
+        extended: list[_Beam] = []
+        for beam in search.live:
+            output = next(outputs)
             if output.error is not None:
                 raise RequestError(output.error, "prompt")
             for token_id, entry in (output.outputs[0].logprobs or [{}])[0].items():
-                target = ended if token_id in eos else extended
-                target.append((total + entry.logprob, [*tokens, token_id]))
-        extended.sort(key=lambda beam: -beam[0])
-        live = extended[: params.beam_width]
-        if not live:
-            break
-    candidates = [_describe(llm, beam, len(prompt), params, "stop") for beam in ended]
-    candidates += [_describe(llm, beam, len(prompt), params, "length") for beam in live]
+                target = search.ended if token_id in eos else extended
+                target.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
+        extended.sort(key=lambda beam: -beam.logprob)
+        search.live = extended[: params.beam_width]
+
+
+def _conclude(llm: LLM, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
+    candidates = [_describe(llm, search.request, beam, params, "stop") for beam in search.ended]
+    candidates += [_describe(llm, search.request, beam, params, "length") for beam in search.live]
     candidates.sort(key=lambda candidate: -candidate.score)
     return BeamSearchOutput(candidates[: params.beam_width])
 
 
-def _describe(
-    llm: LLM, beam: tuple[float, list[int]], num_prompt_tokens: int, params: BeamSearchParams, reason: str
-) -> BeamSearchSequence:
-    total, tokens = beam
-    output = tokens[num_prompt_tokens:]
-    text = llm.get_tokenizer().decode(output) if llm.llm_engine.tokenizer is not None else ""
-    score = total / len(output) ** params.length_penalty
-    return BeamSearchSequence(tokens, total, score, text, "stop" if reason == "stop" else "length")
+def _describe(llm: LLM, request: Request, beam: _Beam, params: BeamSearchParams, reason: FinishReason) -> BeamSearchSequence:
+    output = list(beam.token_ids[len(request.prompt_token_ids) :])
+    tokenizer = llm.llm_engine.tokenizer
+    text = "" if tokenizer is None else tokenizer.decode(output)
+    score = beam.logprob / len(output) ** params.length_penalty
+    return BeamSearchSequence(list(beam.token_ids), beam.logprob, score, text, reason)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.base.logging import show_log
 from quire.contracts.config import EngineConfig
 from quire.contracts.outputs import BeamSearchOutput, RequestOutput
 from quire.contracts.request import Request
@@ -36,6 +37,7 @@ class LLM:
         return llm
 
     def _init(self, config: EngineConfig) -> None:
+        show_log()
         self.llm_engine = LLMEngine(config)
         self._num_requests = 0
 
@@ -55,7 +57,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params_list = _as_params(params, len(prompt_list))
         pairs = zip(prompt_list, params_list, strict=True)
-        return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+        return self.run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
 
     def chat(
         self,
@@ -70,16 +72,12 @@ class LLM:
         """Generate the next message of one conversation, or of each of a list of them, through the chat template."""
         is_single = not messages or isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if is_single else list(messages)
+        options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
+        tokenizer = self.get_tokenizer()
+        texts = [tokenizer.apply_chat_template(conversation, **options) for conversation in conversations]
+        # The template has written the special tokens: none may be added.
         prompts: list[PromptLike] = [
-            {
-                "prompt_token_ids": self.get_tokenizer().encode_chat(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    **(chat_template_kwargs or {}),
-                )
-            }
-            for conversation in conversations
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -87,28 +85,10 @@ class LLM:
         """Return for every prompt the beam_width best continuations, best first."""
         plain = SamplingParams(temperature=0.0)
         requests = [self._make(prompt, plain) for prompt in _as_prompts(prompts)]
-        return [search_beams(self, request, params) for request in requests]
+        return search_beams(self, requests, params)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; raises RequestError when the model has none."""
-        if self.llm_engine.tokenizer is None:
-            raise RequestError("the model has no tokenizer", "prompt")
-        return self.llm_engine.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the checkpoint recommends in generation_config.json."""
-        return self.llm_engine.default_sampling_params()
-
-    def close(self) -> None:
-        """Release the model's memory."""
-        self.llm_engine.close()
-
-    def _make(self, prompt: PromptLike, params: SamplingParams) -> Request:
-        request = self.llm_engine.make_request(str(self._num_requests), prompt, params)
-        self._num_requests += 1
-        return request
-
-    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests that are validated already and return their last outputs in order."""
         engine = self.llm_engine
         for request in requests:
             engine.check_servable(request)
@@ -130,6 +110,25 @@ class LLM:
                 progress.close()
         return [outputs[request.request_id] for request in requests]
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; raises RequestError when the model has none."""
+        if self.llm_engine.tokenizer is None:
+            raise RequestError("the model has no tokenizer", "prompt")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters that the checkpoint recommends in generation_config.json."""
+        return self.llm_engine.default_sampling_params()
+
+    def close(self) -> None:
+        """Release the model's memory."""
+        self.llm_engine.close()
+
+    def _make(self, prompt: PromptLike, params: SamplingParams) -> Request:
+        request = self.llm_engine.make_request(str(self._num_requests), prompt, params)
+        self._num_requests += 1
+        return request
+
 
 def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     if isinstance(prompts, str | dict):
@@ -145,6 +144,10 @@ def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, list | tuple):
+        raise RequestError(
+            f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}", "sampling_params"
+        )
     if len(params) != count:
         raise RequestError(
             f"sampling_params must be one for all or one per prompt: got {len(params)} for {count} prompts",

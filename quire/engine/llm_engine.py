@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import QuireError, RequestError
+from quire.base.errors import QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig, SchedulerConfig
 from quire.contracts.memory import ModelReport
@@ -16,6 +16,7 @@ from quire.contracts.outputs import RequestOutput
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.engine.interrupts import deferred_interrupts
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.request_factory import PromptLike, RequestFactory
 from quire.engine.scheduling.admission import check_servable
@@ -71,9 +72,11 @@ class LLMEngine:
             )
         )
         self._runner = runner
-        self._factory = RequestFactory(report.spec, tokenizer, config.seed)
+        self._factory = RequestFactory(report.spec, tokenizer, config)
         self._streams: dict[str, OutputStream] = {}
         self._request_indices = itertools.count()
+        self._undelivered: list[RequestOutput] = []
+        self._is_closed = False
         self.stats = EngineStats()
 
     def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams) -> Request:
@@ -96,10 +99,14 @@ class LLMEngine:
 
     def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
         """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
+        if self._is_closed:
+            raise WorkerError("the engine has been closed")
         if request.request_id in self._streams:
             raise RequestError(f"request_id {request.request_id!r} is in use", "request_id")
-        self.scheduler.add(request, time.monotonic())
-        self._streams[request.request_id] = OutputStream(request, self.tokenizer, output_kind)
+        stream = OutputStream(request, self.tokenizer, output_kind)
+        with deferred_interrupts():
+            self.scheduler.add(request, time.monotonic())
+            self._streams[request.request_id] = stream
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""
@@ -107,7 +114,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step has anything left to do."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._undelivered)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -117,36 +124,44 @@ class LLMEngine:
         """Run one step and return the outputs of the requests that it moved, in the form each one asked for.
 
         A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
+        Ctrl-C is raised when the step is complete, and its outputs are returned by the next call.
         """
+        with deferred_interrupts():
+            self._step()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _step(self) -> None:
         plan = self.scheduler.schedule(time.monotonic())
         if plan is None:
-            return []
-        result = self._execute(plan)
-        now = time.monotonic()
+            return
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
-        return self._collect(self.scheduler.commit(plan, result, now), now)
-
-    def _execute(self, plan: StepPlan) -> StepResult:
         try:
-            return self._runner.execute(plan)
+            result = self._runner.execute(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
-            text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-            errors = dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {text}")
-            return StepResult(plan.step_id, {}, {}, {}, errors)
+            result = _failed(plan, str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}")
+        except BaseException as error:  # a second Ctrl-C, or a signal handler that ends the program
+            self._commit(plan, _failed(plan, type(error).__name__))
+            raise
+        self._commit(plan, result)
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        now = time.monotonic()
+        self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[RequestOutput]:
         touched: dict[str, OutputStream] = {}
         for update in updates:
-            stream = self._streams[update.request_id]
-            touched[update.request_id] = stream
-            stats = update.stats
-            if stream.apply(update, now):
-                ended = self.scheduler.finish(update.sequence_id, "stop")
-                stats = None if ended is None else ended.stats
-            if stats is not None:
-                stream.add_stats(update.choice, stats)
+            stream = touched[update.request_id] = self._streams[update.request_id]
+            try:
+                self._apply(stream, update, now)
+            except Exception as error:
+                # Whatever is wrong with the text of one request is its own affair.
+                logger.exception("the output of request %s failed", update.request_id)
+                self.scheduler.abort(update.request_id)
+                stream.fail(f"{type(error).__name__}: {error}")
         outputs: list[RequestOutput] = []
         for request_id, stream in touched.items():
             if stream.is_finished:
@@ -157,15 +172,37 @@ class LLMEngine:
                 outputs.append(output)
         return outputs
 
+    def _apply(self, stream: OutputStream, update: SequenceUpdate, now: float) -> None:
+        stats = update.stats
+        if stream.apply(update, now):
+            ended = self.scheduler.finish(update.sequence_id, "stop")
+            stats = None if ended is None else ended.stats
+        if stats is not None:
+            stream.add_stats(update.choice, stats)
+
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request now and return its last output (finish_reason "abort"); None when there is no such request."""
-        if request_id not in self._streams:
-            return None
-        outputs = self._collect(self.scheduler.abort(self._streams[request_id].request.request_id), time.monotonic())
-        return outputs[0] if outputs else None
+        """End a request now and return its last output (finish_reason "abort"); None when there is no such request.
+
+        Outputs of it that an interrupted step left behind are dropped, or returned if they were its last.
+        """
+        with deferred_interrupts():
+            left = [output for output in self._undelivered if output.request_id == request_id]
+            self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                left += self._collect(self.scheduler.abort(stream.request.request_id), time.monotonic())
+        return left[-1] if left and left[-1].finished else None
 
     def close(self) -> None:
-        """Abort what is left and release the memory."""
+        """Abort what is left and release the memory; the engine takes no more requests. May be called again."""
         for request_id in list(self._streams):
             self.abort_request(request_id)
-        self._runner.close()
+        self._undelivered.clear()
+        if not self._is_closed:
+            self._is_closed = True
+            self._runner.close()
+
+
+def _failed(plan: StepPlan, reason: str) -> StepResult:
+    """Return the result of a step that failed as a whole."""
+    return StepResult(plan.step_id, {}, {}, {}, dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}"))

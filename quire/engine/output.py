@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quire.contracts.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -42,6 +42,7 @@ class OutputStream:
         params = request.params
         self.request = request
         # Which of the best_of choices are returned is known only at the end.
+        self._prompt_token_ids = list(request.prompt_token_ids)
         self.kind: OutputKind = "final" if params.num_sequences > params.n else kind
         self.metrics = RequestMetrics(request.arrival_time_s)
         self._tokenizer = tokenizer if params.detokenize else None
@@ -69,6 +70,8 @@ class OutputStream:
     def apply(self, update: SequenceUpdate, now: float) -> bool:
         """Take in what one sequence did in a step; return whether a stop string ended it, which the scheduler must hear."""
         choice = self._choices[update.choice]
+        if choice.finish_reason is not None:  # the request has failed in this very step
+            return False
         if update.new_token_ids and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         for offset, entry in enumerate(update.prompt_logprobs):
@@ -86,6 +89,13 @@ class OutputStream:
         if update.finish_reason is not None:
             self._end(choice, update)
         return False
+
+    def fail(self, error: str) -> None:
+        """End every choice that has not ended with finish_reason "error"."""
+        self._error = self._error or error
+        for choice in self._choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = "error"
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
         """Take in what the scheduler measured of a sequence that has ended."""
@@ -125,8 +135,8 @@ class OutputStream:
         if choice.detokenizer is None:
             return
         rest = choice.detokenizer.finish()
-        if choice.scanner is None:
-            choice.text += rest
+        if choice.scanner is None or update.finish_reason in ("abort", "error"):
+            choice.text += rest if choice.scanner is None else choice.scanner.flush() + rest
             return
         rest, stop = choice.scanner.feed(rest)
         choice.text += rest
@@ -163,11 +173,11 @@ class OutputStream:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
             prompt_logprobs=self._prompt_logprobs,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
             error=self._error,
         )
 

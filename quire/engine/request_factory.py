@@ -8,33 +8,38 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.base.mixing import mix_seed
+from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 PromptLike = str | list[int] | tuple[int, ...] | dict[str, Any]
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "cache_salt"."""
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "cache_salt".
+
+With both, the token ids are the prompt, and the text is only handed back."""
 
 
 class RequestFactory:
     """Tokenises prompts and checks everything about a request that depends on the model. Safe to call from any thread."""
 
-    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer | None, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
-        self._seed = seed
+        self._config = config
 
     def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams) -> Request:
         """Return the request, or raise RequestError with the field at fault.
 
         index  of the request in the life of the engine: requests without a seed get theirs from it
         """
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_params(params)
-        seed = mix_seed(self._seed, index) if params.seed is None else params.seed % 2**64
+        seed = mix_seed(self._config.seed, index) if params.seed is None else params.seed % 2**64
         bad_words = ()
         if params.bad_words:
             bad_words = self._need_tokenizer("bad_words").bad_word_token_ids(params.bad_words)
@@ -51,22 +56,9 @@ class RequestFactory:
         )
 
     def _read_prompt(self, prompt: PromptLike) -> tuple[str | None, tuple[int, ...], str]:
-        cache_salt = ""
+        text, cache_salt = None, ""
         if isinstance(prompt, dict):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown or not ("prompt" in prompt) ^ ("prompt_token_ids" in prompt):
-                raise RequestError(
-                    'a prompt as a dict has either "prompt" or "prompt_token_ids", and optionally "cache_salt"; '
-                    f"got the keys {sorted(map(str, prompt))}",
-                    "prompt",
-                )
-            cache_salt = prompt.get("cache_salt", "")
-            if not isinstance(cache_salt, str):
-                raise RequestError(f"cache_salt must be a string, got {cache_salt!r}", "cache_salt")
-            key = "prompt" if "prompt" in prompt else "prompt_token_ids"
-            prompt = prompt[key]
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise RequestError(f'"{key}" of a prompt has the wrong type: {type(prompt).__name__}', key)
+            text, prompt, cache_salt = self._read_dict(prompt)
         if isinstance(prompt, str):
             token_ids = tuple(self._need_tokenizer("prompt").encode(prompt))
             self._check_token_ids(token_ids, "prompt")
@@ -76,7 +68,28 @@ class RequestFactory:
                 f"a prompt must be a string, a list of token ids or a dict, got {type(prompt).__name__}", "prompt"
             )
         self._check_token_ids(prompt, "prompt_token_ids")
-        return None, tuple(prompt), cache_salt
+        return text, tuple(prompt), cache_salt
+
+    def _read_dict(self, prompt: dict[str, Any]) -> tuple[str | None, Any, str]:
+        """Return the text to hand back, what to take as the prompt, and the salt."""
+        if set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"} or not {"prompt", "prompt_token_ids"} & set(prompt):
+            raise RequestError(
+                'a prompt as a dict has "prompt" or "prompt_token_ids", and optionally "cache_salt"; '
+                f"got the keys {sorted(map(str, prompt))}",
+                "prompt",
+            )
+        text, token_ids, cache_salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {cache_salt!r}", "cache_salt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f'"prompt" must be a string, got {type(text).__name__}', "prompt")
+        if "prompt_token_ids" not in prompt:
+            return None, text, cache_salt
+        if not isinstance(token_ids, list | tuple):
+            raise RequestError(
+                f'"prompt_token_ids" must be a list of token ids, got {type(token_ids).__name__}', "prompt_token_ids"
+            )
+        return text, token_ids, cache_salt
 
     def _check_token_ids(self, token_ids: list[int] | tuple[int, ...], param: str) -> None:
         if not token_ids:
@@ -94,6 +107,21 @@ class RequestFactory:
             for token_id in getattr(params, name) or ():
                 if token_id >= size:
                     raise RequestError(f"{name}: token ids must be below {size}, got {token_id}", name)
+        max_logprobs = self._config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and max_logprobs != -1 and not 0 <= value <= max_logprobs:
+                raise RequestError(
+                    f"{name} must be from 0 to {max_logprobs}, got {value}; the engine's max_logprobs sets the limit, "
+                    "-1 takes it away",
+                    name,
+                )
+        if params.priority != 0 and self._config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority is {params.priority}, but the engine runs with scheduling_policy 'fcfs', which knows none; "
+                "leave it 0 or start the engine with scheduling_policy 'priority'",
+                "priority",
+            )
         if params.stop:
             self._need_tokenizer("stop")
 

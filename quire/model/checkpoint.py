@@ -56,9 +56,14 @@ def _strip_names(tensors: dict[str, Tensor], page: FamilyPage, folder: Path) -> 
 
 
 def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: dict[str, Tensor], folder: Path) -> None:
-    """Make `sources` and `shapes` ask for the heads that are stored: both, or one of embedding and lm_head."""
+    """Make `sources` and `shapes` ask for the heads that are stored.
+
+    A tied model may store either, or both. An untied one may lack lm_head.weight, as in transformers, with a warning (real
+    checkpoints do); a missing embedding is an error.
+    """
     embed = sources[_EMBED].groups[0][0].name
-    if _HEAD in stored and embed not in stored:
+    is_tied = _HEAD not in sources
+    if is_tied and _HEAD in stored and embed not in stored:
         sources[_EMBED] = Source.of(_HEAD)
     elif _HEAD in stored:
         sources[_HEAD] = Source.of(_HEAD)

@@ -60,7 +60,7 @@ def plan_memory(
     max_model_len: int,
     num_batched_tokens: int,
 ) -> MemoryPlan:
-    """Decide the number of KV blocks. Raises ConfigError, with the numbers, when the pool does not fit.
+    """Decide the number of KV blocks; check_fits says whether the whole fits.
 
     By default the pool takes what max_num_seqs sequences of max_model_len need, but at most half of the memory that
     weights and activations leave.
@@ -82,11 +82,15 @@ def plan_memory(
     else:
         wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
         num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block))
-    plan = MemoryPlan(available, weight_bytes, activations, kv, num_blocks, max_model_len)
-    if plan.kv_bytes > room:
+    return MemoryPlan(available, weight_bytes, activations, kv, num_blocks, max_model_len)
+
+
+def check_fits(plan: MemoryPlan) -> None:
+    """Raise ConfigError, with the numbers, when the machine has not the memory for a plan."""
+    if not plan.fits:
         raise ConfigError(
-            f"the model does not fit: {format_bytes(available)} are available, weights take {format_bytes(weight_bytes)}, "
-            f"activations up to {format_bytes(activations)} and the KV cache {format_bytes(plan.kv_bytes)} "
-            f"({num_blocks} blocks); lower num_kv_blocks, kv_cache_memory_bytes or max_num_batched_tokens"
+            f"the model does not fit: {format_bytes(plan.available_bytes)} are available, weights take "
+            f"{format_bytes(plan.weight_bytes)}, activations up to {format_bytes(plan.activation_bytes)} and the KV cache "
+            f"{format_bytes(plan.kv_bytes)} ({plan.num_kv_blocks} blocks); lower num_kv_blocks, kv_cache_memory_bytes or "
+            "max_num_batched_tokens, or take a smaller model or dtype"
         )
-    return plan

@@ -20,7 +20,7 @@ from quire.model.resolve import resolve_model
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.worker.input_batch import InputBatch, StepInput
-from quire.worker.memory import plan_memory
+from quire.worker.memory import check_fits, plan_memory
 
 logger = get_logger(__name__)
 
@@ -35,7 +35,10 @@ def max_num_batched_tokens(config: EngineConfig) -> int:
 
 
 def inspect_model(config: EngineConfig) -> ModelReport:
-    """Read what a model is and needs, without its weights. Raises ModelFormatError, UnsupportedError, ConfigError."""
+    """Read what a model is and needs, without its weights, also when it would not fit.
+
+    Raises ModelFormatError, UnsupportedError or ConfigError.
+    """
     folder = resolve_model(config.model, config.revision)
     tokenizer_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
     spec = read_model_spec(folder, config.dtype)
@@ -48,6 +51,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
 def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
     report = inspect_model(config)
+    check_fits(report.memory)
     for line in report.memory.describe().splitlines():
         logger.info(line)
     decoder = Decoder(report.spec, load_parameters(report.folder, report.spec), report.memory.max_model_len)
@@ -128,6 +132,5 @@ class ModelRunner:
         return found
 
     def close(self) -> None:
-        """Release the KV pool."""
-        self._kv.k.clear()
-        self._kv.v.clear()
+        """Release the weights and the KV pool."""
+        del self._decoder, self._kv

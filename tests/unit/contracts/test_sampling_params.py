@@ -6,7 +6,14 @@ import math
 import pytest
 
 from quire.base.errors import RequestError
-from quire.contracts.sampling_params import MAX_CHOICES, MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from quire.contracts.sampling_params import (
+    MAX_BEAM_WIDTH,
+    MAX_CHOICES,
+    MAX_STRING_LENGTH,
+    MAX_STRINGS,
+    BeamSearchParams,
+    SamplingParams,
+)
 
 NAN, INF = math.nan, math.inf
 NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -32,7 +39,8 @@ BAD = (
     + [("max_tokens", value) for value in (0, -1)]
     + [("min_tokens", value) for value in (-1, 17, None)]  # 17: more than the default max_tokens
     + [("seed", value) for value in (2**64, -(2**63) - 1)]
-    + [(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-2, MAX_LOGPROBS + 1)]
+    + [(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-2, 1.5)]
+    + [(name, value) for name in ("stop", "bad_words") for value in (["x"] * (MAX_STRINGS + 1), "x" * (MAX_STRING_LENGTH + 1))]
     + [("priority", value) for value in (2**31, -(2**31) - 1, None)]
     + [("logit_bias", value) for value in ([(1, 2.0)], "1", {"1": 1.0}, {-1: 1.0}, {True: 1.0}, {1.0: 1.0})]
     + [("logit_bias", {1: value}) for value in (100.5, -101, NAN, INF, True, "1", None)]
@@ -64,7 +72,7 @@ GOOD = [
     {"seed": 2**64 - 1},
     {"seed": -(2**63)},
     {"logprobs": -1, "prompt_logprobs": 0},
-    {"logprobs": MAX_LOGPROBS, "prompt_logprobs": MAX_LOGPROBS},
+    {"logprobs": 50, "prompt_logprobs": -1},
     {"logit_bias": {}},
     {"logit_bias": {0: 100, 5: -100.0}},
     {"stop": ("x",), "detokenize": True},
@@ -150,7 +158,7 @@ def test_params_are_immutable():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("beam_width", value) for value in (0, 11, True, 1.0, None)]
+    [("beam_width", value) for value in (0, MAX_BEAM_WIDTH + 1, True, 1.0, None)]
     + [("max_tokens", value) for value in (0, None, False)]
     + [("ignore_eos", value) for value in (0, None)]
     + [("length_penalty", value) for value in (NAN, INF, 10.5, -11, True, "1")],
@@ -164,3 +172,10 @@ def test_beam_search_error_names_the_field_when_its_value_is_bad(name, value):
 def test_beam_search_takes_good_values():
     params = BeamSearchParams(beam_width=10, max_tokens=1, ignore_eos=True, length_penalty=0)
     assert (params.beam_width, params.length_penalty) == (10, 0)
+
+
+def test_logit_bias_is_a_copy_of_the_callers():
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = "broken"
+    assert params.logit_bias == {3: 1.0}

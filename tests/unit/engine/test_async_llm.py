@@ -104,6 +104,72 @@ def test_request_id_in_use_raises_and_the_first_goes_on(llm):
     assert asyncio.run(run())[-1].finished
 
 
+def test_cancelled_duplicate_does_not_abort_the_first(llm):
+    async def run():
+        first = asyncio.create_task(collect_named(llm, [1, 2], params(max_tokens=40), "x"))
+        await asyncio.sleep(0)
+        for _ in range(10):
+            second = asyncio.create_task(collect_named(llm, [1, 2], params(max_tokens=40), "x"))
+            await asyncio.sleep(0)
+            second.cancel()
+            with pytest.raises((asyncio.CancelledError, RequestError)):
+                await second
+        return await first
+
+    assert asyncio.run(run())[-1].outputs[0].finish_reason == "length"
+
+
+async def collect_named(llm, prompt, request, name):
+    return [output async for output in llm.generate(prompt, request, request_id=name)]
+
+
+@pytest.mark.parametrize("name", [["a"], 7, ""])
+def test_request_id_of_a_wrong_type_is_refused_and_harms_nobody(llm, name):
+    async def run():
+        with pytest.raises(RequestError) as caught:
+            await collect_named(llm, [1], params(), name)
+        assert caught.value.param == "request_id"
+        await llm.abort(name)
+        return await collect(llm, [1], params())
+
+    assert asyncio.run(run())[-1].finished
+
+
+def test_abort_before_the_engine_has_seen_the_request_is_not_lost(llm, monkeypatch):
+    import threading
+
+    gate = threading.Event()
+    real = llm.engine.make_request
+
+    def slow(*args):
+        gate.wait(30)
+        return real(*args)
+
+    async def run():
+        monkeypatch.setattr(llm.engine, "make_request", slow)
+        task = asyncio.create_task(collect_named(llm, [1], params(max_tokens=200, n=2), "early"))
+        await asyncio.sleep(0)
+        await llm.abort("early")
+        gate.set()
+        return await task
+
+    (output,) = asyncio.run(run())
+    assert output.finished
+    assert [c.finish_reason for c in output.outputs] == ["abort", "abort"]
+
+
+def test_request_that_cannot_be_submitted_hears_why(llm, monkeypatch):
+    async def run():
+        real = llm.engine.submit
+        monkeypatch.setattr(llm.engine, "submit", lambda *args: 1 / 0)
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            await collect(llm, [1], params())
+        monkeypatch.setattr(llm.engine, "submit", real)
+        return await collect(llm, [1], params())
+
+    assert asyncio.run(run())[-1].finished
+
+
 def test_closing_ends_what_runs_and_refuses_what_comes(llm):
     async def run():
         stream = llm.generate([1], params(max_tokens=250))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quire import LLM, BeamSearchParams, ConfigError, RequestError, SamplingParams
+from quire import LLM, BeamSearchParams, ConfigError, QuireError, RequestError, SamplingParams
 from quire.model.build import load_model, whole_prompt_logits
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
 
@@ -197,7 +197,8 @@ def test_unlimited_output_ends_at_the_length_of_the_model(tiny_model):
 def test_chat_renders_the_template_and_answers(llm):
     messages = [{"role": "user", "content": "the fox"}]
     output = llm.chat(messages, greedy(max_tokens=3), use_tqdm=False)[0]
-    assert output.prompt_token_ids == llm.get_tokenizer().encode("[user] the fox\n[assistant]")
+    assert output.prompt == "[user] the fox\n[assistant]"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
     both = llm.chat([messages, messages], greedy(max_tokens=3), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in both] == [output.outputs[0].token_ids] * 2
 
@@ -246,8 +247,9 @@ def test_beam_of_width_one_is_greedy(llm):
         ([[True]], "prompt_token_ids", "got True"),
         ([3.5], "prompt", "got float"),
         ({"text": "x"}, "prompt", "text"),
-        ({"prompt": "x", "prompt_token_ids": [1]}, "prompt", "either"),
-        ({"prompt_token_ids": "x"}, "prompt_token_ids", "wrong type"),
+        ({"cache_salt": "x"}, "prompt", "cache_salt"),
+        ({"prompt": 3, "prompt_token_ids": [1]}, "prompt", "got int"),
+        ({"prompt_token_ids": "x"}, "prompt_token_ids", "got str"),
         ({"prompt": "x", "cache_salt": 3}, "cache_salt", "string"),
         ([[1] * 256], "prompt", "256"),
         ([], "prompts", "empty"),
@@ -329,3 +331,50 @@ def test_scores_follow_the_length_penalty(llm):
     params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True, length_penalty=0.5)
     for sequence in llm.beam_search("the", params)[0].sequences:
         assert sequence.score == pytest.approx(sequence.cumulative_logprob / math.sqrt(4))
+
+
+def test_beams_of_several_prompts_are_those_of_each_alone(llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=5)
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    together = llm.beam_search(prompts, params)
+    for prompt, output in zip(prompts, together, strict=True):
+        alone = llm.beam_search([prompt], params)[0]
+        assert [s.tokens for s in output.sequences] == [s.tokens for s in alone.sequences]
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [-1, 21])
+def test_more_logprobs_than_the_engine_allows_are_refused(llm, field, value):
+    with pytest.raises(RequestError, match="max_logprobs") as caught:
+        run(llm, "the", SamplingParams(**{field: value}))
+    assert caught.value.param == field
+
+
+def test_whole_vocabulary_of_logprobs_is_returned_where_the_engine_allows_it(tiny_model):
+    llm = LLM(str(tiny_model), num_kv_blocks=20, max_logprobs=-1)
+    output = run(llm, [[1, 2]], greedy(max_tokens=1, logprobs=-1, prompt_logprobs=-1))
+    assert len(output.outputs[0].logprobs[0]) == VOCAB_SIZE
+    assert len(output.prompt_logprobs[1]) == VOCAB_SIZE
+    assert sum(math.exp(e.logprob) for e in output.outputs[0].logprobs[0].values()) == pytest.approx(1, abs=1e-5)
+    llm.close()
+
+
+def test_priority_is_refused_where_the_policy_knows_none(llm):
+    with pytest.raises(RequestError, match="scheduling_policy") as caught:
+        run(llm, "the", SamplingParams(priority=1))
+    assert caught.value.param == "priority"
+
+
+def test_params_of_a_wrong_type_are_refused(llm):
+    for wrong in (5, "x", [5]):
+        with pytest.raises(RequestError) as caught:
+            run(llm, "the", wrong)
+        assert caught.value.param == "sampling_params"
+
+
+def test_closed_llm_says_so(tiny_model):
+    llm = LLM(str(tiny_model), num_kv_blocks=20)
+    llm.close()
+    llm.close()
+    with pytest.raises(QuireError, match="closed"):
+        run(llm, "the", greedy(max_tokens=1))

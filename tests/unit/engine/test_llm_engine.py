@@ -1,11 +1,12 @@
 """LLMEngine: one terminal event per request, whatever happens to it or to a step."""
 
 import random
+import signal
 
 import pytest
 import torch
 
-from quire import EngineConfig, LLMEngine, RequestError, SamplingParams
+from quire import LLM, EngineConfig, LLMEngine, RequestError, SamplingParams
 from tests.tiny_checkpoint import VOCAB_SIZE
 
 
@@ -115,6 +116,92 @@ def test_step_that_fails_while_its_plan_is_applied_leaves_the_engine_usable(tiny
         engine.add_request(name, [1, 2, 3], greedy(max_tokens=5))
     ends = [o for o in run_to_end(engine) if o.finished]
     assert [o.outputs[0].finish_reason for o in ends] == ["length", "length"]
+    engine.close()
+
+
+@pytest.mark.parametrize("place", ["schedule", "execute", "commit"])
+def test_interrupt_within_a_step_is_raised_after_it_and_loses_nothing(tiny_model, monkeypatch, place):
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=3))
+    owner = engine._runner if place == "execute" else engine.scheduler
+    real = getattr(owner, place)
+
+    def interrupt(*args):
+        signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(owner, place, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.setattr(owner, place, real)
+    assert engine.has_unfinished_requests()
+    outputs = run_to_end(engine)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    engine.close()
+
+
+def test_second_interrupt_ends_the_step_at_once_and_the_engine_goes_on(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model, max_num_seqs=1)
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=3))
+    engine.add_request("b", [1, 2, 3], greedy(max_tokens=3))
+    real = engine._runner.execute
+
+    def interrupt(plan):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(engine._runner, "execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.setattr(engine._runner, "execute", real)
+    ends = {o.request_id: o.outputs[0].finish_reason for o in run_to_end(engine) if o.finished}
+    assert ends == {"a": "error", "b": "length"}
+    engine.close()
+
+
+def test_interrupted_generate_leaves_nothing_running(tiny_model, monkeypatch):
+    llm = LLM(str(tiny_model), num_kv_blocks=50, block_size=4)
+    expected = llm.generate([[1, 2, 3]], greedy(max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
+    real = llm.llm_engine._runner.execute
+    steps = []
+
+    def interrupt(plan):
+        steps.append(plan)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(plan)
+
+    monkeypatch.setattr(llm.llm_engine._runner, "execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3], [4]], greedy(max_tokens=8), use_tqdm=False)
+    assert llm.llm_engine.num_unfinished_requests() == 0
+    assert llm.generate([[1, 2, 3]], greedy(max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids == expected
+    llm.close()
+
+
+def test_failing_text_of_one_request_is_its_own_affair(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model)
+    engine.add_request("bad", "the", SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True))
+    engine.add_request("good", "the", greedy(max_tokens=3))
+    detokenizer = engine._streams["bad"]._choices[1].detokenizer
+    monkeypatch.setattr(detokenizer, "append", lambda ids: 1 / 0)
+    ends = {o.request_id: o for o in run_to_end(engine) if o.finished}
+    assert {c.finish_reason for c in ends["bad"].outputs} == {"error"}
+    assert "ZeroDivisionError" in ends["bad"].error
+    assert ends["good"].outputs[0].finish_reason == "length"
+    assert engine.scheduler.kv_usage == 0
+    engine.close()
+
+
+def test_output_that_fails_to_start_leaves_no_sequence_behind(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model)
+    monkeypatch.setattr("quire.engine.output.IncrementalDetokenizer", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.add_request("a", "the", greedy(max_tokens=3))
+    assert not engine.has_unfinished_requests()
     engine.close()
 
 

@@ -229,6 +229,13 @@ def test_a_tied_embedding_may_be_stored_as_the_head(tiny):
     assert "lm_head.weight" not in after
 
 
+def test_missing_embedding_of_an_untied_model_is_an_error(tiny):
+    folder = tiny("qwen3")
+    _edit(folder, lambda tensors: {n: t for n, t in tensors.items() if n != "model.embed_tokens.weight"})
+    with pytest.raises(ModelFormatError, match="embed_tokens.weight"):
+        _load(folder)
+
+
 def test_missing_and_unexpected_names_are_listed(tiny):
     folder = tiny("qwen3")
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire import ConfigError, EngineConfig
 from quire.worker import memory
-from quire.worker.runner import inspect_model
+from quire.worker.runner import build_runner, inspect_model
 
 
 def inspect(model, **options):
@@ -43,8 +43,10 @@ def test_pool_by_bytes_is_rounded_down_to_blocks(tiny_model):
 
 def test_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, monkeypatch):
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000)
+    report = inspect(tiny_model)  # looking at it is no harm
+    assert "DOES NOT FIT" in report.memory.describe()
     with pytest.raises(ConfigError, match="1000 B are available.*lower num_kv_blocks"):
-        inspect(tiny_model)
+        build_runner(EngineConfig(model=str(tiny_model)))
 
 
 def test_inspecting_reads_no_weights(tiny_model, tmp_path):
