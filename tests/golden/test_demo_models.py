@@ -52,10 +52,12 @@ def test_model_is_small_and_shares_the_tokenizer(name):
 @pytest.mark.slow
 @pytest.mark.skipif(not TEXT.exists(), reason="../shared/data is not there")
 @pytest.mark.parametrize("name", BUNDLED_MODELS)
-def test_held_out_loss_is_what_the_card_says(name):
+def test_held_out_loss_is_what_the_card_says(name, monkeypatch):
     """Score every fourth window of 512 tokens of the held-out books; the card's figure is over all of them."""
     from quire.text.tokenizer import load_tokenizer
-    from tools.train_demo import read_books
+
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "tools")
+    from train_demo import read_books
 
     folder = resolve_model(name)
     card = (folder / "README.md").read_text()

@@ -1,0 +1,35 @@
+"""Seed mixing, the registry, and the log of a program that has set up none."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quire.base.errors import UnsupportedError
+from quire.base.mixing import mix_seed
+from quire.base.registry import Registry
+
+
+def test_mixing_is_splitmix64():
+    # The first outputs of the reference implementation from state 1234567.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [mix_seed(1234567, index) for index in range(4)] == expected
+    assert mix_seed(-1, 0) == mix_seed(2**64 - 1, 0)
+
+
+def test_unknown_name_is_an_error_that_lists_the_known_ones():
+    registry: Registry[int] = Registry("fruit")
+    registry.register("pear", "apple")(1)
+    assert list(registry) == ["apple", "pear"]
+    assert registry.get("pear") == 1
+    with pytest.raises(UnsupportedError, match=r"fruit 'fig' is not supported; supported: apple, pear"):
+        registry.get("fig")
+    with pytest.raises(ValueError, match="registered twice"):
+        registry.register("apple")(2)
+
+
+@pytest.mark.parametrize("setup, is_shown", [("", True), ("logging.basicConfig(level='WARNING')", False)])
+def test_log_is_shown_only_where_the_program_has_set_up_none(setup, is_shown):
+    code = f"import logging\n{setup}\nfrom quire.base.logging import *\nshow_log()\nget_logger('quire.x').info('the plan')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ("the plan" in done.stderr) == is_shown

@@ -1,0 +1,35 @@
+"""What a run needs, counted by hand."""
+
+import math
+
+from quire import EngineConfig
+from quire.bench.roofline import active_parameters, measure_roofline, needed_bytes, needed_flops
+from quire.worker.runner import inspect_model
+from tests.tiny_checkpoint import VOCAB_SIZE, write_checkpoint
+
+
+def report_of(folder):
+    return inspect_model(EngineConfig(model=str(folder), num_kv_blocks=4))
+
+
+def test_dense_model_multiplies_with_everything_but_the_embedding_rows(tiny_model):
+    report = report_of(tiny_model)
+    hidden, inner, q, kv = 32, 48, 32, 16
+    layer = 2 * hidden + hidden * (q + 2 * kv) + q * hidden + 2 * 8 + 3 * hidden * inner
+    head = VOCAB_SIZE * hidden
+    assert active_parameters(report) == 2 * layer + hidden + head
+    assert needed_flops(report, 10, 3) == 2 * ((2 * layer + hidden) * 13 + head * 3)
+    assert needed_bytes(report, 5) == 5 * 4 * active_parameters(report)
+
+
+def test_mixture_counts_only_the_experts_of_a_token(tmp_path):
+    report = report_of(write_checkpoint(tmp_path / "moe", "qwen3_moe"))
+    experts = 2 * 4 * 3 * 32 * 24
+    every = active_parameters(report) + experts // 2
+    assert every == sum(math.prod(shape) for name, shape in report.parameters.items() if name != "embed.weight")
+
+
+def test_machine_rates_are_measured():
+    machine = measure_roofline("float32")
+    assert machine.bytes_per_s > 1e8
+    assert machine.flops_per_s > 1e8
