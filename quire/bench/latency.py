@@ -21,13 +21,16 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The figures of the counted runs, in seconds. mbu: share of the bandwidth measured before them, over whole runs."""
+    """The figures of the counted runs, in seconds; no time per output token where there is only one token.
+
+    mbu: share of the bandwidth measured before them, over whole runs.
+    """
 
     avg_latency: float
     latencies: list[float]
     percentiles: dict[str, float]
     median_time_to_first_token: float
-    median_time_per_output_token: float
+    median_time_per_output_token: float | None
     mbu: float
     machine_bytes_per_second: float
     model: str
@@ -42,7 +45,8 @@ class Latency:
         lines = [f"Avg latency: {self.avg_latency:.4f} seconds"]
         lines += [f"{percent}% percentile latency: {value:.4f} seconds" for percent, value in self.percentiles.items()]
         lines.append(f"Median time to first token: {self.median_time_to_first_token * 1e3:.2f} ms")
-        lines.append(f"Median time per output token: {self.median_time_per_output_token * 1e3:.2f} ms")
+        if self.median_time_per_output_token is not None:
+            lines.append(f"Median time per output token: {self.median_time_per_output_token * 1e3:.2f} ms")
         lines.append(f"Weights' MBU: {self.mbu:.3f} of {self.machine_bytes_per_second / 1e9:.1f} GB/s")
         return "\n".join(lines)
 
@@ -80,16 +84,17 @@ def measure_latency(
             assert metrics is not None
             assert metrics.first_token_time is not None
             assert metrics.finished_time is not None
-            num_later = max(1, len(output.outputs[0].token_ids) - 1)
             first_s.append(metrics.first_token_time - metrics.arrival_time)
-            per_token_s.append((metrics.finished_time - metrics.first_token_time) / num_later)
+            num_later = len(output.outputs[0].token_ids) - 1
+            if num_later > 0:
+                per_token_s.append((metrics.finished_time - metrics.first_token_time) / num_later)
     llm.close()
     return Latency(
         avg_latency=statistics.mean(latencies),
         latencies=latencies,
         percentiles={str(p): float(np.percentile(latencies, p)) for p in _PERCENTILES},
         median_time_to_first_token=statistics.median(first_s),
-        median_time_per_output_token=statistics.median(per_token_s),
+        median_time_per_output_token=statistics.median(per_token_s) if per_token_s else None,
         mbu=needed_bytes(report, steps) / sum(latencies) / machine.bytes_per_s,
         machine_bytes_per_second=machine.bytes_per_s,
         model=config.model,

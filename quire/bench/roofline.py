@@ -22,7 +22,7 @@ class Roofline:
 
 def measure_roofline(dtype: str) -> Roofline:
     """Measure for about a second. Shared machines drift: measure right beside the run that it is compared with."""
-    buffer = torch.ones(1 << 27, dtype=torch.float32)  # 512 MiB, far larger than any cache
+    buffer = torch.ones(1 << 26, dtype=torch.float32)  # 256 MiB, far larger than any cache
     bytes_per_s = buffer.numel() * 4 / _best_time(lambda: buffer.sum())
     a = torch.ones(2048, 2048, dtype=getattr(torch, dtype))
     flops_per_s = 2 * 2048**3 / _best_time(lambda: a @ a)

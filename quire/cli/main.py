@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 after an error, 2 for bad usage, 130 when interrupted."""
     args = make_parser().parse_args(argv)
     setup_logging(args.log_level.upper())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end an answer
     try:
         return args.run(args)
     except QuireError as error:

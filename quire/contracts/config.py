@@ -20,6 +20,14 @@ def _is_int(value: object, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
+def _check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs}), so that "
+            "every running sequence can decode in a step"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What the scheduler may do in one step. Raises ConfigError.
@@ -47,11 +55,7 @@ class SchedulerConfig:
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running sequence can decode in a step"
-            )
+        _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,5 +117,9 @@ class EngineConfig:
         _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
         _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
         _require(self.device in ("auto", "cpu"), "device", self.device, "'auto' or 'cpu' (GPUs are not supported yet)")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")
+        if self.max_num_batched_tokens is not None:
+            _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")

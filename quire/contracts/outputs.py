@@ -73,7 +73,8 @@ class RequestOutput:
     """The state of one request: its prompt, its choices, and whether it has ended.
 
     prompt_token_ids one list shared by all outputs of the request: do not change it
-    prompt_logprobs  per prompt token a dict of token id -> Logprob; the first token has None
+    prompt_logprobs  per prompt token a dict of token id -> Logprob; the first token has None. None until the whole prompt
+                     is computed; of deltas only the first one after that has them
     error            what went wrong, when a choice has finish_reason "error"
     """
 

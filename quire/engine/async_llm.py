@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
 import uuid
@@ -31,17 +32,19 @@ class _Ticket:
     items: asyncio.Queue[RequestOutput | QuireError]
     is_cancelled: bool = False
 
-    def send(self, item: RequestOutput | QuireError) -> None:
-        """Hand an output to the caller's event loop; called by the engine's thread."""
+    def send(self, item: RequestOutput | QuireError) -> bool:
+        """Hand an output to the caller's event loop; False when that is closed. Called by the engine's thread."""
         try:
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
         except RuntimeError:
-            logger.warning("request %s: its event loop is closed; an output is dropped", self.request_id)
+            return False
+        return True
 
 
 class AsyncLLM:
     """Serve many requests of one event loop or several; while none is there, the engine's thread sleeps.
 
+    Holds its memory until close, which also happens when the program ends.
     model, options  as for LLM
     """
 
@@ -51,10 +54,11 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of _tickets and _failure
         self._tickets: dict[str, _Ticket] = {}
-        self._failure: QuireError | None = None
+        self._failure: str | None = None
         self._running: dict[str, _Ticket] = {}  # the engine thread's own
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     async def generate(
         self, prompt: PromptLike, sampling_params: SamplingParams, request_id: str | None = None
@@ -87,6 +91,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Abort what runs, stop the thread and release the memory."""
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             self._commands.put(None)
             self._thread.join()
@@ -98,7 +103,7 @@ class AsyncLLM:
         ticket = _Ticket(name, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             if self._failure is not None:
-                raise self._failure
+                raise WorkerError(self._failure)
             if name in self._tickets:
                 raise RequestError(f"request_id {name!r} is in use", "request_id")
             self._tickets[name] = ticket
@@ -107,8 +112,12 @@ class AsyncLLM:
     def _leave(self, ticket: _Ticket, is_finished: bool) -> None:
         if not is_finished:
             self._cancel(ticket)
+        self._forget(ticket)
+
+    def _forget(self, ticket: _Ticket) -> None:
         with self._lock:
-            del self._tickets[ticket.request_id]
+            if self._tickets.get(ticket.request_id) is ticket:
+                del self._tickets[ticket.request_id]
 
     def _cancel(self, ticket: _Ticket) -> None:
         ticket.is_cancelled = True
@@ -119,7 +128,7 @@ class AsyncLLM:
     def _send(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._failure is not None:
-                raise self._failure
+                raise WorkerError(self._failure)
             self._commands.put(command)
 
     # What follows runs in the engine's thread.
@@ -142,25 +151,31 @@ class AsyncLLM:
                 self._deliver(output)
 
     def _deliver(self, output: RequestOutput) -> None:
-        ticket = self._running[output.request_id]
+        ticket = self._running.get(output.request_id)
+        if ticket is None:  # its caller has gone in the middle of this step
+            return
         if output.finished:
             del self._running[output.request_id]
-        ticket.send(output)
+        if not ticket.send(output):
+            logger.warning("request %s is aborted: its event loop is closed", ticket.request_id)
+            self._running.pop(ticket.request_id, None)
+            self.engine.abort_request(ticket.request_id)
+            self._forget(ticket)
 
     def _run(self) -> None:
         try:
             while self._obey():
                 for output in self.engine.step():
                     self._deliver(output)
-            failure = WorkerError("the engine has been closed")
+            failure = "the engine has been closed"
         except Exception as error:  # the thread ends here; every caller must hear why
             logger.exception("the engine stopped")
-            failure = WorkerError(f"the engine stopped: {type(error).__name__}: {error}")
+            failure = f"the engine stopped: {type(error).__name__}: {error}"
         with self._lock:
             self._failure = failure
             tickets = list(self._tickets.values())
         for ticket in tickets:
-            ticket.send(failure)
+            ticket.send(WorkerError(failure))
         try:
             self.engine.close()
         except Exception:  # broken already, and said so above; the memory goes with the process

@@ -74,16 +74,18 @@ def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams) -> None
     outputs = iter(llm.run(grown, use_tqdm=False))
     for search in searches:
         eos = frozenset[int]() if params.ignore_eos else search.request.eos_token_ids
-        extended: list[_Beam] = []
+        extended: list[tuple[float, _Beam, int]] = []
         for beam in search.live:
             output = next(outputs)
             if output.error is not None:
                 raise RequestError(output.error, "prompt")
             for token_id, entry in (output.outputs[0].logprobs or [{}])[0].items():
-                target = search.ended if token_id in eos else extended
-                target.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
-        extended.sort(key=lambda beam: -beam.logprob)
-        search.live = extended[: params.beam_width]
+                if token_id in eos:
+                    search.ended.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
+                else:
+                    extended.append((beam.logprob + entry.logprob, beam, token_id))
+        extended.sort(key=lambda candidate: -candidate[0])
+        search.live = [_Beam((*beam.token_ids, token), total) for total, beam, token in extended[: params.beam_width]]
 
 
 def _conclude(llm: LLM, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.base.ids import RequestId
 from quire.base.logging import show_log
 from quire.contracts.config import EngineConfig
 from quire.contracts.outputs import BeamSearchOutput, RequestOutput
@@ -93,10 +94,12 @@ class LLM:
         for request in requests:
             engine.check_servable(request)
         outputs: dict[str, RequestOutput] = {}
+        submitted: list[RequestId] = []
         progress = _progress(len(requests)) if use_tqdm else None
         try:
             for request in requests:
                 engine.submit(request, "final")
+                submitted.append(request.request_id)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     outputs[output.request_id] = output
@@ -104,8 +107,8 @@ class LLM:
                         progress.update(1)
         finally:
             # Left early (an interrupt, say): nothing of this call may run on in the next one.
-            for request in requests:
-                engine.abort_request(request.request_id)
+            for request_id in submitted:
+                engine.abort_request(request_id)
             if progress is not None:
                 progress.close()
         return [outputs[request.request_id] for request in requests]
@@ -125,7 +128,7 @@ class LLM:
         self.llm_engine.close()
 
     def _make(self, prompt: PromptLike, params: SamplingParams) -> Request:
-        request = self.llm_engine.make_request(str(self._num_requests), prompt, params)
+        request = self.llm_engine.make_request(f"llm-{self._num_requests}", prompt, params)
         self._num_requests += 1
         return request
 

@@ -51,6 +51,7 @@ class OutputStream:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
+        self._num_prompt_logprobs = 0
         self._error: str | None = None
         for choice in self._choices:
             if params.logprobs is not None:
@@ -77,6 +78,7 @@ class OutputStream:
         for offset, entry in enumerate(update.prompt_logprobs):
             if self._prompt_logprobs is not None:
                 self._prompt_logprobs[update.prompt_logprobs_start + offset] = self._describe(entry)
+                self._num_prompt_logprobs += 1
         is_stopped = False
         for index, token_id in enumerate(update.new_token_ids):
             is_ending = index == len(update.new_token_ids) - 1 and update.finish_reason == "stop"
@@ -135,7 +137,8 @@ class OutputStream:
         if choice.detokenizer is None:
             return
         rest = choice.detokenizer.finish()
-        if choice.scanner is None or update.finish_reason in ("abort", "error"):
+        is_scanned = len(choice.token_ids) > self.request.params.min_tokens
+        if choice.scanner is None or not is_scanned or update.finish_reason in ("abort", "error"):
             choice.text += rest if choice.scanner is None else choice.scanner.flush() + rest
             return
         rest, stop = choice.scanner.feed(rest)
@@ -176,17 +179,31 @@ class OutputStream:
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(),
             metrics=replace(self.metrics),
             error=self._error,
         )
+
+    def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Return those of the whole prompt, once it is computed; of deltas only the first has them."""
+        is_complete = self._num_prompt_logprobs == len(self.request.prompt_token_ids) - 1
+        if self._prompt_logprobs is None or not is_complete:
+            return None
+        found = self._prompt_logprobs
+        if self.kind == "delta":
+            self._prompt_logprobs = None
+        return found
 
     def _best(self) -> list[_Choice]:
         n = self.request.params.n
         if n == len(self._choices):
             return self._choices
-        ranked = sorted(self._choices, key=lambda c: -c.cumulative_logprob / max(1, len(c.token_ids)))
-        return ranked[:n]
+
+        def rank(choice: _Choice) -> tuple[bool, float]:
+            has_failed = choice.finish_reason in ("error", "abort")
+            return has_failed, -choice.cumulative_logprob / max(1, len(choice.token_ids))
+
+        return sorted(self._choices, key=rank)[:n]
 
     def _has_news(self, choice: _Choice) -> bool:
         is_ending = choice.finish_reason is not None and not choice.is_end_sent

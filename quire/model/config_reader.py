@@ -38,6 +38,7 @@ _HARMLESS = {
 """Keys that are not read because they do not change what a model computes."""
 
 
+_MAX_LAYERS = 10_000
 _STORED_DTYPES: dict[bytes, Dtype] = {b"F32": "float32", b"BF16": "bfloat16", b"F16": "float16"}
 
 
@@ -61,6 +62,9 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     model_type, values = find_family(whole)
     _refuse_options(values, file)
     config = ConfigView(model_type, values, file)
+    num_layers = values.get("num_hidden_layers", values.get("n_layer", 1))
+    if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
+        raise config.error("num_hidden_layers", num_layers, f"at most {_MAX_LAYERS}")
     spec = FAMILIES.get(model_type).read_spec(config)
     if dtype == "auto":
         is_stated = any(part.get(key) is not None for part in (values, whole) for key in ("dtype", "torch_dtype"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.base.errors import ModelFormatError
+from quire.base.errors import ModelFormatError, RequestError
+from quire.contracts.sampling_params import SamplingParams
 from quire.model.config_reader import read_json_object
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -26,7 +27,11 @@ def read_generation_defaults(folder: Path) -> dict[str, float]:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ModelFormatError(f"{path}: {name} must be a number, got {value!r}")
-        found[name] = value
+        found[name] = int(value) if name == "top_k" and float(value).is_integer() else value
     if config.get("do_sample") is False:
         found["temperature"] = 0.0
+    try:
+        SamplingParams(**found)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ModelFormatError(f"{path}: {error}") from None
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 from pathlib import Path, PurePosixPath
 from zipfile import is_zipfile
 
@@ -41,7 +41,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
         path = PurePosixPath(shard)
         if path.is_absolute() or ".." in path.parts or "\\" in shard or not path.parts:
             raise ModelFormatError(f"{index} names {shard!r}, which is outside the folder; do not trust this checkpoint")
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    absent = [shard for shard in shards if not os.path.isfile(folder / shard)]
     if absent:
         raise ModelFormatError(f"{index} names files that are not in {folder}: {', '.join(absent)}; download them")
     tensors: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ def _open_pickled(file: Path) -> dict[str, Tensor]:
     advice = "quire reads plain dictionaries of tensors; get a safetensors version of the checkpoint or download it again"
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelFormatError(f"{file} cannot be read as weights ({reason[0][:200]}); {advice}") from error
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):

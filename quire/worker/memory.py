@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from quire.base.errors import ConfigError
@@ -14,6 +15,9 @@ from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 _KV_SHARE = 0.5
 """Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
 not ours."""
+
+_MAX_DEFAULT_BLOCKS = 1 << 18
+"""Blocks of a pool whose size nobody gave: the scheduler's own record of a block takes time and memory too."""
 
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""
@@ -34,8 +38,6 @@ def _meminfo_available() -> int:
         for line in path.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -81,7 +83,7 @@ def plan_memory(
             )
     else:
         wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block))
+        num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS))
     return MemoryPlan(available, weight_bytes, activations, kv, num_blocks, max_model_len)
 
 

@@ -40,7 +40,9 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
     folder = resolve_model(config.model, config.revision)
-    tokenizer_folder = folder if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
+    # The revision is the model's; a tokenizer from elsewhere has its own history.
+    has_own_tokenizer = config.tokenizer not in (None, config.model) and not config.skip_tokenizer_init
+    tokenizer_folder = resolve_model(config.tokenizer, None) if has_own_tokenizer and config.tokenizer else folder
     spec = read_model_spec(folder, config.dtype)
     shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
@@ -64,7 +66,8 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
         self._decoder = decoder
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
-        max_blocks = -(-memory.max_model_len // memory.kv.block_size)
+        # No sequence holds more blocks than the pool has, however long the model would let it become.
+        max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_num_tokens, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -60,8 +60,9 @@ class ConfigView:
         return next((self._defaults[key] for key in keys if key in self._defaults), None)
 
     def integer(self, *keys: str, minimum: int = 1) -> int:
-        """Return an integer of at least `minimum`."""
-        return self._check(keys, lambda v: type(v) is int and v >= minimum, f"an integer >= {minimum}", int)
+        """Return an integer from `minimum` to 2**40."""
+        allowed = f"an integer from {minimum} to 2**40"
+        return self._check(keys, lambda v: type(v) is int and minimum <= v <= 2**40, allowed, int)
 
     def nullable_integer(self, *keys: str, minimum: int = 1) -> int | None:
         """Return an integer of at least `minimum`, or None where the file says null or the default is null."""
@@ -128,4 +129,5 @@ class ConfigView:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max

@@ -7,6 +7,7 @@ Styles: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters`, 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Literal
 
@@ -40,7 +41,7 @@ class _Parameters:
         value = self._values.get(name)
         if value is None and (default is not None or not is_required):
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise self._config.error(f"{self._key}.{name}", value, "a positive number")
         return float(value)
 

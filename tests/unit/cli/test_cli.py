@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -130,6 +131,20 @@ def test_bench_latency_writes_its_figures(capsys, tiny_model, tmp_path):
     assert len(figures["latencies"]) == 2
     assert figures["avg_latency"] == pytest.approx(sum(figures["latencies"]) / 2)
     assert 0 < figures["median_time_to_first_token"] < figures["avg_latency"]
+
+
+def test_bench_latency_of_one_token_has_no_time_per_output_token(capsys, tiny_model):
+    options = ("--batch-size", 1, "--input-len", 2, "--output-len", 1, "--num-iters", 1, "--num-iters-warmup", 0)
+    status, out, _ = run(capsys, "bench", "latency", "--model", tiny_model, *options, "--no-progress")
+    assert status == 0
+    assert "per output token" not in out
+
+
+def test_character_that_the_terminal_lacks_does_not_end_an_answer(tiny_model):
+    command = [sys.executable, "-m", "quire", "generate", "the \u00e9", "--model", str(tiny_model), "--max-tokens", "2"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert done.stdout.startswith(b"the ?")
 
 
 @pytest.mark.parametrize(

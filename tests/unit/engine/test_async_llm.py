@@ -1,6 +1,8 @@
 """AsyncLLM: deltas, concurrency, cancellation, and what callers hear when the engine stops."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
@@ -168,6 +170,47 @@ def test_request_that_cannot_be_submitted_hears_why(llm, monkeypatch):
         return await collect(llm, [1], params())
 
     assert asyncio.run(run())[-1].finished
+
+
+def test_request_of_a_closed_event_loop_is_aborted_and_its_id_is_free(llm):
+    loop = asyncio.new_event_loop()
+    stream = llm.generate([1, 2], params(max_tokens=250), request_id="zombie")
+    loop.run_until_complete(anext(stream))
+    loop.close()  # the generator is never finalised
+
+    async def run():
+        while llm.engine.has_unfinished_requests():
+            await asyncio.sleep(0.005)
+        return await collect_named(llm, [1, 2], params(), "zombie")
+
+    assert asyncio.run(run())[-1].finished
+
+
+def test_program_that_does_not_close_ends_cleanly(tiny_model):
+    code = f"""
+import asyncio
+import subprocess
+import sys
+from quire import AsyncLLM, SamplingParams
+llm = AsyncLLM({str(tiny_model)!r}, num_kv_blocks=100)
+async def main():
+    asyncio.create_task(read())
+    await asyncio.sleep(0.2)
+async def read():
+    async for _ in llm.generate([1], SamplingParams(max_tokens=250, ignore_eos=True)):
+        pass
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_deltas_hand_out_prompt_logprobs_once_and_whole(llm):
+    outputs = asyncio.run(collect(llm, list(range(30)), params(prompt_logprobs=1)))
+    found = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    assert len(found) == 1
+    assert len(found[0]) == 30
+    assert None not in found[0][1:]
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(llm):

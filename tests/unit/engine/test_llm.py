@@ -1,11 +1,13 @@
 """LLM.generate, chat and beam_search: outputs, log probabilities, stopping, and refusals."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quire import LLM, BeamSearchParams, ConfigError, QuireError, RequestError, SamplingParams
+from quire.base.mixing import mix_seed
 from quire.model.build import load_model, whole_prompt_logits
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
 
@@ -306,6 +308,7 @@ def test_number_of_params_must_match_the_prompts(llm):
         ({"kv_cache_memory_bytes": 10}, "one block of 16 tokens takes"),
         ({"num_kv_blocks": 10**12}, "does not fit.*lower num_kv_blocks"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
+        ({"max_model_len": 1}, "max_model_len must be at least 2"),
         ({"device": "cuda"}, "device"),
     ],
 )
@@ -370,6 +373,44 @@ def test_params_of_a_wrong_type_are_refused(llm):
         with pytest.raises(RequestError) as caught:
             run(llm, "the", wrong)
         assert caught.value.param == "sampling_params"
+
+
+def test_best_of_prefers_choices_that_did_not_fail(llm, monkeypatch):
+    from quire.worker import runner
+
+    real = runner.sample
+
+    def fail_first_choice(logits, rows):
+        found = real(logits, rows)
+        return [
+            replace(one, token_id=None, error="broken") if row.seed == mix_seed(8, 0) else one
+            for one, row in zip(found, rows, strict=True)
+        ]
+
+    monkeypatch.setattr(runner, "sample", fail_first_choice)
+    request = SamplingParams(n=2, best_of=3, temperature=1.0, seed=8, max_tokens=6, ignore_eos=True)
+    output = run(llm, [[4, 5, 6]], request)
+    assert [c.finish_reason for c in output.outputs] == ["length", "length"]
+    assert "broken" in output.error
+
+
+def test_generate_leaves_requests_of_others_alone(llm):
+    engine = llm.llm_engine
+    taken = f"llm-{llm._num_requests}"
+    engine.add_request(taken, [1, 2], greedy(max_tokens=4))
+    with pytest.raises(RequestError, match="in use"):
+        run(llm, "the", greedy(max_tokens=1))
+    last = None
+    while engine.has_unfinished_requests():
+        last = engine.step()[-1]
+    assert (last.request_id, last.outputs[0].finish_reason) == (taken, "length")
+
+
+def test_stop_string_cannot_end_an_output_within_min_tokens(llm):
+    # Bytes that start a character are held back until the end, where they become U+FFFD.
+    half = llm.get_tokenizer().encode("\u00e9", add_special_tokens=False)[:1]
+    params = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "allowed_token_ids": half, "stop": ["\ufffd"]}
+    assert run(llm, "the", SamplingParams(**params, min_tokens=2)).outputs[0].finish_reason == "length"
 
 
 def test_closed_llm_says_so(tiny_model):

@@ -31,6 +31,11 @@ def test_generation_defaults_are_those_that_quire_knows(tmp_path):
     assert read_generation_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
     path.write_text('{"do_sample": false, "temperature": 0.6}')
     assert read_generation_defaults(tmp_path) == {"temperature": 0.0}
+    path.write_text('{"top_k": 50.0}')
+    assert read_generation_defaults(tmp_path) == {"top_k": 50}
+    path.write_text('{"top_p": 0}')
+    with pytest.raises(ModelFormatError, match="generation_config.json: top_p must be"):
+        read_generation_defaults(tmp_path)
     path.write_text('{"temperature": "hot"}')
     with pytest.raises(ModelFormatError, match="temperature must be a number, got 'hot'"):
         read_generation_defaults(tmp_path)

@@ -1,0 +1,64 @@
+"""Numbers in config.json that no model has are errors that name the key, found at once."""
+
+import json
+
+import pytest
+
+from quire.base.errors import ConfigError, ModelFormatError
+from quire.contracts.config import EngineConfig
+from quire.worker.runner import build_runner, inspect_model
+
+
+def write(folder, source, **changes):
+    config = {**json.loads((source / "config.json").read_text()), **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return EngineConfig(model=str(folder), num_kv_blocks=4)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps", "rope_theta"],
+)
+@pytest.mark.parametrize("value", [10**400, 0, -1, "x", [1]])
+def test_absurd_value_is_refused_with_its_key(tiny_model, tmp_path, key, value):
+    with pytest.raises(ModelFormatError, match=key):
+        inspect_model(write(tmp_path, tiny_model, **{key: value}))
+
+
+def test_absurd_number_of_layers_is_refused(tiny_model, tmp_path):
+    with pytest.raises(ModelFormatError, match="num_hidden_layers must be at most 10000, got 1000000"):
+        inspect_model(write(tmp_path, tiny_model, num_hidden_layers=10**6))
+
+
+def test_absurd_rope_factor_is_refused(tiny_model, tmp_path):
+    with pytest.raises(ModelFormatError, match="factor"):
+        inspect_model(write(tmp_path, tiny_model, rope_scaling={"rope_type": "linear", "factor": 10**400}))
+
+
+def test_long_context_takes_no_memory_that_the_pool_cannot_use(tiny_model, tmp_path):
+    for path in tiny_model.iterdir():
+        if path.name != "config.json":
+            (tmp_path / path.name).symlink_to(path)
+    runner, report = build_runner(write(tmp_path, tiny_model, max_position_embeddings=10**12))
+    assert report.memory.max_model_len == 10**12
+    runner.close()
+
+
+def test_model_too_large_for_the_machine_is_refused_with_the_numbers(tiny_model, tmp_path):
+    with pytest.raises(ConfigError, match="does not fit"):
+        build_runner(write(tmp_path, tiny_model, vocab_size=2**40))
+
+
+def test_revision_is_of_the_model_and_not_of_another_tokenizer(tiny_model, monkeypatch):
+    from quire.worker import runner
+
+    asked = []
+
+    def resolve(model, revision=None):
+        asked.append((model, revision))
+        return tiny_model
+
+    monkeypatch.setattr(runner, "resolve_model", resolve)
+    inspect_model(EngineConfig(model="a/b", revision="abc", tokenizer="c/d", num_kv_blocks=4))
+    inspect_model(EngineConfig(model="a/b", tokenizer="c/d", skip_tokenizer_init=True, num_kv_blocks=4))
+    assert asked == [("a/b", "abc"), ("c/d", None), ("a/b", None)]
