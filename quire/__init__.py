@@ -53,6 +53,8 @@ def __getattr__(name: str) -> Any:
     """Import the public names when they are first used, so that `import quire` loads no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    if _HOMES[name].startswith("quire.engine"):
+        importlib.import_module("quire.base.threads").prefer_short_spins()
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

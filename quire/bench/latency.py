@@ -59,8 +59,9 @@ def measure_latency(
     config: EngineConfig, workload: Workload, num_warm_up: int, num_runs: int, show_progress: bool = False
 ) -> Latency:
     """Run the batch num_runs times after num_warm_up; every run has prompts of its own, so that none is cached."""
-    if num_runs < 1 or num_warm_up < 0:
-        raise ConfigError(f"num_iters must be at least 1 and num_iters_warmup 0, got {num_runs} and {num_warm_up}")
+    for name, value, least in (("num_iters", num_runs, 1), ("num_iters_warmup", num_warm_up, 0)):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
     llm = LLM.of(replace(config, skip_tokenizer_init=True))
     report = llm.llm_engine.report
     workload.check(report)

@@ -25,9 +25,13 @@ class Workload:
     temperature: float
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "input_len", "output_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, value in (
+            ("num_prompts (batch_size)", self.num_prompts),
+            ("input_len", self.input_len),
+            ("output_len", self.output_len),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
 
     def check(self, report: ModelReport) -> None:
         """Raise ConfigError when a sequence is longer than the engine lets it become: it would end early, unnoticed."""

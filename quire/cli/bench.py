@@ -13,24 +13,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the subcommand and its kinds."""
     parser = commands.add_parser("bench", help="measure throughput or latency", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    throughput = kinds.add_parser("throughput", help="many requests at once: requests and tokens per second")
+    throughput = kinds.add_parser("throughput", **options.PARSER, help="many requests at once: requests and tokens per second")
     _add_workload(throughput, input_len=256, output_len=64)
-    throughput.add_argument("--num-prompts", type=int, default=32)
+    throughput.add_argument("--num-prompts", type=int, default=32, help="requests")
     throughput.set_defaults(run=run_throughput)
-    latency = kinds.add_parser("latency", help="one batch, again and again: time to the first token and per token")
+    latency = kinds.add_parser(
+        "latency", **options.PARSER, help="one batch, again and again: time to the first token and per token"
+    )
     _add_workload(latency, input_len=32, output_len=128)
-    latency.add_argument("--batch-size", type=int, default=8)
-    latency.add_argument("--num-iters-warmup", type=int, default=2)
-    latency.add_argument("--num-iters", type=int, default=5)
+    latency.add_argument("--batch-size", type=int, default=8, help="requests of a run")
+    latency.add_argument("--num-iters-warmup", type=int, default=2, help="runs that are not counted")
+    latency.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     latency.set_defaults(run=run_latency)
 
 
 def _add_workload(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
-    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model (default: demo)")
-    parser.add_argument("--random-input-len", "--input-len", type=int, default=input_len, dest="input_len")
-    parser.add_argument("--random-output-len", "--output-len", type=int, default=output_len, dest="output_len")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
+    parser.add_argument(
+        "--random-input-len", "--input-len", type=int, default=input_len, dest="input_len", help="tokens of a prompt"
+    )
+    parser.add_argument(
+        "--random-output-len", "--output-len", type=int, default=output_len, dest="output_len", help="tokens of an output"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="always to full length")
     parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)

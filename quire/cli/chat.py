@@ -18,8 +18,8 @@ _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stop
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("chat", help="talk to a model", description=f"{__doc__} {_HELP}.")
-    parser.add_argument("model", nargs="?", default="demo", help="folder, hub id, or a bundled model (default: demo)")
+    parser = commands.add_parser("chat", **options.PARSER, help="talk to a model", description=f"{__doc__} {_HELP}.")
+    options.add_model_argument(parser)
     parser.add_argument("--system", help="system message")
     options.add_sampling_options(parser, max_tokens=512)
     options.add_engine_options(parser)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     options.sampling_params(args, {})
     engine = LLMEngine(config)
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
-        raise RequestError(f"{args.model} has no chat template; use `quire generate`", "model")
+        raise RequestError(f"{config.model} has no chat template; use `quire generate`", "model")
     if sys.stdin.isatty():
         print(f"{_HELP}.", file=sys.stderr)
         _enable_line_editing()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
+from quire.base.errors import RequestError
 from quire.cli import options
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("generate", help="continue a prompt", description=__doc__)
+    parser = commands.add_parser("generate", **options.PARSER, help="continue a prompt", description=__doc__)
     parser.add_argument("prompt", help="text to continue; - reads standard input")
-    parser.add_argument("--model", default="demo", help="folder, hub id, or demo, demo-draft, demo-moe (default: demo)")
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
     parser.add_argument("--echo", action=argparse.BooleanOptionalAction, default=True, help="print the prompt first")
     options.add_sampling_options(parser, max_tokens=200)
     options.add_engine_options(parser)
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.stream import stream_to_terminal
     from quire.engine.llm_engine import LLMEngine
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     config = options.engine_config(args)
     options.sampling_params(args, {})  # a bad option must not wait for the model to load
     engine = LLMEngine(config)
@@ -35,3 +36,10 @@ def run(args: argparse.Namespace) -> int:
     print(streamed.describe_speed(), file=sys.stderr)
     engine.close()
     return 0
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.read().encode().decode()  # what was not UTF-8 has come in as surrogates
+    except UnicodeError:
+        raise RequestError("standard input is not UTF-8 text", "prompt") from None

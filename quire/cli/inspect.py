@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("inspect", help="show a model's structure and memory plan", description=__doc__)
-    parser.add_argument("model", nargs="?", default="demo", help="folder, hub id, or a bundled model (default: demo)")
+    parser = commands.add_parser(
+        "inspect", **options.PARSER, help="show a model's structure and memory plan", description=__doc__
+    )
+    options.add_model_argument(parser)
     parser.add_argument("--parameters", action="store_true", help="list every parameter with its shape")
     options.add_engine_options(parser)
     options.add_common_options(parser)

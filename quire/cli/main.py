@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import quire
 from quire.base.errors import QuireError
 from quire.base.logging import setup_logging
+from quire.base.threads import prefer_short_spins
 from quire.cli import bench, chat, generate, inspect
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="quire", description="An LLM inference engine.")
+    parser = argparse.ArgumentParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (generate, chat, inspect, bench):
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 after an error, 2 for bad usage, 130 when interrupted."""
     args = make_parser().parse_args(argv)
     setup_logging(args.log_level.upper())
+    prefer_short_spins()
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open until the program ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end an answer
     try:
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if args.debug:
             raise
+        print()  # the shell's prompt goes on a line of its own
         return 130
     except BrokenPipeError:
         # The reader of our output went away (`quire ... | head`); keep Python from complaining about it at exit.

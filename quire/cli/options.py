@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
+
+PARSER: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+"""How every subcommand parses: whole option names, and defaults in the help."""
 
 _ENGINE_FIELDS = (
     "tokenizer",
@@ -23,6 +27,7 @@ _ENGINE_FIELDS = (
     "max_logprobs",
     "seed",
     "device",
+    "num_threads",
 )
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -30,7 +35,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add what every command has."""
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to report")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -38,24 +43,37 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
-    group.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    group.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's"
+    )
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
     group.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
     group.add_argument("--num-kv-blocks", type=int, help="size of the KV pool in blocks")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="size of the KV pool in bytes")
-    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse KV of equal prefixes"
+    )
     group.add_argument("--long-prefill-token-threshold", type=int, default=0, help="prompt tokens of one sequence a step")
-    group.add_argument("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"))
+    group.add_argument("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="order of requests")
     group.add_argument("--max-logprobs", type=int, default=20, help="limit of what requests may ask for; -1: none")
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--device", default="auto")
+    group.add_argument("--seed", type=int, default=0, help="same seed, same output")
+    group.add_argument("--device", default="auto", help="auto or cpu")
+    group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the model as an argument of its own, which may also be given as --model."""
+    where = "folder, hub id, or a bundled model: demo, demo-draft, demo-moe"
+    parser.add_argument("model", nargs="?", default="demo", help=where)
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that the options describe. Raises ConfigError."""
-    return EngineConfig(model=args.model, **{name: getattr(args, name) for name in _ENGINE_FIELDS})
+    model = getattr(args, "model_option", args.model)
+    return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_FIELDS})
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -63,12 +81,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=max_tokens, help="output tokens at most")
     group.add_argument("--temperature", type=float, help="0 is greedy")
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--min-p", type=float)
-    group.add_argument("--repetition-penalty", type=float)
+    group.add_argument("--top-p", type=float, help="share of the probability to sample from")
+    group.add_argument("--top-k", type=int, help="number of candidates; 0: all")
+    group.add_argument("--min-p", type=float, help="least probability, as a share of the best")
+    group.add_argument("--repetition-penalty", type=float, help="above 1: repeat less")
     group.add_argument("--stop", action="append", help="string that ends the output; may be given several times")
-    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--ignore-eos", action="store_true", help="do not end at end of sequence")
 
 
 def sampling_params(args: argparse.Namespace, defaults: dict[str, float]) -> SamplingParams:

@@ -78,6 +78,7 @@ class EngineConfig:
     max_logprobs            the most logprobs and prompt_logprobs that a request may ask for; -1: the whole vocabulary too
     seed                    of requests that bring no seed of their own
     device                  "auto" or "cpu"
+    num_threads             threads that torch computes with, in the whole process; None: torch's own choice
     """
 
     model: str
@@ -97,11 +98,12 @@ class EngineConfig:
     max_logprobs: int = 20
     seed: int = 0
     device: str = "auto"
+    num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a folder, a hub id or demo")
+        _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
-        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
         for name in ("max_num_seqs", "block_size"):

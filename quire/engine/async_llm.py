@@ -61,12 +61,13 @@ class AsyncLLM:
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     async def generate(
-        self, prompt: PromptLike, sampling_params: SamplingParams, request_id: str | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request as deltas, the last with finished=True.
 
-        Leaving the iteration early aborts the request. Raises RequestError when it is invalid, can never fit or has an id
-        that is in use, and WorkerError when the engine has stopped.
+        Without sampling_params the checkpoint's own defaults are taken. Leaving the iteration early aborts the request.
+        Raises RequestError when it is invalid, can never fit or has an id that is in use, and WorkerError when the engine
+        has stopped.
         """
         ticket = self._register(request_id)
         is_finished = False

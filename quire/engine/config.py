@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from quire.base.errors import ConfigError
@@ -15,4 +16,6 @@ def make_config(**options: Any) -> EngineConfig:
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+    if isinstance(options.get("model"), os.PathLike):
+        options["model"] = os.fspath(options["model"])
     return EngineConfig(**options)

@@ -71,6 +71,10 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of each of a list of them, through the chat template."""
+        if not isinstance(messages, list | tuple):
+            raise RequestError(
+                f"messages must be a list of dicts with role and content, got {type(messages).__name__}", "messages"
+            )
         is_single = not messages or isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if is_single else list(messages)
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
@@ -84,6 +88,8 @@ class LLM:
 
     def beam_search(self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return for every prompt the beam_width best continuations, best first."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be a BeamSearchParams, got {type(params).__name__}", "params")
         plain = SamplingParams(temperature=0.0)
         requests = [self._make(prompt, plain) for prompt in _as_prompts(prompts)]
         return search_beams(self, requests, params)

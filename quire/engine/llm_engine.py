@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import QuireError, RequestError, WorkerError
+from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig, SchedulerConfig
 from quire.contracts.memory import ModelReport
@@ -16,6 +16,7 @@ from quire.contracts.outputs import RequestOutput
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.engine.config import make_config
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.request_factory import PromptLike, RequestFactory
@@ -43,7 +44,11 @@ class LLMEngine:
     model cannot be loaded as configured.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, model: str | EngineConfig, **options: Any) -> None:
+        """Load a model: its name and the fields of EngineConfig as options, as for LLM, or an EngineConfig."""
+        if isinstance(model, EngineConfig) and options:
+            raise ConfigError("give options or an EngineConfig, not both")
+        config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
         runner, report = build_runner(config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
         self._init(config, runner, report, tokenizer)
@@ -79,18 +84,22 @@ class LLMEngine:
         self._is_closed = False
         self.stats = EngineStats()
 
-    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams) -> Request:
+    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | None) -> Request:
         """Tokenise and validate without adding; raises RequestError. May be called from other threads."""
+        params = self.default_sampling_params() if params is None else params
         return self._factory.make(request_id, next(self._request_indices), prompt, params)
 
     def add_request(
         self,
         request_id: str,
         prompt: PromptLike,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> None:
-        """Queue a request. Raises RequestError, naming the field, when it is invalid or can never fit."""
+        """Queue a request; without sampling_params with the checkpoint's own defaults.
+
+        Raises RequestError, naming the field, when it is invalid or can never fit.
+        """
         self.submit(self.make_request(request_id, prompt, sampling_params), output_kind)
 
     def check_servable(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 import quire
@@ -42,7 +43,9 @@ def _local_folder(model: str) -> Path | None:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise ConfigError(f"{model!r} is a file; give the folder of a Hugging Face checkpoint")
+        is_gguf = folder.suffix.lower() == ".gguf"
+        reason = "GGUF files are not supported yet" if is_gguf else "it is a file"
+        raise ConfigError(f"{model!r} cannot be loaded, {reason}; give the folder of a Hugging Face checkpoint")
     if model.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"there is no folder {model!r}")
     return None
@@ -60,7 +63,9 @@ def _download(model: str, revision: str | None) -> Path:
         return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
+        guess = get_close_matches(model, BUNDLED_MODELS, 1)
+        hint = f" (did you mean {guess[0]}?)" if guess else ""
         raise ConfigError(
-            f"{model!r} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}), and not found on, or no access "
-            f"to, the Hugging Face hub: {reason}"
+            f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}), and not found on, or no "
+            f"access to, the Hugging Face hub: {reason}"
         ) from error

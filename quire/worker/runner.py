@@ -54,6 +54,8 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
     report = inspect_model(config)
     check_fits(report.memory)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     for line in report.memory.describe().splitlines():
         logger.info(line)
     decoder = Decoder(report.spec, load_parameters(report.folder, report.spec), report.memory.max_model_len)

@@ -25,7 +25,8 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
     if num_prompt >= config.max_model_len:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, but with max_model_len {config.max_model_len} at most "
-            f"{config.max_model_len - 1} leave room for an output token: shorten the prompt or raise max_model_len",
+            f"{config.max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
+            "max_model_len where the model takes more",
             "prompt",
         )
     if num_prompt > num_slots:

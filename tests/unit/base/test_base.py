@@ -1,5 +1,6 @@
 """Seed mixing, the registry, and the log of a program that has set up none."""
 
+import os
 import subprocess
 import sys
 
@@ -26,6 +27,18 @@ def test_unknown_name_is_an_error_that_lists_the_known_ones():
         registry.get("fig")
     with pytest.raises(ValueError, match="registered twice"):
         registry.register("apple")(2)
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_spin_shortly_unless_the_environment_says_how_to_wait(environment, expected):
+    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import os; from quire import LLM; print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
 
 
 @pytest.mark.parametrize("setup, is_shown", [("", True), ("logging.basicConfig(level='WARNING')", False)])

@@ -97,6 +97,23 @@ def test_chat_takes_back_a_message_that_is_refused(capsys, tiny_model, monkeypat
     assert out.strip()
 
 
+def test_model_may_be_given_as_an_option_too(capsys, tiny_model):
+    assert run(capsys, "inspect", "--model", tiny_model)[1] == run(capsys, "inspect", tiny_model)[1]
+
+
+def test_standard_input_that_is_not_text_is_refused(tiny_model):
+    command = [sys.executable, "-m", "quire", "generate", "-", "--model", str(tiny_model)]
+    done = subprocess.run(command, input=b"\xff\xfe\x80", capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"error: standard input is not UTF-8 text" in done.stderr
+
+
+def test_closed_standard_output_is_no_error(tiny_model):
+    command = f"{sys.executable} -m quire inspect {tiny_model} >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_inspect_shows_structure_and_memory_without_weights(capsys, tiny_model, tmp_path):
     (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
     status, out, _ = run(capsys, "inspect", tmp_path, "--parameters", "--num-kv-blocks", 7)
@@ -177,7 +194,17 @@ def test_debug_shows_the_traceback(capsys):
         run(capsys, "inspect", "/", "--debug")
 
 
-@pytest.mark.parametrize("argv", [(), ("unknown",), ("bench",), ("generate",), ("generate", "x", "--quantization", "int8")])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("unknown",),
+        ("bench",),
+        ("generate",),
+        ("generate", "x", "--quantization", "int8"),
+        ("generate", "x", "--max-token", "5"),
+    ],
+)
 def test_bad_usage_exits_with_2(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         main(list(argv))

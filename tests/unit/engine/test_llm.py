@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire import LLM, BeamSearchParams, ConfigError, QuireError, RequestError, SamplingParams
+from quire import LLM, BeamSearchParams, ConfigError, EngineConfig, LLMEngine, QuireError, RequestError, SamplingParams
 from quire.base.mixing import mix_seed
 from quire.model.build import load_model, whole_prompt_logits
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
@@ -411,6 +411,35 @@ def test_stop_string_cannot_end_an_output_within_min_tokens(llm):
     half = llm.get_tokenizer().encode("\u00e9", add_special_tokens=False)[:1]
     params = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "allowed_token_ids": half, "stop": ["\ufffd"]}
     assert run(llm, "the", SamplingParams(**params, min_tokens=2)).outputs[0].finish_reason == "length"
+
+
+def test_engine_takes_what_llm_takes(tiny_model):
+    engine = LLMEngine(tiny_model, num_kv_blocks=20)
+    engine.add_request("a", "the")
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[-1].finished
+    engine.close()
+    with pytest.raises(ConfigError, match="not both"):
+        LLMEngine(EngineConfig(model="demo"), seed=1)
+
+
+def test_number_of_threads_is_set(tiny_model):
+    before = torch.get_num_threads()
+    LLM(str(tiny_model), num_kv_blocks=20, num_threads=2).close()
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), None, 4])
+def test_beam_search_wants_its_own_params(llm, params):
+    with pytest.raises(RequestError, match="BeamSearchParams"):
+        llm.beam_search("the", params)
+
+
+def test_conversation_of_a_wrong_type_is_refused(llm):
+    with pytest.raises(RequestError, match="got str"):
+        llm.chat("hello")
 
 
 def test_closed_llm_says_so(tiny_model):

@@ -69,7 +69,7 @@ def test_what_is_nowhere_is_a_clear_error(monkeypatch, tmp_path, model):
 
 def test_paths_are_not_looked_for_on_the_hub(hub, tmp_path):
     (tmp_path / "model.gguf").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match="GGUF files are not supported yet"):
         resolve_model(str(tmp_path / "model.gguf"))
     for path in ("./nowhere", str(tmp_path / "nowhere"), "~/no-such-folder-of-quire"):
         with pytest.raises(ConfigError, match="there is no folder"):
