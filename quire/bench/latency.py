@@ -62,7 +62,7 @@ def measure_latency(
     for name, value, least in (("num_iters", num_runs, 1), ("num_iters_warmup", num_warm_up, 0)):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    llm = LLM.of(replace(config, skip_tokenizer_init=True))
+    llm = LLM(replace(config, skip_tokenizer_init=True))
     report = llm.llm_engine.report
     workload.check(report)
     latencies: list[float] = []
@@ -83,12 +83,12 @@ def measure_latency(
         for output in outputs:
             metrics = output.metrics
             assert metrics is not None
-            assert metrics.first_token_time is not None
-            assert metrics.finished_time is not None
-            first_s.append(metrics.first_token_time - metrics.arrival_time)
+            assert metrics.time_to_first_token_s is not None
+            assert metrics.decode_time_s is not None
+            first_s.append(metrics.time_to_first_token_s)
             num_later = len(output.outputs[0].token_ids) - 1
             if num_later > 0:
-                per_token_s.append((metrics.finished_time - metrics.first_token_time) / num_later)
+                per_token_s.append(metrics.decode_time_s / num_later)
     llm.close()
     return Latency(
         avg_latency=statistics.mean(latencies),

@@ -55,7 +55,7 @@ class Throughput:
 
 def measure_throughput(config: EngineConfig, workload: Workload, show_progress: bool = False) -> Throughput:
     """Run the workload once after a short warm-up. Raises QuireError as LLM does."""
-    llm = LLM.of(replace(config, skip_tokenizer_init=True))
+    llm = LLM(replace(config, skip_tokenizer_init=True))
     spec = llm.llm_engine.report.spec
     params = workload.sampling_params()
     workload.check(llm.llm_engine.report)

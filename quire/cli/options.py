@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from quire.contracts.config import EngineConfig
@@ -11,24 +12,11 @@ from quire.contracts.sampling_params import SamplingParams
 PARSER: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
 """How every subcommand parses: whole option names, and defaults in the help."""
 
-_ENGINE_FIELDS = (
-    "tokenizer",
-    "revision",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_kv_blocks",
-    "kv_cache_memory_bytes",
-    "enable_prefix_caching",
-    "long_prefill_token_threshold",
-    "scheduling_policy",
-    "max_logprobs",
-    "seed",
-    "device",
-    "num_threads",
-)
+_ENGINE_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(EngineConfig)
+    if field.name not in ("model", "skip_tokenizer_init")
+}
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -43,24 +31,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
-    group.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's"
-    )
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
-    group.add_argument("--max-num-seqs", type=int, default=128, help="sequences that run at the same time")
+    group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
-    group.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
+    group.add_argument("--block-size", type=int, help="tokens in a KV block")
     group.add_argument("--num-kv-blocks", type=int, help="size of the KV pool in blocks")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="size of the KV pool in bytes")
-    group.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse KV of equal prefixes"
-    )
-    group.add_argument("--long-prefill-token-threshold", type=int, default=0, help="prompt tokens of one sequence a step")
-    group.add_argument("--scheduling-policy", default="fcfs", choices=("fcfs", "priority"), help="order of requests")
-    group.add_argument("--max-logprobs", type=int, default=20, help="limit of what requests may ask for; -1: none")
-    group.add_argument("--seed", type=int, default=0, help="same seed, same output")
-    group.add_argument("--device", default="auto", help="auto or cpu")
+    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prefixes")
+    group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
+    group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
+    group.add_argument("--max-logprobs", type=int, help="limit of what requests may ask for; -1: none")
+    group.add_argument("--seed", type=int, help="same seed, same output")
+    group.add_argument("--device", help="auto or cpu")
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
+    parser.set_defaults(**_ENGINE_DEFAULTS)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +58,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that the options describe. Raises ConfigError."""
     model = getattr(args, "model_option", args.model)
-    return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_FIELDS})
+    return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_DEFAULTS})
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:

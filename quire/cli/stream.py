@@ -27,10 +27,9 @@ class Streamed:
         """Return a line such as `[120 tokens in 1.30 s, first after 0.05 s, 96.0 tokens/s after it, stop]`."""
         metrics = self.output.metrics
         reason = self.output.outputs[-1].finish_reason if self.output.outputs else "stop"
-        if metrics is None or metrics.finished_time is None or metrics.first_token_time is None:
+        first_s, rest_s = (None, None) if metrics is None else (metrics.time_to_first_token_s, metrics.decode_time_s)
+        if first_s is None or rest_s is None:
             return f"[{self.num_tokens} tokens, {reason}]"
-        first_s = metrics.first_token_time - metrics.arrival_time
-        rest_s = metrics.finished_time - metrics.first_token_time
         speed = f", {(self.num_tokens - 1) / rest_s:.1f} tokens/s after it" if rest_s > 0 else ""
         return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}, {reason}]"
 

@@ -63,6 +63,13 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
+    def decode_time_s(self) -> float | None:
+        """Seconds from the first output token to the end."""
+        if self.first_token_time is None or self.finished_time is None:
+            return None
+        return self.finished_time - self.first_token_time
+
+    @property
     def time_in_queue_s(self) -> float | None:
         """Seconds from arrival to the first scheduled token."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time

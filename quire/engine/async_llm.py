@@ -13,12 +13,12 @@ from typing import Any
 
 from quire.base.errors import QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger, show_log
+from quire.contracts.config import EngineConfig
 from quire.contracts.outputs import CompletionOutput, RequestOutput
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
-from quire.engine.config import make_config
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.request_factory import PromptLike
+from quire.engine.request_factory import PromptLike, check_request_id
 
 logger = get_logger(__name__)
 
@@ -48,9 +48,9 @@ class AsyncLLM:
     model, options  as for LLM
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | EngineConfig, **options: Any) -> None:
         show_log()
-        self.engine = LLMEngine(make_config(model=model, **options))
+        self.engine = LLMEngine(model, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of _tickets and _failure
         self._tickets: dict[str, _Ticket] = {}
@@ -99,8 +99,7 @@ class AsyncLLM:
 
     def _register(self, request_id: str | None) -> _Ticket:
         name = f"async-{uuid.uuid4().hex}" if request_id is None else request_id
-        if not isinstance(name, str):
-            raise RequestError(f"request_id must be a non-empty string, got {name!r}", "request_id")
+        check_request_id(name)
         ticket = _Ticket(name, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             if self._failure is not None:

@@ -13,7 +13,6 @@ from quire.contracts.outputs import BeamSearchOutput, RequestOutput
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.beam_search import search_beams
-from quire.engine.config import make_config
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.request_factory import PromptLike
 from quire.text.tokenizer import Tokenizer
@@ -22,24 +21,14 @@ from quire.text.tokenizer import Tokenizer
 class LLM:
     """A model, ready to generate; everything runs in this process.
 
-    model    a local folder, a hub id, or a bundled model (demo, demo-draft, demo-moe)
+    model    a local folder, a hub id, or a bundled model (demo, demo-draft, demo-moe); or a whole EngineConfig
     options  the fields of EngineConfig: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
              num_kv_blocks, kv_cache_memory_bytes, enable_prefix_caching, seed, ... An unknown one is a ConfigError.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self._init(make_config(model=model, **options))
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> LLM:
-        """Return the LLM of a configuration that exists already."""
-        llm = cls.__new__(cls)
-        llm._init(config)
-        return llm
-
-    def _init(self, config: EngineConfig) -> None:
+    def __init__(self, model: str | EngineConfig, **options: Any) -> None:
         show_log()
-        self.llm_engine = LLMEngine(config)
+        self.llm_engine = LLMEngine(model, **options)
         self._num_requests = 0
 
     def generate(

@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
+from quire.base.errors import ConfigError, QuireError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig, SchedulerConfig
-from quire.contracts.memory import ModelReport
 from quire.contracts.outputs import RequestOutput
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
-from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.contracts.step import StepPlan, StepResult
 from quire.engine.config import make_config
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.output import OutputKind, OutputStream
@@ -23,7 +22,7 @@ from quire.engine.request_factory import PromptLike, RequestFactory
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.text.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens
 
 logger = get_logger(__name__)
@@ -51,16 +50,6 @@ class LLMEngine:
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
         runner, report = build_runner(config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
-        self._init(config, runner, report, tokenizer)
-
-    @classmethod
-    def of(cls, config: EngineConfig, runner: Runner, report: ModelReport, tokenizer: Tokenizer | None) -> LLMEngine:
-        """Return an engine over a runner that exists already."""
-        engine = cls.__new__(cls)
-        engine._init(config, runner, report, tokenizer)
-        return engine
-
-    def _init(self, config: EngineConfig, runner: Runner, report: ModelReport, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.report = report
         self.tokenizer = tokenizer
@@ -110,8 +99,6 @@ class LLMEngine:
         """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
         if self._is_closed:
             raise WorkerError("the engine has been closed")
-        if request.request_id in self._streams:
-            raise RequestError(f"request_id {request.request_id!r} is in use", "request_id")
         stream = OutputStream(request, self.tokenizer, output_kind)
         with deferred_interrupts():
             self.scheduler.add(request, time.monotonic())

@@ -20,6 +20,12 @@ PromptLike = str | list[int] | tuple[int, ...] | dict[str, Any]
 With both, the token ids are the prompt, and the text is only handed back."""
 
 
+def check_request_id(request_id: object) -> None:
+    """Raise RequestError unless a request can be called this."""
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
+
+
 class RequestFactory:
     """Tokenises prompts and checks everything about a request that depends on the model. Safe to call from any thread."""
 
@@ -33,8 +39,7 @@ class RequestFactory:
 
         index  of the request in the life of the engine: requests without a seed get theirs from it
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
+        check_request_id(request_id)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
         text, token_ids, cache_salt = self._read_prompt(prompt)

@@ -62,6 +62,7 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     model_type, values = find_family(whole)
     _refuse_options(values, file)
     config = ConfigView(model_type, values, file)
+    generation_config = ConfigView(model_type, generation, generation_file)
     num_layers = values.get("num_hidden_layers", values.get("n_layer", 1))
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
         raise config.error("num_hidden_layers", num_layers, f"at most {_MAX_LAYERS}")
@@ -72,8 +73,8 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     spec = replace(
         spec,
         dtype=cast("Dtype", dtype),
-        bos_token_id=_read_bos(config, values, ConfigView(model_type, generation, generation_file)),
-        eos_token_ids=_read_eos(config, values, ConfigView(model_type, generation, generation_file)),
+        bos_token_id=_read_bos(config, values, generation_config),
+        eos_token_ids=_read_eos(config, values, generation_config),
     )
     ignored = [key for key in config.unread_keys() if key not in _HARMLESS]
     if ignored:

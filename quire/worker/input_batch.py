@@ -32,9 +32,9 @@ class Row:
         return len(self.start.request.prompt_token_ids)
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of the prompt are to be returned: by the first choice only."""
-        return self.start.request.params.prompt_logprobs is not None and self.start.choice == 0
+    def num_prompt_logprobs(self) -> int | None:
+        """Log probabilities to return at each prompt position; None: none at all, as for every choice but the first."""
+        return self.start.request.params.prompt_logprobs if self.start.choice == 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     """
     folder = resolve_model(config.model, config.revision)
     # The revision is the model's; a tokenizer from elsewhere has its own history.
-    has_own_tokenizer = config.tokenizer not in (None, config.model) and not config.skip_tokenizer_init
-    tokenizer_folder = resolve_model(config.tokenizer, None) if has_own_tokenizer and config.tokenizer else folder
+    tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
+    tokenizer_folder = folder if tokenizer == config.model else resolve_model(tokenizer, None)
     spec = read_model_spec(folder, config.dtype)
     shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
@@ -124,8 +124,8 @@ class ModelRunner:
         for index, row in enumerate(step.rows):
             first = row.num_computed_tokens
             last = min(step.attention.context_lens[index], row.num_prompt_tokens - 1)
-            num_top = row.start.request.params.prompt_logprobs
-            if not row.wants_prompt_logprobs or num_top is None or last <= first:
+            num_top = row.num_prompt_logprobs
+            if num_top is None or last <= first:
                 continue
             offset = step.attention.query_starts[index] - first
             entries: list[TokenLogprobs] = []

@@ -71,7 +71,7 @@ class ConfigView:
     def number(self, *keys: str, is_positive: bool = True) -> float:
         """Return a finite number, by default a positive one."""
         allowed = "a positive number" if is_positive else "a number"
-        return float(self._check(keys, lambda v: _is_number(v) and (v > 0 or not is_positive), allowed, float))
+        return float(self._check(keys, lambda v: is_number(v) and (v > 0 or not is_positive), allowed, float))
 
     def nullable_number(self, *keys: str) -> float | None:
         """Return a positive finite number, or None where the file says null or the default is null."""
@@ -128,6 +128,7 @@ class ConfigView:
         return cast("T", value)
 
 
-def _is_number(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and -sys.float_info.max <= value <= sys.float_info.max
+def is_number(value: object) -> bool:
+    """Return whether a JSON value is a number that a float can hold."""
+    is_numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_numeric and -sys.float_info.max <= value <= sys.float_info.max

@@ -7,14 +7,13 @@ Styles: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters`, 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Literal
 
 from quire.base.errors import UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import RopeSpec
-from quire.model.families.config_view import ConfigView
+from quire.model.families.config_view import ConfigView, is_number
 
 logger = get_logger(__name__)
 
@@ -41,7 +40,7 @@ class _Parameters:
         value = self._values.get(name)
         if value is None and (default is not None or not is_required):
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        if not is_number(value) or value <= 0:
             raise self._config.error(f"{self._key}.{name}", value, "a positive number")
         return float(value)
 
@@ -54,7 +53,7 @@ class _Parameters:
     def divisors(self, name: str, count: int) -> tuple[float, ...]:
         """Return a list of `count` positive numbers."""
         values = self._values.get(name)
-        if not isinstance(values, list) or not all(type(v) in (int, float) and 0 < v < math.inf for v in values):
+        if not isinstance(values, list) or not all(is_number(v) and v > 0 for v in values):
             raise self._config.error(f"{self._key}.{name}", values, "a list of positive numbers")
         if len(values) != count:
             raise self._config.error(f"the length of {self._key}.{name}", len(values), f"half the rotated size ({count})")

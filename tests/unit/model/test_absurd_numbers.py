@@ -35,6 +35,12 @@ def test_absurd_rope_factor_is_refused(tiny_model, tmp_path):
         inspect_model(write(tmp_path, tiny_model, rope_scaling={"rope_type": "linear", "factor": 10**400}))
 
 
+def test_absurd_longrope_divisor_is_refused(tiny_model, tmp_path):
+    scaling = {"rope_type": "longrope", "short_factor": [10**400] * 4, "long_factor": [1.0] * 4, "factor": 2.0}
+    with pytest.raises(ModelFormatError, match="short_factor must be a list of positive numbers"):
+        inspect_model(write(tmp_path, tiny_model, rope_scaling=scaling))
+
+
 def test_long_context_takes_no_memory_that_the_pool_cannot_use(tiny_model, tmp_path):
     for path in tiny_model.iterdir():
         if path.name != "config.json":
