@@ -1,0 +1,61 @@
+// Attention over the paged cache, and the cache's layout.
+#pragma once
+#include "team.h"
+
+namespace quire {
+
+// One layer's keys or values: blocks of block_size tokens (a multiple of 16), in a block the heads one after the other, in a head
+// runs of 16 tokens. The runs are laid out for the kernels, not as [token][dim]:
+//   keys    bf16 [D / 2][16][2]   f32 [D][16]    i8 [D][16]
+//   values  bf16 [8][D][2]        f32 [16][D]    i8 [16][D]     (bf16: pairs of tokens)
+// i8: value = scale * code, one f32 scale per token and head in key_scales / value_scales [num_blocks][kv_heads][block_size].
+// D is even.
+enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2 };
+
+struct KvLayer {
+    KvFormat format = KvFormat::bf16;
+    i32 block_size = 16, kv_heads = 1, head_dim = 2;
+    void* keys = nullptr;
+    void* values = nullptr;
+    float* key_scales = nullptr;
+    float* value_scales = nullptr;
+};
+
+// Where the tokens of one step stand: sequence s owns rows [query_starts[s], query_starts[s + 1]) of q and the cached tokens
+// [0, context_lens[s]), of which its rows are the last. block_tables [num_sequences][table_stride].
+struct Batch {
+    i32 num_sequences = 0;
+    i32 num_tokens = 0;
+    const i32* query_starts = nullptr;
+    const i32* context_lens = nullptr;
+    const i32* block_tables = nullptr;
+    i64 table_stride = 0;
+};
+
+// is_bf16: q, keys, values and the softmax's weights are rounded to bf16 before they are multiplied; otherwise all is f32.
+// window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: a logit
+// per head that takes part in the softmax's sum alone.
+struct AttentionJob {
+    KvLayer kv;
+    i32 num_heads = 1;
+    float scale = 1.0f;
+    i32 window = 0;
+    float softcap = 0.0f;
+    const float* sinks = nullptr;
+    bool is_bf16 = true;
+    const float* q = nullptr;  // [num_tokens][num_heads * head_dim] f32
+    i64 q_stride = 0;
+    float* out = nullptr;  // [num_tokens][num_heads * head_dim] f32
+    i64 out_stride = 0;
+    u8* scratch = nullptr;  // scratch_bytes(...) bytes, 64-aligned, shared by the team
+};
+
+struct AttentionTable {
+    i64 (*scratch_bytes)(const AttentionJob& job, const Batch& batch, int num_threads);
+    // Called by every thread; ends with a barrier: then out is complete.
+    void (*attend)(Worker& worker, const AttentionJob& job, const Batch& batch);
+    // Write the key and value heads of one token ([kv_heads * head_dim] f32 each) into slot = block * block_size + offset.
+    void (*store)(const KvLayer& kv, i64 slot, const float* keys, const float* values);
+};
+
+}  // namespace quire

@@ -1,0 +1,50 @@
+// The Python module. Pointers cross as integers (Tensor.data_ptr()); whoever calls has checked shapes and types.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "tables.h"
+
+namespace nb = nanobind;
+
+#ifdef QUIRE_WITH_LINEAR
+void bind_linear(nb::module_& m);
+#endif
+#ifdef QUIRE_WITH_ATTENTION
+void bind_attention(nb::module_& m);
+#endif
+#ifdef QUIRE_WITH_ELEMENTWISE
+void bind_elementwise(nb::module_& m);
+#endif
+#ifdef QUIRE_WITH_SAMPLER
+void bind_sampler(nb::module_& m);
+#endif
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native CPU kernels of quire.";
+    m.def("isa", [] { return std::string(quire::kernels().name); }, "The instruction set whose kernels are used.");
+    m.def(
+        "supported_isas",
+        [] {
+            std::vector<std::string> names;
+            for (const char* name : {"portable", "avx2", "avx512"})
+                if (quire::kernels_named(name) != nullptr) names.emplace_back(name);
+            return names;
+        },
+        "The instruction sets that this machine can run, from the lowest.");
+#ifdef QUIRE_WITH_LINEAR
+    bind_linear(m);
+#endif
+#ifdef QUIRE_WITH_ATTENTION
+    bind_attention(m);
+#endif
+#ifdef QUIRE_WITH_ELEMENTWISE
+    bind_elementwise(m);
+#endif
+#ifdef QUIRE_WITH_SAMPLER
+    bind_sampler(m);
+#endif
+}

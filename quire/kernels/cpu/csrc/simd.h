@@ -1,0 +1,82 @@
+// Sixteen lanes, the same on every machine: kernels are written once against these and compiled once per instruction set.
+//
+// A source that is compiled for one set defines QUIRE_ISA (portable, avx2 or avx512) and includes its kernel, which includes this
+// file. Everything lives in namespace quire::QUIRE_ISA and has internal linkage: the linker must never keep the AVX-512 copy of a
+// function for a machine without it. For the same reason no std:: templates are used here or in kernels.
+//
+//   F32, I32          16 floats, 16 32-bit integers (sums and products wrap)
+//   Bytes             64 bytes: 16 x 4 int8, 16 pairs of bf16
+//   Mask              a bit per lane; first_lanes(n): the first n, 0 <= n <= 16. Masked loads give 0 elsewhere and touch no
+//                     other memory; masked stores write no other memory
+//   fma(a, b, c)      a * b + c, fused where the machine can
+//   max, min          the second operand where either is NaN
+//   round, to_i32     to nearest, ties to even
+//   load_bf16, store_bf16  16 values; the store rounds to nearest even and keeps denormals
+//   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
+//   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[j], j < 4, w unsigned, x the four signed bytes at x, |x| <= 127. Exact
+//   unpack_nibbles         table lookups of the low and the high nibble of 64 bytes; load_table takes 16 entries
+//   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
+//   compress_store    writes the chosen lanes one after the other (at most 16 values) and returns their number
+#pragma once
+
+#if !defined(QUIRE_ISA)
+#error "define QUIRE_ISA"
+#endif
+
+#define QUIRE_JOIN_(a, b) a##b
+#define QUIRE_JOIN(a, b) QUIRE_JOIN_(a, b)
+
+#define QUIRE_IS_portable 0
+#define QUIRE_IS_avx2 1
+#define QUIRE_IS_avx512 2
+#define QUIRE_LEVEL QUIRE_JOIN(QUIRE_IS_, QUIRE_ISA)
+
+#if QUIRE_LEVEL == 2
+#include "simd_avx512.h"
+#elif QUIRE_LEVEL == 1
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// e^x to about 2 ulp: 2^n * p(r), r = x - n ln 2, |r| <= ln 2 / 2 (Cody and Waite's split of ln 2). 0 below -87.3, inf above 88.7; NaN stays.
+QUIRE_INLINE F32 exp(F32 x) {
+    const F32 bounded = max(set1(-104.0f), min(set1(89.0f), x));
+    const F32 n = round(bounded * set1(1.44269504f));
+    F32 r = fma(n, set1(-0.693359375f), bounded);
+    r = fma(n, set1(2.12194440e-4f), r);
+    F32 p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + set1(1.0f));
+    // 2^n as 2^(n - h) * 2^h, h = n / 2, so that 128 does not overflow.
+    const I32 whole = to_i32(n), half = shift_right_signed<1>(whole);
+    const I32 bias = set1(127);
+    F32 y = p * as_f32(shift_left<23>(whole - half + bias)) * as_f32(shift_left<23>(half + bias));
+    y = select(x < set1(-87.33654f), zero(), y);
+    return select(is_nan(x), x, y);
+}
+
+// tanh through e^(-2|x|); a polynomial near 0, where that cancels.
+QUIRE_INLINE F32 tanh(F32 x) {
+    const F32 a = abs(x), e = exp(a * set1(-2.0f));
+    const F32 far = (set1(1.0f) - e) / (set1(1.0f) + e);
+    const F32 s = x * x;
+    F32 p = set1(-5.70498872745e-3f);
+    p = fma(p, s, set1(2.06390887954e-2f));
+    p = fma(p, s, set1(-5.37397155531e-2f));
+    p = fma(p, s, set1(1.33314422036e-1f));
+    p = fma(p, s, set1(-3.33332819422e-1f));
+    const F32 near = fma(p * s, x, x);
+    const F32 wide = select(x < zero(), zero() - far, far);
+    return select(is_nan(x), x, select(a < set1(0.625f), near, wide));
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

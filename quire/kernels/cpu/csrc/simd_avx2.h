@@ -1,0 +1,220 @@
+// Sixteen lanes on AVX2 + FMA + F16C: two 256-bit registers each. See simd.h for what each function means.
+#pragma once
+#include <immintrin.h>
+
+#include "simd_types.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+struct F32 { __m256 a, b; };
+struct I32 { __m256i a, b; };
+struct Bytes { __m256i a, b; };
+struct Mask { u32 v; };
+
+#define QUIRE_INLINE static inline __attribute__((always_inline))
+
+QUIRE_INLINE __m256i lane_mask(u32 m) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(m)), bit), bit);
+}
+QUIRE_INLINE __m256i low_lanes(Mask m) { return lane_mask(m.v & 255); }
+QUIRE_INLINE __m256i high_lanes(Mask m) { return lane_mask(m.v >> 8); }
+
+QUIRE_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+QUIRE_INLINE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+QUIRE_INLINE Mask first_lanes(int n) { return {n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u}; }
+QUIRE_INLINE F32 load(const float* p, Mask m) { return {_mm256_maskload_ps(p, low_lanes(m)), _mm256_maskload_ps(p + 8, high_lanes(m))}; }
+QUIRE_INLINE void store(float* p, F32 x, Mask m) {
+    _mm256_maskstore_ps(p, low_lanes(m), x.a);
+    _mm256_maskstore_ps(p + 8, high_lanes(m), x.b);
+}
+QUIRE_INLINE F32 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+QUIRE_INLINE F32 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+QUIRE_INLINE F32 operator+(F32 x, F32 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+QUIRE_INLINE F32 operator-(F32 x, F32 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+QUIRE_INLINE F32 operator*(F32 x, F32 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+QUIRE_INLINE F32 operator/(F32 x, F32 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+QUIRE_INLINE F32 fma(F32 x, F32 y, F32 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+QUIRE_INLINE F32 max(F32 x, F32 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+QUIRE_INLINE F32 min(F32 x, F32 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+QUIRE_INLINE F32 abs(F32 x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+QUIRE_INLINE F32 sqrt(F32 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+QUIRE_INLINE F32 round(F32 x) {
+    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+QUIRE_INLINE Mask join(__m256 a, __m256 b) {
+    return {static_cast<u32>(_mm256_movemask_ps(a)) | static_cast<u32>(_mm256_movemask_ps(b)) << 8};
+}
+QUIRE_INLINE Mask operator<(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)); }
+QUIRE_INLINE Mask operator<=(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_LE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ)); }
+QUIRE_INLINE Mask operator>(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)); }
+QUIRE_INLINE Mask operator>=(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)); }
+QUIRE_INLINE Mask is_nan(F32 x) { return join(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)); }
+QUIRE_INLINE Mask operator&(Mask x, Mask y) { return {x.v & y.v}; }
+QUIRE_INLINE Mask operator|(Mask x, Mask y) { return {x.v | y.v}; }
+QUIRE_INLINE u32 bits(Mask m) { return m.v; }
+QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) {
+    return {_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(low_lanes(m))),
+            _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(high_lanes(m)))};
+}
+template <class T, class V> QUIRE_INLINE int compress_lanes(T* p, Mask m, V x) {
+    T lanes[16];
+    store(lanes, x);
+    int count = 0;
+    for (u32 left = m.v; left != 0; left &= left - 1) p[count++] = lanes[__builtin_ctz(left)];
+    return count;
+}
+
+QUIRE_INLINE I32 load(const i32* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+QUIRE_INLINE void store(i32* p, I32 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+QUIRE_INLINE int compress_store(float* p, Mask m, F32 x) { return compress_lanes(p, m, x); }
+QUIRE_INLINE int compress_store(i32* p, Mask m, I32 x) { return compress_lanes(p, m, x); }
+QUIRE_INLINE I32 set1(i32 x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+QUIRE_INLINE I32 iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+QUIRE_INLINE I32 operator+(I32 x, I32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+QUIRE_INLINE I32 operator-(I32 x, I32 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+QUIRE_INLINE I32 operator*(I32 x, I32 y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+QUIRE_INLINE I32 operator&(I32 x, I32 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+QUIRE_INLINE I32 operator|(I32 x, I32 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+QUIRE_INLINE I32 operator^(I32 x, I32 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int N> QUIRE_INLINE I32 shift_left(I32 x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+template <int N> QUIRE_INLINE I32 shift_right(I32 x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+template <int N> QUIRE_INLINE I32 shift_right_signed(I32 x) { return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)}; }
+QUIRE_INLINE I32 min(I32 x, I32 y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+QUIRE_INLINE I32 max(I32 x, I32 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+QUIRE_INLINE I32 select(Mask m, I32 yes, I32 no) {
+    return {_mm256_blendv_epi8(no.a, yes.a, low_lanes(m)), _mm256_blendv_epi8(no.b, yes.b, high_lanes(m))};
+}
+QUIRE_INLINE Mask operator==(I32 x, I32 y) {
+    return join(_mm256_castsi256_ps(_mm256_cmpeq_epi32(x.a, y.a)), _mm256_castsi256_ps(_mm256_cmpeq_epi32(x.b, y.b)));
+}
+QUIRE_INLINE Mask operator<(I32 x, I32 y) {
+    return join(_mm256_castsi256_ps(_mm256_cmpgt_epi32(y.a, x.a)), _mm256_castsi256_ps(_mm256_cmpgt_epi32(y.b, x.b)));
+}
+QUIRE_INLINE F32 to_f32(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+QUIRE_INLINE I32 to_i32(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+QUIRE_INLINE F32 as_f32(I32 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+QUIRE_INLINE I32 as_i32(F32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+
+QUIRE_INLINE F32 load_bf16(const u16* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
+}
+template <class T> QUIRE_INLINE void copy_lanes(T* to, const T* from, Mask m) {
+    for (u32 left = m.v; left != 0; left &= left - 1) to[__builtin_ctz(left)] = from[__builtin_ctz(left)];
+}
+QUIRE_INLINE F32 load_bf16(const u16* p, Mask m) {
+    u16 lanes[16] = {};
+    copy_lanes(lanes, p, m);
+    return load_bf16(lanes);
+}
+QUIRE_INLINE __m256i round_half(__m256 x) {
+    __m256i u = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    r = _mm256_blendv_epi8(r, _mm256_or_si256(u, _mm256_set1_epi32(0x400000)), _mm256_castps_si256(nan));
+    return _mm256_srli_epi32(r, 16);
+}
+QUIRE_INLINE void store_bf16(u16* p, F32 x) {
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(round_half(x.a), round_half(x.b)), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+QUIRE_INLINE void store_bf16(u16* p, F32 x, Mask m) {
+    u16 lanes[16];
+    store_bf16(lanes, x);
+    copy_lanes(p, lanes, m);
+}
+QUIRE_INLINE F32 load_f16(const u16* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+QUIRE_INLINE F32 load_f16(const u16* p, Mask m) {
+    u16 lanes[16] = {};
+    copy_lanes(lanes, p, m);
+    return load_f16(lanes);
+}
+QUIRE_INLINE void store_f16(u16* p, F32 x) {
+    __m128i* q = reinterpret_cast<__m128i*>(p);
+    _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+
+QUIRE_INLINE Bytes load_bytes(const void* p) {
+    const __m256i* q = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+QUIRE_INLINE void store_bytes(void* p, Bytes x) {
+    __m256i* q = static_cast<__m256i*>(p);
+    _mm256_storeu_si256(q, x.a);
+    _mm256_storeu_si256(q + 1, x.b);
+}
+QUIRE_INLINE Bytes set1_bytes(u32 x) { return {_mm256_set1_epi32(static_cast<int>(x)), _mm256_set1_epi32(static_cast<int>(x))}; }
+QUIRE_INLINE __m256 high_half(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))); }
+QUIRE_INLINE __m256 low_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) {
+    __m256 a = _mm256_fmadd_ps(high_half(x.a), high_half(y.a), acc.a), b = _mm256_fmadd_ps(high_half(x.b), high_half(y.b), acc.b);
+    return {_mm256_fmadd_ps(low_half(x.a), low_half(y.a), a), _mm256_fmadd_ps(low_half(x.b), low_half(y.b), b)};
+}
+// |w| <= 128 and |x| <= 127, so the 16-bit sums of two products stay below 2^15.
+QUIRE_INLINE __m256i dot_signed(__m256i acc, __m256i w, __m256i x) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+// The machine has no exact u8 x s8 product of four: w = signed + 128 is split, and 128 * sum(x) added from x alone.
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
+    const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80)), four = _mm256_set1_epi32(static_cast<int>(*x));
+    __m256i sum = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), four), _mm256_set1_epi16(128));
+    return {dot_signed(_mm256_add_epi32(acc.a, sum), _mm256_xor_si256(w.a, flip), four),
+            dot_signed(_mm256_add_epi32(acc.b, sum), _mm256_xor_si256(w.b, flip), four)};
+}
+QUIRE_INLINE F32 load_s8(const i8* p) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+}
+QUIRE_INLINE F32 load_s8(const i8* p, Mask m) {
+    i8 lanes[16] = {};
+    copy_lanes(lanes, p, m);
+    return load_s8(lanes);
+}
+QUIRE_INLINE void store_s8(i8* p, I32 x) {
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+QUIRE_INLINE Bytes load_table(const u8* table) {
+    __m256i x = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {x, x};
+}
+QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    low = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(packed.a, mask)), _mm256_shuffle_epi8(table.b, _mm256_and_si256(packed.b, mask))};
+    high = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(_mm256_srli_epi16(packed.a, 4), mask)),
+            _mm256_shuffle_epi8(table.b, _mm256_and_si256(_mm256_srli_epi16(packed.b, 4), mask))};
+}
+QUIRE_INLINE float sum_lanes(F32 x) {
+    __m256 b = _mm256_add_ps(x.a, x.b);
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+QUIRE_INLINE float max_lanes(F32 x) {
+    __m256 b = _mm256_max_ps(x.a, x.b);
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

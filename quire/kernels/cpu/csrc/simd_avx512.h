@@ -1,0 +1,132 @@
+// Sixteen lanes on AVX-512 (F, BW, DQ, VL, VNNI, BF16, VBMI): one 512-bit register each. See simd.h for what each function means.
+#pragma once
+#include <immintrin.h>
+
+#include "simd_types.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+struct F32 { __m512 v; };
+struct I32 { __m512i v; };
+struct Bytes { __m512i v; };
+struct Mask { __mmask16 v; };
+
+#define QUIRE_INLINE static inline __attribute__((always_inline))
+
+QUIRE_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+QUIRE_INLINE void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+QUIRE_INLINE Mask first_lanes(int n) { return {static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u)}; }
+QUIRE_INLINE F32 load(const float* p, Mask m) { return {_mm512_maskz_loadu_ps(m.v, p)}; }
+QUIRE_INLINE void store(float* p, F32 a, Mask m) { _mm512_mask_storeu_ps(p, m.v, a.v); }
+QUIRE_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
+QUIRE_INLINE F32 zero() { return {_mm512_setzero_ps()}; }
+QUIRE_INLINE F32 operator+(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+QUIRE_INLINE F32 operator-(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+QUIRE_INLINE F32 operator*(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+QUIRE_INLINE F32 operator/(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+QUIRE_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+QUIRE_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+QUIRE_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+QUIRE_INLINE F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+QUIRE_INLINE F32 sqrt(F32 a) { return {_mm512_sqrt_ps(a.v)}; }
+QUIRE_INLINE F32 round(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+QUIRE_INLINE Mask operator<(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+QUIRE_INLINE Mask operator<=(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
+QUIRE_INLINE Mask operator>(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
+QUIRE_INLINE Mask operator>=(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
+QUIRE_INLINE Mask is_nan(F32 a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
+QUIRE_INLINE Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v & b.v)}; }
+QUIRE_INLINE Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
+QUIRE_INLINE u32 bits(Mask m) { return m.v; }
+QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+QUIRE_INLINE int compress_store(float* p, Mask m, F32 a) {
+    _mm512_mask_compressstoreu_ps(p, m.v, a.v);
+    return __builtin_popcount(m.v);
+}
+QUIRE_INLINE int compress_store(i32* p, Mask m, I32 a) {
+    _mm512_mask_compressstoreu_epi32(p, m.v, a.v);
+    return __builtin_popcount(m.v);
+}
+
+QUIRE_INLINE I32 load(const i32* p) { return {_mm512_loadu_si512(p)}; }
+QUIRE_INLINE void store(i32* p, I32 a) { _mm512_storeu_si512(p, a.v); }
+QUIRE_INLINE I32 set1(i32 x) { return {_mm512_set1_epi32(x)}; }
+QUIRE_INLINE I32 iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+QUIRE_INLINE I32 operator+(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+QUIRE_INLINE I32 operator-(I32 a, I32 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+QUIRE_INLINE I32 operator*(I32 a, I32 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+QUIRE_INLINE I32 operator&(I32 a, I32 b) { return {_mm512_and_si512(a.v, b.v)}; }
+QUIRE_INLINE I32 operator|(I32 a, I32 b) { return {_mm512_or_si512(a.v, b.v)}; }
+QUIRE_INLINE I32 operator^(I32 a, I32 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int N> QUIRE_INLINE I32 shift_left(I32 a) { return {_mm512_slli_epi32(a.v, N)}; }
+template <int N> QUIRE_INLINE I32 shift_right(I32 a) { return {_mm512_srli_epi32(a.v, N)}; }
+template <int N> QUIRE_INLINE I32 shift_right_signed(I32 a) { return {_mm512_srai_epi32(a.v, N)}; }
+QUIRE_INLINE I32 min(I32 a, I32 b) { return {_mm512_min_epi32(a.v, b.v)}; }
+QUIRE_INLINE I32 max(I32 a, I32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+QUIRE_INLINE I32 select(Mask m, I32 yes, I32 no) { return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)}; }
+QUIRE_INLINE Mask operator==(I32 a, I32 b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
+QUIRE_INLINE Mask operator<(I32 a, I32 b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
+QUIRE_INLINE F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+QUIRE_INLINE I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
+QUIRE_INLINE F32 as_f32(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
+QUIRE_INLINE I32 as_i32(F32 a) { return {_mm512_castps_si512(a.v)}; }
+
+QUIRE_INLINE F32 load_bf16(const u16* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
+}
+QUIRE_INLINE F32 load_bf16(const u16* p, Mask m) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m.v, p)), 16))};
+}
+// Round to nearest even; NaN stays NaN. Done in integers: the machine's own conversion flushes denormals.
+QUIRE_INLINE __m256i round_bf16(F32 a) {
+    __m512i u = _mm512_castps_si512(a.v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), r, _mm512_or_si512(u, _mm512_set1_epi32(0x400000)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+}
+QUIRE_INLINE void store_bf16(u16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { _mm256_mask_storeu_epi16(p, m.v, round_bf16(a)); }
+QUIRE_INLINE F32 load_f16(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+QUIRE_INLINE F32 load_f16(const u16* p, Mask m) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m.v, p))}; }
+QUIRE_INLINE void store_f16(u16* p, F32 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+QUIRE_INLINE Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+QUIRE_INLINE void store_bytes(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
+QUIRE_INLINE Bytes set1_bytes(u32 x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
+    return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
+}
+// In assembly: from the intrinsic GCC 12 spills accumulators. The inputs are the second source, which may be a broadcast
+// from memory.
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+    return acc;
+}
+QUIRE_INLINE F32 load_s8(const i8* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+QUIRE_INLINE F32 load_s8(const i8* p, Mask m) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m.v, p)))};
+}
+QUIRE_INLINE void store_s8(i8* p, I32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v)); }
+QUIRE_INLINE Bytes load_table(const u8* table) { return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))}; }
+QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    low.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(packed.v, mask));
+    high.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(_mm512_srli_epi16(packed.v, 4), mask));
+}
+QUIRE_INLINE float sum_lanes(F32 a) {
+    __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+QUIRE_INLINE float max_lanes(F32 a) { return _mm512_reduce_max_ps(a.v); }
+QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,153 @@
+// Sixteen lanes in plain C++: loops that any compiler understands. See simd.h for what each function means.
+#pragma once
+#include <math.h>
+#include <string.h>
+
+#include "simd_types.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+struct F32 { float v[16]; };
+struct I32 { i32 v[16]; };
+struct Bytes { u8 v[64]; };
+struct Mask { u32 v; };
+
+#define QUIRE_INLINE static inline
+#define QUIRE_EACH for (int i = 0; i < 16; ++i)
+
+QUIRE_INLINE float f32_of(u32 x) { float y; memcpy(&y, &x, 4); return y; }
+QUIRE_INLINE u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+QUIRE_INLINE bool has(Mask m, int i) { return m.v >> i & 1; }
+
+QUIRE_INLINE F32 load(const float* p) { F32 r; memcpy(r.v, p, 64); return r; }
+QUIRE_INLINE void store(float* p, F32 a) { memcpy(p, a.v, 64); }
+QUIRE_INLINE Mask first_lanes(int n) { return {n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u}; }
+QUIRE_INLINE F32 load(const float* p, Mask m) { F32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
+QUIRE_INLINE void store(float* p, F32 a, Mask m) { QUIRE_EACH if (has(m, i)) p[i] = a.v[i]; }
+QUIRE_INLINE F32 set1(float x) { F32 r; QUIRE_EACH r.v[i] = x; return r; }
+QUIRE_INLINE F32 zero() { return set1(0.0f); }
+QUIRE_INLINE F32 operator+(F32 a, F32 b) { QUIRE_EACH a.v[i] += b.v[i]; return a; }
+QUIRE_INLINE F32 operator-(F32 a, F32 b) { QUIRE_EACH a.v[i] -= b.v[i]; return a; }
+QUIRE_INLINE F32 operator*(F32 a, F32 b) { QUIRE_EACH a.v[i] *= b.v[i]; return a; }
+QUIRE_INLINE F32 operator/(F32 a, F32 b) { QUIRE_EACH a.v[i] /= b.v[i]; return a; }
+QUIRE_INLINE F32 fma(F32 a, F32 b, F32 c) { QUIRE_EACH c.v[i] += a.v[i] * b.v[i]; return c; }
+// As the machines do it: the second operand where either is NaN.
+QUIRE_INLINE F32 max(F32 a, F32 b) { QUIRE_EACH b.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return b; }
+QUIRE_INLINE F32 min(F32 a, F32 b) { QUIRE_EACH b.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return b; }
+QUIRE_INLINE F32 abs(F32 a) { QUIRE_EACH a.v[i] = fabsf(a.v[i]); return a; }
+QUIRE_INLINE F32 sqrt(F32 a) { QUIRE_EACH a.v[i] = sqrtf(a.v[i]); return a; }
+QUIRE_INLINE F32 round(F32 a) { QUIRE_EACH a.v[i] = nearbyintf(a.v[i]); return a; }
+#define QUIRE_COMPARE(op) { Mask m = {0}; QUIRE_EACH m.v |= static_cast<u32>(a.v[i] op b.v[i]) << i; return m; }
+QUIRE_INLINE Mask operator<(F32 a, F32 b) QUIRE_COMPARE(<)
+QUIRE_INLINE Mask operator<=(F32 a, F32 b) QUIRE_COMPARE(<=)
+QUIRE_INLINE Mask operator>(F32 a, F32 b) QUIRE_COMPARE(>)
+QUIRE_INLINE Mask operator>=(F32 a, F32 b) QUIRE_COMPARE(>=)
+QUIRE_INLINE Mask operator==(I32 a, I32 b) QUIRE_COMPARE(==)
+QUIRE_INLINE Mask operator<(I32 a, I32 b) QUIRE_COMPARE(<)
+#undef QUIRE_COMPARE
+QUIRE_INLINE Mask is_nan(F32 a) { Mask m = {0}; QUIRE_EACH m.v |= static_cast<u32>(a.v[i] != a.v[i]) << i; return m; }
+QUIRE_INLINE Mask operator&(Mask a, Mask b) { return {a.v & b.v}; }
+QUIRE_INLINE Mask operator|(Mask a, Mask b) { return {a.v | b.v}; }
+QUIRE_INLINE u32 bits(Mask m) { return m.v; }
+QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) { QUIRE_EACH if (has(m, i)) no.v[i] = yes.v[i]; return no; }
+QUIRE_INLINE int compress_store(float* p, Mask m, F32 a) { int n = 0; QUIRE_EACH if (has(m, i)) p[n++] = a.v[i]; return n; }
+QUIRE_INLINE int compress_store(i32* p, Mask m, I32 a) { int n = 0; QUIRE_EACH if (has(m, i)) p[n++] = a.v[i]; return n; }
+
+QUIRE_INLINE I32 load(const i32* p) { I32 r; memcpy(r.v, p, 64); return r; }
+QUIRE_INLINE void store(i32* p, I32 a) { memcpy(p, a.v, 64); }
+QUIRE_INLINE I32 set1(i32 x) { I32 r; QUIRE_EACH r.v[i] = x; return r; }
+QUIRE_INLINE I32 iota() { I32 r; QUIRE_EACH r.v[i] = i; return r; }
+// Sums and products wrap, as the machines' do; signed overflow would be undefined.
+QUIRE_INLINE i32 wrapped(u32 x) { i32 y; memcpy(&y, &x, 4); return y; }
+#define QUIRE_WRAP(op) { QUIRE_EACH a.v[i] = wrapped(static_cast<u32>(a.v[i]) op static_cast<u32>(b.v[i])); return a; }
+QUIRE_INLINE I32 operator+(I32 a, I32 b) QUIRE_WRAP(+)
+QUIRE_INLINE I32 operator-(I32 a, I32 b) QUIRE_WRAP(-)
+QUIRE_INLINE I32 operator*(I32 a, I32 b) QUIRE_WRAP(*)
+QUIRE_INLINE I32 operator&(I32 a, I32 b) QUIRE_WRAP(&)
+QUIRE_INLINE I32 operator|(I32 a, I32 b) QUIRE_WRAP(|)
+QUIRE_INLINE I32 operator^(I32 a, I32 b) QUIRE_WRAP(^)
+#undef QUIRE_WRAP
+template <int N> QUIRE_INLINE I32 shift_left(I32 a) { QUIRE_EACH a.v[i] = wrapped(static_cast<u32>(a.v[i]) << N); return a; }
+template <int N> QUIRE_INLINE I32 shift_right(I32 a) { QUIRE_EACH a.v[i] = wrapped(static_cast<u32>(a.v[i]) >> N); return a; }
+template <int N> QUIRE_INLINE I32 shift_right_signed(I32 a) { QUIRE_EACH a.v[i] >>= N; return a; }
+QUIRE_INLINE I32 min(I32 a, I32 b) { QUIRE_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+QUIRE_INLINE I32 max(I32 a, I32 b) { QUIRE_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+QUIRE_INLINE I32 select(Mask m, I32 yes, I32 no) { QUIRE_EACH if (has(m, i)) no.v[i] = yes.v[i]; return no; }
+QUIRE_INLINE F32 to_f32(I32 a) { F32 r; QUIRE_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
+QUIRE_INLINE i32 nearest(float x) { return x >= -2147483648.0f && x < 2147483648.0f ? static_cast<i32>(lrintf(x)) : wrapped(0x80000000u); }
+QUIRE_INLINE I32 to_i32(F32 a) { I32 r; QUIRE_EACH r.v[i] = nearest(a.v[i]); return r; }
+QUIRE_INLINE F32 as_f32(I32 a) { F32 r; memcpy(r.v, a.v, 64); return r; }
+QUIRE_INLINE I32 as_i32(F32 a) { I32 r; memcpy(r.v, a.v, 64); return r; }
+
+QUIRE_INLINE F32 load_bf16(const u16* p) { F32 r; QUIRE_EACH r.v[i] = f32_of(static_cast<u32>(p[i]) << 16); return r; }
+QUIRE_INLINE F32 load_bf16(const u16* p, Mask m) {
+    F32 r = {};
+    QUIRE_EACH if (has(m, i)) r.v[i] = f32_of(static_cast<u32>(p[i]) << 16);
+    return r;
+}
+QUIRE_INLINE u16 round_bf16(float x) {
+    const u32 u = bits_of(x);
+    return static_cast<u16>((x != x ? u | 0x400000u : u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+QUIRE_INLINE void store_bf16(u16* p, F32 a) { QUIRE_EACH p[i] = round_bf16(a.v[i]); }
+QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { QUIRE_EACH if (has(m, i)) p[i] = round_bf16(a.v[i]); }
+QUIRE_INLINE float from_f16(u16 h) {
+    const u32 sign = static_cast<u32>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+    if (exponent == 0) return f32_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
+    if (exponent == 31) return f32_of(sign | 0x7f800000u | fraction << 13 | (fraction != 0 ? 0x400000u : 0));
+    return f32_of(sign | (exponent + 112) << 23 | fraction << 13);
+}
+QUIRE_INLINE u16 to_f16(float x) {
+    const u32 u = bits_of(x), sign = u >> 16 & 0x8000;
+    const float a = fabsf(x);
+    if (x != x) return static_cast<u16>(sign | 0x7e00 | (u >> 13 & 0x1ff));
+    if (a >= 65520.0f) return static_cast<u16>(sign | 0x7c00);
+    if (a < 0x1p-14f) return static_cast<u16>(sign | static_cast<u32>(nearbyintf(a * 0x1p24f)));
+    const u32 b = bits_of(a);
+    return static_cast<u16>(sign | (((b + 0xfff + (b >> 13 & 1)) >> 13) - (112u << 10)));
+}
+QUIRE_INLINE F32 load_f16(const u16* p) { F32 r; QUIRE_EACH r.v[i] = from_f16(p[i]); return r; }
+QUIRE_INLINE F32 load_f16(const u16* p, Mask m) { F32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = from_f16(p[i]); return r; }
+QUIRE_INLINE void store_f16(u16* p, F32 a) { QUIRE_EACH p[i] = to_f16(a.v[i]); }
+
+QUIRE_INLINE Bytes load_bytes(const void* p) { Bytes r; memcpy(r.v, p, 64); return r; }
+QUIRE_INLINE void store_bytes(void* p, Bytes a) { memcpy(p, a.v, 64); }
+QUIRE_INLINE Bytes set1_bytes(u32 x) { Bytes r; QUIRE_EACH memcpy(r.v + 4 * i, &x, 4); return r; }
+QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
+    u32 x[16], y[16];
+    memcpy(x, a.v, 64);
+    memcpy(y, b.v, 64);
+    QUIRE_EACH acc.v[i] += f32_of(x[i] & 0xffff0000u) * f32_of(y[i] & 0xffff0000u);
+    QUIRE_EACH acc.v[i] += f32_of(x[i] << 16) * f32_of(y[i] << 16);
+    return acc;
+}
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
+    i8 y[4];
+    memcpy(y, x, 4);
+    QUIRE_EACH for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<i32>(w.v[4 * i + j]) * y[j];
+    return acc;
+}
+QUIRE_INLINE F32 load_s8(const i8* p) { F32 r; QUIRE_EACH r.v[i] = p[i]; return r; }
+QUIRE_INLINE F32 load_s8(const i8* p, Mask m) { F32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
+QUIRE_INLINE void store_s8(i8* p, I32 a) { QUIRE_EACH p[i] = static_cast<i8>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]); }
+QUIRE_INLINE Bytes load_table(const u8* table) { Bytes r; for (int i = 0; i < 64; ++i) r.v[i] = table[i & 15]; return r; }
+QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
+    for (int i = 0; i < 64; ++i) low.v[i] = table.v[packed.v[i] & 15], high.v[i] = table.v[packed.v[i] >> 4];
+}
+QUIRE_INLINE float sum_lanes(F32 a) {
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+    return a.v[0];
+}
+QUIRE_INLINE float max_lanes(F32 a) {
+    float m = a.v[0];
+    for (int i = 1; i < 16; ++i) m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+QUIRE_INLINE void prefetch(const void*) {}
+
+#undef QUIRE_EACH
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

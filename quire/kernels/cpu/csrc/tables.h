@@ -1,0 +1,47 @@
+// The kernels of one instruction set, as pointers: chosen once when the library is loaded.
+#pragma once
+#include "attention.h"
+#include "elementwise.h"
+#include "sampler.h"
+#include "team.h"
+#include "weight.h"
+
+namespace quire {
+
+struct LinearTable {
+    // Rows of a tile for m rows of an input of this kind.
+    i32 (*tile_rows)(Format kind, i32 m);
+    // Write row `row` of a packed input from k f32 values (before `columns`).
+    void (*pack_row)(const Packed& packed, i32 row, const float* values);
+    // Run linear layers side by side; called by every thread, no barrier inside.
+    void (*linear)(Worker& worker, const LinearJob* jobs, i32 num_jobs);
+    // Write row n of a weight as f32 (an embedding lookup).
+    void (*unpack_row)(const Weight& weight, i32 n, float* out);
+};
+
+struct Kernels {
+    const char* name;
+    const LinearTable* linear;
+    const AttentionTable* attention;
+    const ElementwiseTable* elementwise;
+    const SamplerTable* sampler;
+};
+
+// The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if it is no higher.
+const Kernels& kernels();
+// A set by name, or null where the machine cannot run it.
+const Kernels* kernels_named(const char* name);
+
+#define QUIRE_DECLARE(isa)                       \
+    namespace isa {                              \
+    extern const LinearTable linear_table;       \
+    extern const AttentionTable attention_table; \
+    extern const ElementwiseTable elementwise_table; \
+    extern const SamplerTable sampler_table;     \
+    }
+QUIRE_DECLARE(portable)
+QUIRE_DECLARE(avx2)
+QUIRE_DECLARE(avx512)
+#undef QUIRE_DECLARE
+
+}  // namespace quire

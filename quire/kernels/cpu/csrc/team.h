@@ -1,0 +1,31 @@
+// A team of threads inside one OpenMP region: a barrier and shared work, for kernels that are called by every thread of a step.
+#pragma once
+#include "simd_types.h"
+
+namespace quire {
+
+struct Team;
+
+// What one thread of a team knows. Kernels are called by all threads of the team with the same arguments and split the work by
+// rank, or by `next`.
+struct Worker {
+    int rank;
+    int size;
+    Team* team;
+};
+
+// Wait until every thread of the team has come here. Resets the counter of `next`.
+void barrier(Worker& worker);
+
+// Return the first of `grain` items that this thread shall do, or a value >= count when none are left. Items are handed out in
+// order, each once, between two barriers; a thread that is slow or descheduled takes fewer.
+i64 next(Worker& worker, i64 count, i64 grain);
+
+// Call body(argument, worker) on num_threads threads and return when all have returned. Denormals are flushed inside (FTZ, DAZ);
+// the callers' own setting comes back.
+void run_team(int num_threads, void (*body)(void* argument, Worker& worker), void* argument);
+
+// The contiguous share of thread `rank` of `count` items: [share_start, share_start of rank + 1).
+static inline i64 share_start(i64 count, int rank, int size) { return count * rank / size; }
+
+}  // namespace quire

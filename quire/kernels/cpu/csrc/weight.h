@@ -1,0 +1,83 @@
+// Packed weights and packed inputs of linear layers.
+#pragma once
+#include "simd_types.h"
+
+namespace quire {
+
+// Weights lie in panels of 16 columns of the output, so that one 64-byte line holds the weights of 16 outputs:
+//   bf16  [N / 16][K / 2][16][2]   pairs of inputs, as dot_bf16 takes them
+//   f32   [N / 16][K][16]
+//   u8    [N / 16][K / 4][16][4]   code + 128, as dot_u8s8 takes them
+//   u4    [N / 16][K / 8][16][4]   a byte holds inputs 8j + i (low nibble) and 8j + 4 + i (high); table[nibble] = level + 128
+// N is padded to 16 and K to the step of the format, with weights of value 0.
+enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3 };
+
+// One linear weight: y[n] = column_scale[n] * sum over groups g of (scale[g][n] * sum_k code[n][k] x[k] + offset[g][n] * sum_k x[k]).
+//   group           inputs that share a scale, of the weight's and of the quantised input; the last may be shorter. 0 for bf16, f32
+//   group_scales    f16 [N / 16][groups][16] or null: 1
+//   group_offsets   f16 [N / 16][groups][16] or null: 0
+//   column_scale    f32 [N padded to 16] or null: 1
+//   bias            f32 [N padded to 16] or null
+//   columns         i32 [K] or null: packed input j is input columns[j] of the layer
+struct Weight {
+    Format format = Format::bf16;
+    i32 n = 0, k = 0;
+    i32 group = 0;
+    const u8* data = nullptr;
+    i64 panel_bytes = 0;
+    const u16* group_scales = nullptr;
+    const u16* group_offsets = nullptr;
+    const float* column_scale = nullptr;
+    const float* bias = nullptr;
+    const i32* columns = nullptr;
+    u8 table[16] = {};
+};
+
+// The rows of an input as the kernels read them: tiles of `tile_rows` rows (the last has what is left, m - t * tile_rows), and in a
+// tile of R rows the values of one input step side by side:
+//   bf16  [K / 2][R] pairs     f32  [K][R]     u8, u4  [K / 4][R] four signed bytes, with per group and row
+//   scales [groups][R] f32, starts [groups][R] i32 = -128 * sum of the bytes, and sums [groups][R] f32 = scale * sum of the bytes
+// A tile takes tile_rows * steps * 4 bytes of data, tile_rows * groups entries of the others.
+struct Packed {
+    Format kind = Format::bf16;  // u8 also for u4
+    i32 m = 0, k = 0, group = 0, tile_rows = 1;
+    const i32* columns = nullptr;
+    u32* data = nullptr;
+    float* scales = nullptr;
+    i32* starts = nullptr;
+    float* sums = nullptr;
+};
+
+static inline i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
+static inline i32 panels_of(const Weight& w) { return ceil_div(w.n, 16); }
+// 32-bit words of one row of a packed input.
+static inline i32 steps_of(Format kind, i32 k) { return kind == Format::bf16 ? ceil_div(k, 2) : kind == Format::f32 ? k : 2 * ceil_div(k, 8); }
+static inline i32 groups_of(i32 k, i32 group) { return group == 0 ? 0 : ceil_div(k, group); }
+
+// What a linear layer does with its result y[m, n] (after scale and bias).
+enum class Finish : i32 {
+    store = 0,  // out[m][n] = y
+    add = 1,    // out[m][n] += factor * y
+    gate = 2,   // out[m][n] = activation(y) * y2, y2 from `second`
+    activate = 3,  // out[m][n] = activation(y)
+    best = 4,   // no out: the largest y of each row and its n, the lowest of equal ones
+};
+enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+
+// One linear layer over packed rows. `rows` maps packed row to row of out (null: the same). Best needs best_value, best_index of
+// [m][num_threads].
+struct LinearJob {
+    const Weight* weight = nullptr;
+    const Weight* second = nullptr;
+    const Packed* input = nullptr;
+    Finish finish = Finish::store;
+    Activation activation = Activation::silu;
+    float factor = 1.0f;
+    float* out = nullptr;
+    i64 out_stride = 0;
+    const i32* rows = nullptr;
+    float* best_value = nullptr;
+    i32* best_index = nullptr;
+};
+
+}  // namespace quire

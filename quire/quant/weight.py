@@ -1,0 +1,114 @@
+"""QuantizedWeight: the one form between every stored format and every kernel's packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A linear weight [O, K] as integers with a scale, and perhaps an offset, per row and group of columns.
+
+    The weight is scale[o, g] * codes[o, j] + offset[o, g], g = j // group_size. Stored column j multiplies input
+    columns[j] (j itself without `columns`): formats that order inputs by group (GPTQ's desc_act) become regular this way.
+
+    codes       [O, K] int8
+    scale       [O, G] f32, G = K / group_size; G = 1: a scale per row
+    offset      [O, G] f32 or None: minus scale * zero point, or a format's own minimum
+    levels      ascending integers, at most 16, that hold every code; None where a code needs a byte
+    columns     [K] int64, a permutation, or None
+    is_token_quantized  the checkpoint declares inputs quantised to int8 with one scale per token
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+    levels: tuple[int, ...] | None = None
+    columns: Tensor | None = None
+    is_token_quantized: bool = False
+
+    def __post_init__(self) -> None:
+        num_rows, num_columns = self.codes.shape
+        num_groups = self.scale.shape[1] if self.scale.ndim == 2 else 0
+        fits = (
+            self.codes.dtype == torch.int8
+            and self.scale.shape[0] == num_rows
+            and num_groups > 0
+            and num_columns % num_groups == 0
+            and (self.offset is None or self.offset.shape == self.scale.shape)
+            and (self.columns is None or self.columns.shape == (num_columns,))
+            and (self.levels is None or (len(self.levels) <= 16 and list(self.levels) == sorted(set(self.levels))))
+        )
+        if not fits:
+            raise InvariantError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} are no weight")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, K]"""
+        return (self.codes.shape[0], self.codes.shape[1])
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share a scale."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """Return the output rows [start, stop)."""
+        offset = None if self.offset is None else self.offset[start:stop]
+        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], offset=offset)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight [O, K] with its inputs in their natural order, computed in f32."""
+        num_rows, num_columns = self.codes.shape
+        weight = self.codes.view(num_rows, -1, self.group_size).float() * self.scale[:, :, None]
+        if self.offset is not None:
+            weight += self.offset[:, :, None]
+        weight = weight.view(num_rows, num_columns)
+        if self.columns is not None:
+            natural = torch.empty_like(weight)
+            natural[:, self.columns] = weight
+            weight = natural
+        return weight.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight of a checkpoint that is made when it is asked for, so that one at a time is unpacked.
+
+    shape  [O, K]
+    load   returns the quantised weight, or a plain float tensor where the format has no integer form
+    """
+
+    shape: tuple[int, int]
+    load: Callable[[], QuantizedWeight | Tensor]
+
+
+def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Return the weights over one input, stacked by rows, or None when their groups, levels or columns differ."""
+    first = parts[0]
+    for part in parts[1:]:
+        same_columns = (part.columns is None) == (first.columns is None) and (
+            part.columns is None or first.columns is None or torch.equal(part.columns, first.columns)
+        )
+        same = (part.group_size, part.levels, part.is_token_quantized, part.shape[1], part.offset is None) == (
+            first.group_size,
+            first.levels,
+            first.is_token_quantized,
+            first.shape[1],
+            first.offset is None,
+        )
+        if not (same and same_columns):
+            return None
+    offsets = [part.offset for part in parts if part.offset is not None]
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+        offset=torch.cat(offsets) if offsets else None,
+    )
