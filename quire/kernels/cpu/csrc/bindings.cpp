@@ -12,6 +12,7 @@ namespace nb = nanobind;
 
 #ifdef QUIRE_WITH_LINEAR
 void bind_linear(nb::module_& m);
+void bind_plan(nb::module_& m);
 #endif
 #ifdef QUIRE_WITH_ATTENTION
 void bind_attention(nb::module_& m);
@@ -37,6 +38,7 @@ NB_MODULE(_native, m) {
         "The instruction sets that this machine can run, from the lowest.");
 #ifdef QUIRE_WITH_LINEAR
     bind_linear(m);
+    bind_plan(m);
 #endif
 #ifdef QUIRE_WITH_ATTENTION
     bind_attention(m);

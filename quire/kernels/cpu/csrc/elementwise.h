@@ -1,6 +1,7 @@
-// Row-wise kernels: norms, rotary embedding, routing.
+// Row-wise kernels: norms, rotary embedding, activations, routing.
 #pragma once
 #include "simd_types.h"
+#include "weight.h"
 
 namespace quire {
 
@@ -12,8 +13,10 @@ struct NormJob {
     const float* bias = nullptr;    // or null
 };
 
+struct SimdOperation;
+
 struct ElementwiseTable {
-    // out = norm(x); out may be x. Sums in f32, in one fixed order.
+    // out = norm(x); out may be x, size >= 1. Sums in f32, in one fixed order.
     void (*norm)(const NormJob& job, const float* x, float* out);
     // Rotate pairs (i, i + dim / 2) of one head in place; cosine and sine [dim / 2].
     void (*rotate)(float* head, i32 dim, const float* cosine, const float* sine);
@@ -21,9 +24,21 @@ struct ElementwiseTable {
     void (*add_scaled)(float* y, const float* x, float factor, i64 n);
     // y *= factor, then, where cap > 0, y = cap * tanh(y / cap).
     void (*scale_and_cap)(float* y, i64 n, float factor, float cap);
-    // Softmax over num_experts logits and its top_k entries in falling order (ties: lower index first); weights divided by their
-    // sum if is_renormalized.
+    // y = activation(y), then, where up is not null, y *= up; n values.
+    void (*activate)(Activation kind, float* y, const float* up, i64 n);
+    // Softmax over num_experts logits and its top_k entries in falling order (ties: lower index first), 1 <= top_k <= num_experts;
+    // weights divided by their sum if is_renormalized. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
     void (*route)(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized, i32* chosen, float* weights);
+    // The functions of simd.h one by one, for their tests: what they promise must hold on every instruction set.
+    const SimdOperation* simd;
+    i32 num_simd;
+};
+
+// One step of an operation: sixteen lanes or 64 bytes in, as many bytes out as said here.
+struct SimdOperation {
+    const char* name;
+    i32 a_bytes, b_bytes, c_bytes, out_bytes;
+    void (*run)(const void* a, const void* b, const void* c, void* out);
 };
 
 }  // namespace quire

@@ -62,6 +62,9 @@ QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) {
     return {_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(low_lanes(m))),
             _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(high_lanes(m)))};
 }
+QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) {
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), y.a), _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), y.b)};
+}
 template <class T, class V> QUIRE_INLINE int compress_lanes(T* p, Mask m, V x) {
     T lanes[16];
     store(lanes, x);
@@ -79,6 +82,7 @@ QUIRE_INLINE void store(i32* p, I32 x) {
 }
 QUIRE_INLINE int compress_store(float* p, Mask m, F32 x) { return compress_lanes(p, m, x); }
 QUIRE_INLINE int compress_store(i32* p, Mask m, I32 x) { return compress_lanes(p, m, x); }
+QUIRE_INLINE I32 load(const i32* p, Mask m) { return {_mm256_maskload_epi32(p, low_lanes(m)), _mm256_maskload_epi32(p + 8, high_lanes(m))}; }
 QUIRE_INLINE I32 set1(i32 x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 QUIRE_INLINE I32 iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
 QUIRE_INLINE I32 operator+(I32 x, I32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
@@ -136,6 +140,7 @@ QUIRE_INLINE void store_bf16(u16* p, F32 x, Mask m) {
     store_bf16(lanes, x);
     copy_lanes(p, lanes, m);
 }
+QUIRE_INLINE void store_bf16_flushed(u16* p, F32 x) { store_bf16(p, x); }
 QUIRE_INLINE F32 load_f16(const u16* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};

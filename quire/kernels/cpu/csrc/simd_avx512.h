@@ -40,6 +40,7 @@ QUIRE_INLINE Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v
 QUIRE_INLINE Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 QUIRE_INLINE u32 bits(Mask m) { return m.v; }
 QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)}; }
 QUIRE_INLINE int compress_store(float* p, Mask m, F32 a) {
     _mm512_mask_compressstoreu_ps(p, m.v, a.v);
     return __builtin_popcount(m.v);
@@ -51,6 +52,7 @@ QUIRE_INLINE int compress_store(i32* p, Mask m, I32 a) {
 
 QUIRE_INLINE I32 load(const i32* p) { return {_mm512_loadu_si512(p)}; }
 QUIRE_INLINE void store(i32* p, I32 a) { _mm512_storeu_si512(p, a.v); }
+QUIRE_INLINE I32 load(const i32* p, Mask m) { return {_mm512_maskz_loadu_epi32(m.v, p)}; }
 QUIRE_INLINE I32 set1(i32 x) { return {_mm512_set1_epi32(x)}; }
 QUIRE_INLINE I32 iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 QUIRE_INLINE I32 operator+(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -88,6 +90,9 @@ QUIRE_INLINE __m256i round_bf16(F32 a) {
 }
 QUIRE_INLINE void store_bf16(u16* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
 QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { _mm256_mask_storeu_epi16(p, m.v, round_bf16(a)); }
+QUIRE_INLINE void store_bf16_flushed(u16* p, F32 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v)));
+}
 QUIRE_INLINE F32 load_f16(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 QUIRE_INLINE F32 load_f16(const u16* p, Mask m) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m.v, p))}; }
 QUIRE_INLINE void store_f16(u16* p, F32 a) {

@@ -51,11 +51,13 @@ QUIRE_INLINE Mask operator&(Mask a, Mask b) { return {a.v & b.v}; }
 QUIRE_INLINE Mask operator|(Mask a, Mask b) { return {a.v | b.v}; }
 QUIRE_INLINE u32 bits(Mask m) { return m.v; }
 QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) { QUIRE_EACH if (has(m, i)) no.v[i] = yes.v[i]; return no; }
+QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) { QUIRE_EACH if (x.v[i] < limit.v[i]) y.v[i] = 0.0f; return y; }
 QUIRE_INLINE int compress_store(float* p, Mask m, F32 a) { int n = 0; QUIRE_EACH if (has(m, i)) p[n++] = a.v[i]; return n; }
 QUIRE_INLINE int compress_store(i32* p, Mask m, I32 a) { int n = 0; QUIRE_EACH if (has(m, i)) p[n++] = a.v[i]; return n; }
 
 QUIRE_INLINE I32 load(const i32* p) { I32 r; memcpy(r.v, p, 64); return r; }
 QUIRE_INLINE void store(i32* p, I32 a) { memcpy(p, a.v, 64); }
+QUIRE_INLINE I32 load(const i32* p, Mask m) { I32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
 QUIRE_INLINE I32 set1(i32 x) { I32 r; QUIRE_EACH r.v[i] = x; return r; }
 QUIRE_INLINE I32 iota() { I32 r; QUIRE_EACH r.v[i] = i; return r; }
 // Sums and products wrap, as the machines' do; signed overflow would be undefined.
@@ -92,6 +94,7 @@ QUIRE_INLINE u16 round_bf16(float x) {
 }
 QUIRE_INLINE void store_bf16(u16* p, F32 a) { QUIRE_EACH p[i] = round_bf16(a.v[i]); }
 QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { QUIRE_EACH if (has(m, i)) p[i] = round_bf16(a.v[i]); }
+QUIRE_INLINE void store_bf16_flushed(u16* p, F32 a) { store_bf16(p, a); }
 QUIRE_INLINE float from_f16(u16 h) {
     const u32 sign = static_cast<u32>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
     if (exponent == 0) return f32_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));

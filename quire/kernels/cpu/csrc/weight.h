@@ -60,7 +60,8 @@ enum class Finish : i32 {
     add = 1,    // out[m][n] += factor * y
     gate = 2,   // out[m][n] = activation(y) * y2, y2 from `second`
     activate = 3,  // out[m][n] = activation(y)
-    best = 4,   // no out: the largest y of each row and its n, the lowest of equal ones
+    multiply = 4,  // out[m][n] *= y
+    best = 5,   // no out: the largest y of each row and its n, the lowest of equal ones
 };
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
 

@@ -1,0 +1,243 @@
+// Attention over the paged cache: how a step's rows are cut into tiles, tiles into chunks, and chunks put together again.
+//
+// The softmax of a row is taken in chunks of CHUNK cached tokens at absolute positions, and the chunks are merged in order. Which
+// thread computes a chunk, and beside which other rows, therefore changes nothing.
+#pragma once
+#include "attention_chunk.inl"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+static void reset(const Partial& total, i64 num_values) {
+    for (int row = 0; row < MAX_ROWS; ++row) total.max[row] = LOWEST, total.sum[row] = 0.0f;
+    __builtin_memset(total.values, 0, static_cast<size_t>(num_values) * 4);
+}
+
+// total = total and then `chunk`, both brought to the higher maximum.
+static void merge(const Partial& total, const Partial& chunk, int num_rows, i32 padded_dim, float* factors) {
+    for (int row = 0; row < num_rows; row += 16) {
+        const F32 before = load(total.max + row), now = load(chunk.max + row), highest = max(before, now);
+        const F32 keep = exp_negative(before - highest), add = exp_negative(now - highest);
+        store(total.max + row, highest);
+        store(total.sum + row, fma(load(total.sum + row), keep, load(chunk.sum + row) * add));
+        store(factors + row, keep);
+        store(factors + MAX_ROWS + row, add);
+    }
+    for (int row = 0; row < num_rows; ++row) {
+        const F32 keep = set1(factors[row]), add = set1(factors[MAX_ROWS + row]);
+        float* to = total.values + static_cast<i64>(row) * padded_dim;
+        const float* from = chunk.values + static_cast<i64>(row) * padded_dim;
+        for (i32 d = 0; d < padded_dim; d += 16) store(to + d, fma(load(to + d), keep, load(from + d) * add));
+    }
+}
+
+// Let the sinks take part, divide, and write the tile's rows of out.
+static void finish(const AttentionJob& job, const Shape& shape, const Tile& tile, const Partial& total, float* factors) {
+    const i32 dim = job.kv.head_dim;
+    for (int row = 0; row < MAX_ROWS; ++row) factors[row] = 1.0f;
+    if (job.sinks != nullptr) {
+        for (int row = 0; row < MAX_ROWS; ++row) factors[row] = job.sinks[tile.first_head + row % tile.num_heads];
+        for (int row = 0; row < tile.num_rows; row += 16) {
+            const F32 sink = load(factors + row), highest = max(load(total.max + row), sink);
+            const F32 keep = exp_negative(load(total.max + row) - highest);
+            store(total.sum + row, fma(load(total.sum + row), keep, exp_negative(sink - highest)));
+            store(factors + row, keep);
+        }
+    }
+    for (int row = 0; row < tile.num_rows; ++row) {
+        const i32 token = row / tile.num_heads, head = tile.first_head + row % tile.num_heads;
+        const F32 keep = set1(factors[row]), sum = set1(total.sum[row]);
+        const float* from = total.values + static_cast<i64>(row) * shape.padded_dim;
+        float* to = job.out + (tile.first_token + token) * job.out_stride + static_cast<i64>(head) * dim;
+        for (i32 d = 0; d < dim; d += 16) store(to + d, load(from + d) * keep / sum, first_lanes(dim - d));
+    }
+}
+
+// How the rows of one sequence are cut: for each unit (some heads of a kv head) tiles of rows, for each tile parts of its chunks.
+struct Share {
+    i32 tile_tokens, num_tiles, chunks, parts;  // chunks: at most so many in a tile
+    i64 cost;                                   // of a tile
+    i64 items;
+    i64 partial_bytes;  // 0 unless tiles are cut in parts
+};
+
+// target: a tile that costs more is cut in parts; 0: none is.
+static Share share_of(const AttentionJob& job, const Shape& shape, const Batch& batch, i32 sequence, i64 target) {
+    const i32 num_tokens = batch.query_starts[sequence + 1] - batch.query_starts[sequence];
+    const i32 heads = smaller(shape.group, MAX_HEADS);
+    Share share;
+    share.tile_tokens = larger(1, smaller(num_tokens, MAX_ROWS / heads));
+    share.num_tiles = (num_tokens + share.tile_tokens - 1) / share.tile_tokens;
+    i32 seen = batch.context_lens[sequence];
+    share.chunks = (seen + CHUNK - 1) / CHUNK;
+    if (job.window > 0 && job.window < seen - share.tile_tokens) {
+        seen = job.window + share.tile_tokens - 1;
+        share.chunks = smaller(share.chunks, (seen + CHUNK - 2) / CHUNK + 1);
+    }
+    // A row costs its products; that the tile's keys and values are read costs as much as some rows.
+    share.cost = static_cast<i64>(seen) * (share.tile_tokens * heads + 8);
+    const i64 parts = target > 0 ? (share.cost + target - 1) / target : 1;
+    share.parts = larger(1, parts < share.chunks ? static_cast<i32>(parts) : share.chunks);
+    share.items = static_cast<i64>(shape.units) * share.num_tiles * share.parts;
+    share.partial_bytes = share.parts > 1 ? static_cast<i64>(shape.units) * share.num_tiles * share.chunks * shape.partial_bytes : 0;
+    return share;
+}
+
+// A tile that costs more than this keeps the other threads waiting.
+static i64 target_cost(const AttentionJob& job, const Shape& shape, const Batch& batch, int num_threads) {
+    if (num_threads == 1) return 0;
+    i64 total = 0;
+    for (i32 sequence = 0; sequence < batch.num_sequences; ++sequence) {
+        const Share share = share_of(job, shape, batch, sequence, 0);
+        total += share.cost * share.items;
+    }
+    return total / (4 * num_threads) + 1;
+}
+
+// A step's work, which every thread walks through in order.
+struct Work {
+    const AttentionJob* job;
+    const Batch* batch;
+    Shape shape;
+    i64 target;
+    i64 items, cut_tiles, partial_bytes;  // of all sequences; cut_tiles: tiles that are done in parts
+};
+
+static Work work_of(const AttentionJob& job, const Batch& batch, int num_threads) {
+    Work work = {&job, &batch, shape_of(job), 0, 0, 0, 0};
+    work.target = target_cost(job, work.shape, batch, num_threads);
+    for (i32 sequence = 0; sequence < batch.num_sequences; ++sequence) {
+        const Share share = share_of(job, work.shape, batch, sequence, work.target);
+        work.items += share.items;
+        work.cut_tiles += share.parts > 1 ? share.items / share.parts : 0;
+        work.partial_bytes += share.partial_bytes;
+    }
+    return work;
+}
+
+// Where a walk stands: the sequence that holds an item. Items may only be sought in rising order.
+struct Walk {
+    const Work* work;
+    i32 sequence;
+    Share share;
+    i64 first_item;
+    u8* partials;
+    bool is_merging;  // items are tiles that were cut, not their parts
+
+    i64 items() const { return !is_merging ? share.items : share.parts > 1 ? share.items / share.parts : 0; }
+    void enter() { share = share_of(*work->job, work->shape, *work->batch, sequence, work->target); }
+    void seek(i64 item) {
+        while (item >= first_item + items()) {
+            first_item += items();
+            partials += share.partial_bytes;
+            ++sequence;
+            enter();
+        }
+    }
+};
+
+static Walk walk_of(const Work& work, u8* partials, bool is_merging) {
+    Walk walk = {&work, 0, {}, 0, partials, is_merging};
+    if (work.batch->num_sequences > 0) walk.enter();
+    return walk;
+}
+
+// The tile at `place`, the last tokens first: they see most, and the end of a step shall not wait for a long one.
+static Tile tile_at(const Walk& walk, i64 place, i32& position) {
+    const AttentionJob& job = *walk.work->job;
+    const Batch& batch = *walk.work->batch;
+    const Shape& shape = walk.work->shape;
+    const i32 unit = static_cast<i32>(place / walk.share.num_tiles);
+    const i32 index = walk.share.num_tiles - 1 - static_cast<i32>(place % walk.share.num_tiles);
+    const i32 start = batch.query_starts[walk.sequence], stop = batch.query_starts[walk.sequence + 1];
+    const i32 first = start + index * walk.share.tile_tokens, last = smaller(first + walk.share.tile_tokens, stop);
+    const i32 slice = unit % shape.slices * MAX_HEADS;
+    Tile tile;
+    tile.blocks = batch.block_tables + walk.sequence * batch.table_stride;
+    tile.first_token = first;
+    tile.kv_head = unit / shape.slices;
+    tile.first_head = tile.kv_head * shape.group + slice;
+    tile.num_heads = smaller(MAX_HEADS, shape.group - slice);
+    tile.num_rows = (last - first) * tile.num_heads;
+    position = batch.context_lens[walk.sequence] - (stop - first);
+    const i32 end = position + last - first;
+    const i32 begin = job.window > 0 ? larger(0, position + 1 - job.window) : 0;
+    tile.chunks = {begin / CHUNK, (end + CHUNK - 1) / CHUNK};
+    return tile;
+}
+
+QUIRE_INLINE Partial partial_of(const Walk& walk, i64 place, i32 chunk) {
+    return partial_at(walk.partials + (place * walk.share.chunks + chunk) * walk.work->shape.partial_bytes);
+}
+
+// A whole tile, or a part of its chunks into partial results.
+template <class Kind>
+static void attend_item(const Walk& walk, i64 item, Space& space) {
+    const AttentionJob& job = *walk.work->job;
+    const Shape& shape = walk.work->shape;
+    const i64 place = (item - walk.first_item) / walk.share.parts;
+    const int part = static_cast<int>((item - walk.first_item) % walk.share.parts);
+    i32 position;
+    const Tile tile = tile_at(walk, place, position);
+    const i32 count = tile.chunks.end - tile.chunks.begin;
+    const i32 begin = static_cast<i32>(share_start(count, part, walk.share.parts));
+    const i32 end = static_cast<i32>(share_start(count, part + 1, walk.share.parts));
+    if (begin == end) return;
+    prepare_rows<Kind>(job, shape, tile, position, space);
+    if (walk.share.parts > 1) {
+        for (i32 chunk = begin; chunk < end; ++chunk)
+            attend_chunk<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, partial_of(walk, place, chunk));
+        return;
+    }
+    reset(space.total, static_cast<i64>(tile.num_rows) * shape.padded_dim);
+    for (i32 chunk = begin; chunk < end; ++chunk) {
+        attend_chunk<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, space.chunk);
+        merge(space.total, space.chunk, tile.num_rows, shape.padded_dim, space.merge);
+    }
+    finish(job, shape, tile, space.total, space.merge);
+}
+
+static void merge_item(const Walk& walk, i64 item, Space& space) {
+    const Shape& shape = walk.work->shape;
+    const i64 place = item - walk.first_item;
+    i32 position;
+    const Tile tile = tile_at(walk, place, position);
+    reset(space.total, static_cast<i64>(tile.num_rows) * shape.padded_dim);
+    for (i32 chunk = 0; chunk < tile.chunks.end - tile.chunks.begin; ++chunk)
+        merge(space.total, partial_of(walk, place, chunk), tile.num_rows, shape.padded_dim, space.merge);
+    finish(*walk.work->job, shape, tile, space.total, space.merge);
+}
+
+static i64 scratch_bytes(const AttentionJob& job, const Batch& batch, int num_threads) {
+    // A team may turn out smaller than asked for; then less is cut, and less is needed.
+    const Work work = work_of(job, batch, num_threads);
+    return work.shape.space_bytes * num_threads + work.partial_bytes;
+}
+
+static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) {
+    const Work work = work_of(job, batch, worker.size);
+    Space space = space_at(job.scratch + worker.rank * work.shape.space_bytes, job, work.shape);
+    u8* partials = job.scratch + worker.size * work.shape.space_bytes;
+    Walk walk = walk_of(work, partials, false);
+    for (i64 item; (item = next(worker, work.items, 1)) < work.items;) {
+        walk.seek(item);
+        if (job.is_bf16)
+            attend_item<KindBf16>(walk, item, space);
+        else
+            attend_item<KindF32>(walk, item, space);
+    }
+    barrier(worker);
+    if (work.cut_tiles == 0) return;
+    walk = walk_of(work, partials, true);
+    for (i64 item; (item = next(worker, work.cut_tiles, 1)) < work.cut_tiles;) {
+        walk.seek(item);
+        merge_item(walk, item, space);
+    }
+    barrier(worker);
+}
+
+}  // namespace
+
+extern const AttentionTable attention_table = {scratch_bytes, attend, store_token};
+
+}  // namespace quire::QUIRE_ISA

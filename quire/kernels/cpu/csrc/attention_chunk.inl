@@ -1,0 +1,286 @@
+// One chunk of one tile: scores, softmax and sums, from the cache to a partial result. Included by attention.inl.
+#pragma once
+#include "attention_runs.inl"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int MAX_HEADS = 32;  // query heads of a tile; more heads of one kv head make more tiles
+
+// The chunk's, or the whole, softmax of a tile's rows: the sum of weights * values is `values` / `sum`.
+struct Partial {
+    float* max;     // [MAX_ROWS]
+    float* sum;     // [MAX_ROWS]
+    float* values;  // [rows][padded head_dim]
+};
+
+// One thread's memory.
+struct Space {
+    u8* q;
+    float* scores;
+    u8* keys;    // GROUP runs, converted
+    u8* values;  // GROUP runs, converted
+    u8* seen;    // GROUP runs, with zeros where a row does not see
+    float* merge;
+    Span* spans;  // [MAX_ROWS]: the cached tokens that a row sees
+    Partial chunk, total;
+};
+
+// Sizes that follow from a job.
+struct Shape {
+    i32 padded_dim;   // head_dim in whole vectors
+    i64 q_stride;     // bytes of a row of q in scratch
+    i64 value_stride;  // bytes of a step of converted values
+    i64 partial_bytes, space_bytes;
+    i32 group, slices, units;  // query heads per kv head, slices of those, kv_heads * slices
+};
+
+static Shape shape_of(const AttentionJob& job) {
+    Shape shape;
+    const i64 padded = round_up(job.kv.head_dim, 16);
+    shape.padded_dim = static_cast<i32>(padded);
+    shape.q_stride = padded * (job.is_bf16 ? 2 : 4) + 64;
+    shape.value_stride = padded * 4;
+    shape.partial_bytes = (2 * MAX_ROWS + MAX_ROWS * padded) * 4;
+    const i64 run_bytes = RUN * padded * (job.is_bf16 ? 2 : 4);
+    shape.space_bytes = MAX_ROWS * (shape.q_stride + SCORE_STRIDE * 4) + 3 * GROUP * run_bytes + 2 * shape.partial_bytes +
+                        2 * MAX_ROWS * 4 + MAX_ROWS * static_cast<i64>(sizeof(Span));
+    shape.space_bytes = round_up(shape.space_bytes, 128);
+    shape.group = job.num_heads / job.kv.kv_heads;
+    shape.slices = (shape.group + MAX_HEADS - 1) / MAX_HEADS;
+    shape.units = job.kv.kv_heads * shape.slices;
+    return shape;
+}
+
+QUIRE_INLINE Partial partial_at(u8* memory) {
+    float* numbers = reinterpret_cast<float*>(memory);
+    return {numbers, numbers + MAX_ROWS, numbers + 2 * MAX_ROWS};
+}
+
+static Space space_at(u8* memory, const AttentionJob& job, const Shape& shape) {
+    const i64 run_bytes = GROUP * RUN * static_cast<i64>(shape.padded_dim) * (job.is_bf16 ? 2 : 4);
+    Space space;
+    auto take = [&memory](i64 bytes) {
+        u8* taken = memory;
+        memory += bytes;
+        return taken;
+    };
+    space.keys = take(run_bytes);
+    space.values = take(run_bytes);
+    space.seen = take(run_bytes);
+    space.scores = reinterpret_cast<float*>(take(MAX_ROWS * SCORE_STRIDE * 4));
+    space.chunk = partial_at(take(shape.partial_bytes));
+    space.total = partial_at(take(shape.partial_bytes));
+    space.merge = reinterpret_cast<float*>(take(2 * MAX_ROWS * 4));
+    space.q = take(MAX_ROWS * shape.q_stride);
+    space.spans = reinterpret_cast<Span*>(take(MAX_ROWS * static_cast<i64>(sizeof(Span))));
+    return space;
+}
+
+// Consecutive tokens of one sequence with some of the query heads of one kv head. Row r is token r / num_heads, head r % num_heads.
+struct Tile {
+    const i32* blocks;
+    i64 first_token;  // row of q
+    i32 num_rows, num_heads, kv_head, first_head;
+    Span chunks;      // chunks that any row sees
+};
+
+// One chunk of a tile: where its runs are. Tokens and runs count from the chunk's start.
+struct Chunk {
+    i32 start;  // position of its first token
+    Span runs;  // that any row sees
+    const u8* keys[CHUNK_RUNS];
+    const u8* values[CHUNK_RUNS];
+    const float* key_scales[CHUNK_RUNS];
+    const float* value_scales[CHUNK_RUNS];
+};
+
+QUIRE_INLINE Span seen_in_chunk(Span span, i32 start) {
+    const Span seen = {larger(span.begin - start, 0), smaller(span.end - start, CHUNK)};
+    return seen.begin < seen.end ? seen : Span{0, 0};
+}
+
+// The runs of rows [first, last] in a chunk: later rows never see less of the end nor more of the start.
+QUIRE_INLINE Span runs_of(const Space& space, int first, int last, i32 start) {
+    const Span seen = seen_in_chunk({space.spans[first].begin, space.spans[last].end}, start);
+    return {seen.begin / RUN, (seen.end + RUN - 1) / RUN};
+}
+
+static void find_runs(const AttentionJob& job, const Tile& tile, Chunk& chunk) {
+    const KvLayer& kv = job.kv;
+    const i64 bytes = element_bytes(kv.format);
+    for (i32 run = chunk.runs.begin; run < chunk.runs.end; ++run) {
+        const i32 token = chunk.start + run * RUN, offset = token % kv.block_size;
+        const i64 block = tile.blocks[token / kv.block_size];
+        const i64 element = run_element(kv, block, tile.kv_head, offset), scale = scale_element(kv, block, tile.kv_head, offset);
+        chunk.keys[run] = static_cast<const u8*>(kv.keys) + element * bytes;
+        chunk.values[run] = static_cast<const u8*>(kv.values) + element * bytes;
+        chunk.key_scales[run] = kv.format == KvFormat::i8 ? kv.key_scales + scale : nullptr;
+        chunk.value_scales[run] = kv.format == KvFormat::i8 ? kv.value_scales + scale : nullptr;
+    }
+}
+
+// Round q to Kind's numbers, with zeros past head_dim, and find what each row sees.
+template <class Kind>
+static void prepare_rows(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 position, Space& space) {
+    const i32 dim = job.kv.head_dim;
+    for (int row = 0; row < tile.num_rows; ++row) {
+        const i32 token = row / tile.num_heads, head = tile.first_head + row % tile.num_heads;
+        const float* q = job.q + (tile.first_token + token) * job.q_stride + static_cast<i64>(head) * dim;
+        u8* to = space.q + row * shape.q_stride;
+        for (i32 d = 0; d < dim; d += 16) {
+            const F32 x = load(q + d, first_lanes(dim - d));
+            if constexpr (Kind::is_bf16)
+                store_bf16(reinterpret_cast<u16*>(to) + d, x);
+            else
+                store(reinterpret_cast<float*>(to) + d, x);
+        }
+        const i32 end = position + token + 1;
+        space.spans[row] = {job.window > 0 ? larger(0, end - job.window) : 0, end};
+    }
+}
+
+// The runs of one group that rows [first, first + count) see, and the product's rows.
+QUIRE_INLINE Span group_runs(const Space& space, const Chunk& chunk, int group, int first, int count) {
+    const Span runs = runs_of(space, first, first + count - 1, chunk.start);
+    return {larger(runs.begin, group * GROUP), smaller(runs.end, (group + 1) * GROUP)};
+}
+
+template <class Kind>
+static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk, Space& space) {
+    const i32 dim = job.kv.head_dim;
+    const bool is_converted = job.kv.format != Kind::format;
+    const i64 run_bytes = static_cast<i64>(RUN) * dim * 4 / Kind::units;
+    for (int group = chunk.runs.begin / GROUP; group * GROUP < chunk.runs.end; ++group) {
+        const u8* keys[GROUP] = {};
+        for (int i = 0; i < GROUP; ++i) {
+            const int run = group * GROUP + i;
+            if (run < chunk.runs.begin || run >= chunk.runs.end) continue;
+            keys[i] = chunk.keys[run];
+            if (!is_converted) continue;
+            keys[i] = space.keys + i * run_bytes;
+            convert_keys<Kind>(job.kv.format, chunk.keys[run], dim, space.keys + i * run_bytes);
+        }
+        for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
+            const int count = smaller(TILE_ROWS, tile.num_rows - row);
+            const Span runs = group_runs(space, chunk, group, row, count);
+            if (runs.begin >= runs.end) continue;
+            Product product = {};
+            product.num_runs = runs.end - runs.begin;
+            for (int i = 0; i < product.num_runs; ++i)
+                product.runs[i] = product.ahead[i] = keys[runs.begin - group * GROUP + i];
+            product.steps = dim / Kind::units;
+            product.rows = space.q + row * shape.q_stride;
+            product.row_stride = shape.q_stride;
+            product.out = space.scores + row * SCORE_STRIDE + runs.begin * RUN;
+            product.out_stride = SCORE_STRIDE;
+            score_rows<Kind>(product, count);
+        }
+    }
+}
+
+template <class Kind>
+static void weigh_chunk(const AttentionJob& job, const Tile& tile, const Chunk& chunk, Space& space, const Partial& out) {
+    for (int row = 0; row < tile.num_rows; ++row) {
+        const int first = row / TILE_ROWS * TILE_ROWS, last = smaller(first + TILE_ROWS, tile.num_rows) - 1;
+        SoftmaxRow softmax = {space.scores + row * SCORE_STRIDE, seen_in_chunk(space.spans[row], chunk.start),
+                              runs_of(space, first, last, chunk.start), LOWEST, 0.0f};
+        if (job.kv.format == KvFormat::i8)
+            softmax_row<Kind, true>(job, softmax, chunk.key_scales, chunk.value_scales);
+        else
+            softmax_row<Kind, false>(job, softmax, nullptr, nullptr);
+        out.max[row] = softmax.max;
+        out.sum[row] = softmax.sum;
+    }
+    for (int row = tile.num_rows; row < MAX_ROWS; ++row) out.max[row] = LOWEST, out.sum[row] = 0.0f;
+}
+
+// Sums for one row at a time over values that are not finite where some row does not see them: 0 * NaN must not reach a row.
+template <class Kind>
+static void sum_apart(const Space& space, const Shape& shape, Product product, int row, int count, i32 token) {
+    for (int r = 0; r < count; ++r) {
+        Product alone = product;
+        alone.rows += r * product.row_stride;
+        alone.out += r * product.out_stride;
+        for (int i = 0; i < product.num_runs; ++i) {
+            const i32 start = token + i * RUN;
+            const Span seen = {space.spans[row + r].begin - start, space.spans[row + r].end - start};
+            u8* copy = space.seen + i * Kind::run_steps * shape.value_stride;
+            copy_seen<Kind>(product.runs[i], shape.value_stride, seen, copy);
+            alone.runs[i] = alone.ahead[i] = copy;
+        }
+        sum_rows<Kind>(alone, 1);
+    }
+}
+
+// The values of a group of runs as Kind holds them, and whether each is free of NaN and infinities or wholly seen by every row.
+struct GroupValues {
+    const u8* runs[GROUP];
+    bool is_clean[GROUP];
+};
+
+template <class Kind>
+static GroupValues group_values(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk,
+                                const Space& space, int group) {
+    const i32 dim = job.kv.head_dim;
+    const Span by_all = {space.spans[tile.num_rows - 1].begin, space.spans[0].end};
+    const bool is_converted = job.kv.format != Kind::format || dim != shape.padded_dim;
+    GroupValues values = {};
+    for (int i = 0; i < GROUP; ++i) {
+        const int run = group * GROUP + i;
+        if (run < chunk.runs.begin || run >= chunk.runs.end) continue;
+        values.runs[i] = chunk.values[run];
+        if (is_converted) {
+            u8* copy = space.values + i * Kind::run_steps * shape.value_stride;
+            convert_values<Kind>(job.kv.format, chunk.values[run], dim, copy, shape.value_stride);
+            values.runs[i] = copy;
+        }
+        values.is_clean[i] =
+            holds_run(by_all, chunk.start + run * RUN) || is_finite_run<Kind>(values.runs[i], shape.value_stride);
+    }
+    return values;
+}
+
+template <class Kind>
+static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk, const Space& space,
+                      const Partial& out) {
+    __builtin_memset(out.values, 0, static_cast<size_t>(tile.num_rows) * shape.padded_dim * 4);
+    for (int group = chunk.runs.begin / GROUP; group * GROUP < chunk.runs.end; ++group) {
+        const GroupValues values = group_values<Kind>(job, shape, tile, chunk, space, group);
+        for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
+            const int count = smaller(TILE_ROWS, tile.num_rows - row);
+            const Span runs = group_runs(space, chunk, group, row, count);
+            if (runs.begin >= runs.end) continue;
+            Product product = {};
+            bool is_clean = true;
+            product.num_runs = runs.end - runs.begin;
+            for (int i = 0; i < product.num_runs; ++i) {
+                product.runs[i] = product.ahead[i] = values.runs[runs.begin - group * GROUP + i];
+                is_clean &= values.is_clean[runs.begin - group * GROUP + i];
+            }
+            product.run_stride = shape.value_stride;
+            product.rows = reinterpret_cast<const u8*>(space.scores + row * SCORE_STRIDE) + runs.begin * Kind::run_steps * 4;
+            product.row_stride = SCORE_STRIDE * 4;
+            product.out = out.values + static_cast<i64>(row) * shape.padded_dim;
+            product.out_stride = shape.padded_dim;
+            if (is_clean)
+                sum_rows<Kind>(product, count);
+            else
+                sum_apart<Kind>(space, shape, product, row, count, chunk.start + runs.begin * RUN);
+        }
+    }
+}
+
+template <class Kind>
+static void attend_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 index, Space& space, const Partial& out) {
+    Chunk chunk;
+    chunk.start = index * CHUNK;
+    chunk.runs = runs_of(space, 0, tile.num_rows - 1, chunk.start);
+    find_runs(job, tile, chunk);
+    score_chunk<Kind>(job, shape, tile, chunk, space);
+    weigh_chunk<Kind>(job, tile, chunk, space, out);
+    sum_chunk<Kind>(job, shape, tile, chunk, space, out);
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,189 @@
+// Reading and writing the cache's layout: runs brought into the layout that the products read, and a token's store. Included by
+// attention.inl.
+#pragma once
+#include "attention_tile.inl"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+QUIRE_INLINE i64 element_bytes(KvFormat format) { return format == KvFormat::bf16 ? 2 : format == KvFormat::f32 ? 4 : 1; }
+
+// The first element of the run that holds the token at `offset` of a block, and its place among the scales.
+QUIRE_INLINE i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset) {
+    return ((block * kv.kv_heads + head) * kv.block_size + offset / RUN * RUN) * kv.head_dim;
+}
+QUIRE_INLINE i64 scale_element(const KvLayer& kv, i64 block, i32 head, i32 offset) {
+    return (block * kv.kv_heads + head) * kv.block_size + offset;
+}
+
+// The bits of x rounded to bf16, in the upper half of each lane; the lower half is left over.
+QUIRE_INLINE I32 round_bits(F32 x) {
+    const I32 u = as_i32(x);
+    return select(is_nan(x), u | set1(0x400000), u + (shift_right<16>(u) & set1(1)) + set1(0x7fff));
+}
+
+QUIRE_INLINE I32 upper_half(I32 x) { return x & set1(static_cast<i32>(0xffff0000u)); }
+
+QUIRE_INLINE void split_pair(I32 pair, F32& low, F32& high) {
+    low = as_f32(shift_left<16>(pair));
+    high = as_f32(upper_half(pair));
+}
+
+// Two numbers a lane as Kind holds them: one vector of pairs, or two vectors `stride` bytes apart.
+template <class Kind, KvFormat FORMAT>
+QUIRE_INLINE void put_two(u8* to, i64 stride, F32 low, F32 high) {
+    if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {  // eight bits need no rounding
+        store(reinterpret_cast<i32*>(to), shift_right<16>(as_i32(low)) | as_i32(high));
+    } else if constexpr (Kind::is_bf16) {
+        store(reinterpret_cast<i32*>(to), shift_right<16>(round_bits(low)) | upper_half(round_bits(high)));
+    } else {
+        store(reinterpret_cast<float*>(to), low);
+        store(reinterpret_cast<float*>(to + stride), high);
+    }
+}
+
+// Keys of a run: [dim][16] or [dim / 2][16][2] of FORMAT into those of Kind.
+template <class Kind, KvFormat FORMAT>
+static void convert_keys(const u8* from, i32 head_dim, u8* to) {
+    for (i32 d = 0; d < head_dim; d += 2, to += 64 * 2 / Kind::units) {
+        F32 low, high;
+        if constexpr (FORMAT == KvFormat::bf16) {
+            split_pair(load(reinterpret_cast<const i32*>(from) + d / 2 * RUN), low, high);
+        } else if constexpr (FORMAT == KvFormat::f32) {
+            low = load(reinterpret_cast<const float*>(from) + d * RUN);
+            high = load(reinterpret_cast<const float*>(from) + (d + 1) * RUN);
+        } else {
+            low = load_s8(reinterpret_cast<const i8*>(from) + d * RUN);
+            high = load_s8(reinterpret_cast<const i8*>(from) + (d + 1) * RUN);
+        }
+        put_two<Kind, FORMAT>(to, 64, low, high);
+    }
+}
+
+// Values of a run into those of Kind, with `stride` bytes a step: what lies past head_dim is 0.
+template <class Kind, KvFormat FORMAT>
+static void convert_values(const u8* from, i32 head_dim, u8* to, i64 stride) {
+    for (int token = 0; token < RUN; token += 2, to += stride * 2 / Kind::units) {
+        for (i32 d = 0; d < head_dim; d += 16) {
+            const Mask dims = first_lanes(head_dim - d);
+            const i64 at = static_cast<i64>(token) * head_dim + d;
+            F32 low, high;
+            if constexpr (FORMAT == KvFormat::bf16) {
+                split_pair(load(reinterpret_cast<const i32*>(from) + token / 2 * head_dim + d, dims), low, high);
+            } else if constexpr (FORMAT == KvFormat::f32) {
+                low = load(reinterpret_cast<const float*>(from) + at, dims);
+                high = load(reinterpret_cast<const float*>(from) + at + head_dim, dims);
+            } else {
+                low = load_s8(reinterpret_cast<const i8*>(from) + at, dims);
+                high = load_s8(reinterpret_cast<const i8*>(from) + at + head_dim, dims);
+            }
+            put_two<Kind, FORMAT>(to + d * 4, stride, low, high);
+        }
+    }
+}
+
+template <class Kind>
+static void convert_keys(KvFormat format, const u8* from, i32 head_dim, u8* to) {
+    if (format == KvFormat::bf16) return convert_keys<Kind, KvFormat::bf16>(from, head_dim, to);
+    if (format == KvFormat::f32) return convert_keys<Kind, KvFormat::f32>(from, head_dim, to);
+    convert_keys<Kind, KvFormat::i8>(from, head_dim, to);
+}
+
+template <class Kind>
+static void convert_values(KvFormat format, const u8* from, i32 head_dim, u8* to, i64 stride) {
+    if (format == KvFormat::bf16) return convert_values<Kind, KvFormat::bf16>(from, head_dim, to, stride);
+    if (format == KvFormat::f32) return convert_values<Kind, KvFormat::f32>(from, head_dim, to, stride);
+    convert_values<Kind, KvFormat::i8>(from, head_dim, to, stride);
+}
+
+// Whether the values of a run, as Kind holds them, are neither infinite nor NaN.
+template <class Kind>
+static bool is_finite_run(const u8* values, i64 stride) {
+    const I32 exponent = set1(0x7f800000);
+    u32 found = 0;
+    for (i64 at = 0; at < stride * Kind::run_steps; at += 64) {
+        const I32 x = load(reinterpret_cast<const i32*>(values + at));
+        found |= bits((x & exponent) == exponent);
+        if (Kind::is_bf16) found |= bits((shift_left<16>(x) & exponent) == exponent);
+    }
+    return found == 0;
+}
+
+// Copy a run of values with zeros in the tokens outside `seen`, which count from the run's start.
+template <class Kind>
+static void copy_seen(const u8* from, i64 stride, Span seen, u8* to) {
+    for (int step = 0; step < Kind::run_steps; ++step, from += stride, to += stride) {
+        u32 keep = 0;
+        for (int unit = 0; unit < Kind::units; ++unit) {
+            const int token = step * Kind::units + unit;
+            if (seen.begin <= token && token < seen.end) keep |= (Kind::is_bf16 ? 0xffffu : 0xffffffffu) << 16 * unit;
+        }
+        const I32 kept = set1(static_cast<i32>(keep));
+        for (i64 at = 0; at < stride; at += 64)
+            store(reinterpret_cast<i32*>(to + at), load(reinterpret_cast<const i32*>(from + at)) & kept);
+    }
+}
+
+// Store one head of one token. `keys` and `values` are the starts of its run, `token` its place in there.
+static void store_bf16_head(i32 dim, int token, u16* keys, u16* values, const float* k, const float* v) {
+    alignas(64) u16 rounded[32];
+    for (i32 d = 0; d < dim; d += 16) {
+        const int count = smaller(16, dim - d);
+        store_bf16(rounded, load(k + d, first_lanes(count)));
+        store_bf16(rounded + 16, load(v + d, first_lanes(count)));
+        u16* key = keys + d / 2 * RUN * 2 + token * 2;
+        u16* value = values + (token / 2 * dim + d) * 2 + token % 2;
+        for (int i = 0; i < count; i += 2) __builtin_memcpy(key + i / 2 * RUN * 2, rounded + i, 4);
+        for (int i = 0; i < count; ++i) value[i * 2] = rounded[16 + i];
+    }
+}
+
+static void store_f32_head(i32 dim, int token, float* keys, float* values, const float* k, const float* v) {
+    for (i32 d = 0; d < dim; ++d) keys[d * RUN + token] = k[d];
+    for (i32 d = 0; d < dim; d += 16) {
+        const Mask dims = first_lanes(dim - d);
+        store(values + token * dim + d, load(v + d, dims), dims);
+    }
+}
+
+// Write x as codes, `step` apart, and return their scale: 0 for zeros, NaN where x has one.
+static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
+    F32 highest = zero();
+    u32 nans = 0;
+    for (i32 d = 0; d < dim; d += 16) {
+        const F32 part = load(x + d, first_lanes(dim - d));
+        highest = max(abs(part), highest);
+        nans |= bits(is_nan(part));
+    }
+    const float scale = nans != 0 ? __builtin_nanf("") : max_lanes(highest) / 127.0f;
+    alignas(64) i32 rounded[16];
+    for (i32 d = 0; d < dim; d += 16) {
+        const int count = smaller(16, dim - d);
+        // A scale that is flushed to 0 must not give 0 / 0.
+        const F32 part = scale == 0.0f ? zero() : load(x + d, first_lanes(count)) / set1(scale);
+        store(rounded, to_i32(max(set1(-127.0f), min(set1(127.0f), part))));
+        for (int i = 0; i < count; ++i) codes[(d + i) * step] = static_cast<i8>(rounded[i]);
+    }
+    return scale;
+}
+
+static void store_token(const KvLayer& kv, i64 slot, const float* keys, const float* values) {
+    const i64 block = slot / kv.block_size;
+    const i32 offset = static_cast<i32>(slot % kv.block_size), dim = kv.head_dim;
+    const int token = offset % RUN;
+    for (i32 head = 0; head < kv.kv_heads; ++head, keys += dim, values += dim) {
+        const i64 run = run_element(kv, block, head, offset);
+        if (kv.format == KvFormat::bf16) {
+            store_bf16_head(dim, token, static_cast<u16*>(kv.keys) + run, static_cast<u16*>(kv.values) + run, keys, values);
+        } else if (kv.format == KvFormat::f32) {
+            store_f32_head(dim, token, static_cast<float*>(kv.keys) + run, static_cast<float*>(kv.values) + run, keys, values);
+        } else {
+            const i64 scale = scale_element(kv, block, head, offset);
+            kv.key_scales[scale] = store_codes(dim, static_cast<i8*>(kv.keys) + run + token, RUN, keys);
+            kv.value_scales[scale] = store_codes(dim, static_cast<i8*>(kv.values) + run + token * dim, 1, values);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

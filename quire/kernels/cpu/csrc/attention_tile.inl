@@ -1,0 +1,215 @@
+// One tile of attention: some rows of q against one chunk of cached tokens. Included by attention.inl.
+//
+// A row is (token, query head). What is computed for one row never depends on the other rows of its tile: products are one chain of
+// sums a result, and what a row does not see adds exact zeros.
+#pragma once
+#include "attention.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int RUN = 16;          // tokens of a run
+constexpr int CHUNK_RUNS = 16;   // runs of a chunk, whose softmax is taken at once
+constexpr int CHUNK = RUN * CHUNK_RUNS;
+constexpr int GROUP = 4;         // runs whose keys, or values, are held in the first cache while all rows pass
+constexpr int MAX_ROWS = 48;     // rows of a tile
+constexpr float LOWEST = -3.40282347e38f;
+// In units of 16 lanes, one row of weights or scores, and a line more, so that rows do not fall into the same cache sets.
+constexpr i64 SCORE_STRIDE = CHUNK + 16;
+// Rows and vectors of a register tile.
+constexpr int TILE_ROWS = QUIRE_LEVEL == 2 ? 6 : QUIRE_LEVEL == 1 ? 4 : 2;
+constexpr int TILE_VECTORS = QUIRE_LEVEL == 2 ? 4 : 1;
+
+QUIRE_INLINE i64 round_up(i64 n, i64 unit) { return (n + unit - 1) / unit * unit; }
+QUIRE_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+QUIRE_INLINE i32 larger(i32 a, i32 b) { return a > b ? a : b; }
+
+// e^x for x <= 0; 0 below -86; NaN stays. The sum with 1.5 * 2^23 leaves x / ln 2, rounded, in the low bits.
+QUIRE_INLINE F32 exp_negative(F32 x) {
+    const F32 magic = set1(12582912.0f), bounded = max(set1(-86.0f), x);
+    const F32 shifted = fma(bounded, set1(1.44269504f), magic);
+    const F32 n = shifted - magic;
+    F32 r = fma(n, set1(-0.693359375f), bounded);
+    r = fma(n, set1(2.12194440e-4f), r);
+    F32 p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + set1(1.0f));
+    return zero_below(set1(-86.0f), x, as_f32(as_i32(p) + shift_left<23>(as_i32(shifted))));
+}
+
+// How a number type is multiplied: a unit is 4 bytes, one f32 or a pair of bf16, and a step takes one unit of every row.
+struct KindBf16 {
+    static constexpr bool is_bf16 = true;
+    static constexpr int units = 2;                // numbers of a unit
+    static constexpr int run_steps = RUN / units;  // steps over the tokens of a run
+    static constexpr KvFormat format = KvFormat::bf16;
+    QUIRE_INLINE F32 multiply_add(F32 sum, const u8* vector, const u8* scalar) {
+        u32 unit;
+        __builtin_memcpy(&unit, scalar, 4);
+        return dot_bf16(sum, load_bytes(vector), set1_bytes(unit));
+    }
+    QUIRE_INLINE void put(u8* p, F32 x) { store_bf16_flushed(reinterpret_cast<u16*>(p), x); }
+};
+struct KindF32 {
+    static constexpr bool is_bf16 = false;
+    static constexpr int units = 1;
+    static constexpr int run_steps = RUN;
+    static constexpr KvFormat format = KvFormat::f32;
+    QUIRE_INLINE F32 multiply_add(F32 sum, const u8* vector, const u8* scalar) {
+        float unit;
+        __builtin_memcpy(&unit, scalar, 4);
+        return fma(load(reinterpret_cast<const float*>(vector)), set1(unit), sum);
+    }
+    QUIRE_INLINE void put(u8* p, F32 x) { store(reinterpret_cast<float*>(p), x); }
+};
+
+// A product of a block of rows with the vectors of up to GROUP runs. Strides are in bytes, but for out.
+struct Product {
+    const u8* runs[GROUP];
+    const u8* ahead[GROUP];  // what will be read next, to be fetched meanwhile
+    int num_runs;
+    i64 steps;               // scores: units of a row of q
+    i64 run_stride;          // sums: bytes of one step of a run of values
+    const u8* rows;          // the rows' units, one row after the other
+    i64 row_stride;
+    float* out;
+    i64 out_stride;
+};
+
+#define QUIRE_UNROLL _Pragma("GCC unroll 32")
+
+// out[row][run * 16 ...] = the dot products of R rows of q with the keys of N runs.
+template <class Kind, int R, int N>
+static void score_tile(const Product& product, int first_run) {
+    const u8* rows[R];
+    const u8* runs[N];
+    const u8* ahead[N];
+    F32 sums[R][N];
+    QUIRE_UNROLL for (int n = 0; n < N; ++n) runs[n] = product.runs[first_run + n], ahead[n] = product.ahead[first_run + n];
+    QUIRE_UNROLL for (int r = 0; r < R; ++r) {
+        rows[r] = product.rows + r * product.row_stride;
+        QUIRE_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = zero();
+    }
+    for (i64 step = 0; step < product.steps; ++step) {
+        QUIRE_UNROLL for (int n = 0; n < N; ++n) prefetch(ahead[n] + step * 64);
+        QUIRE_UNROLL for (int r = 0; r < R; ++r)
+            QUIRE_UNROLL for (int n = 0; n < N; ++n)
+                sums[r][n] = Kind::multiply_add(sums[r][n], runs[n] + step * 64, rows[r] + step * 4);
+    }
+    QUIRE_UNROLL for (int r = 0; r < R; ++r)
+        QUIRE_UNROLL for (int n = 0; n < N; ++n) store(product.out + r * product.out_stride + (first_run + n) * RUN, sums[r][n]);
+}
+
+// out[row][16 * N dims] += the sums of R rows of weights times the values of the runs, from byte `offset` of every step.
+template <class Kind, int R, int N>
+static void sum_tile(const Product& product, i64 offset) {
+    F32 sums[R][N];
+    float* out = product.out + offset / 4;
+    QUIRE_UNROLL for (int r = 0; r < R; ++r)
+        QUIRE_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * product.out_stride + n * 16);
+    for (int run = 0; run < product.num_runs; ++run) {
+        const u8* values = product.runs[run] + offset;
+        const u8* ahead = product.ahead[run] + offset;
+        const u8* rows = product.rows + run * Kind::run_steps * 4;
+        for (int step = 0; step < Kind::run_steps; ++step) {
+            QUIRE_UNROLL for (int n = 0; n < N; ++n) prefetch(ahead + n * 64);
+            QUIRE_UNROLL for (int r = 0; r < R; ++r)
+                QUIRE_UNROLL for (int n = 0; n < N; ++n)
+                    sums[r][n] = Kind::multiply_add(sums[r][n], values + n * 64, rows + r * product.row_stride);
+            values += product.run_stride;
+            ahead += product.run_stride;
+            rows += 4;
+        }
+    }
+    QUIRE_UNROLL for (int r = 0; r < R; ++r)
+        QUIRE_UNROLL for (int n = 0; n < N; ++n) store(out + r * product.out_stride + n * 16, sums[r][n]);
+}
+
+template <class Kind, int R, int N>
+static void score_runs(const Product& product, int first_run) {
+    for (; product.num_runs - first_run >= N; first_run += N) score_tile<Kind, R, N>(product, first_run);
+    if constexpr (N > 1)
+        if (first_run < product.num_runs) score_runs<Kind, R, N - 1>(product, first_run);
+}
+
+template <class Kind, int R, int N>
+static void sum_dims(const Product& product, i64 offset) {
+    for (; product.run_stride - offset >= 64 * N; offset += 64 * N) sum_tile<Kind, R, N>(product, offset);
+    if constexpr (N > 1)
+        if (offset < product.run_stride) sum_dims<Kind, R, N - 1>(product, offset);
+}
+
+template <class Kind, int R = TILE_ROWS>
+static void score_rows(const Product& product, int num_rows) {
+    if constexpr (R > 1)
+        if (num_rows < R) return score_rows<Kind, R - 1>(product, num_rows);
+    score_runs<Kind, R, TILE_VECTORS>(product, 0);
+}
+
+template <class Kind, int R = TILE_ROWS>
+static void sum_rows(const Product& product, int num_rows) {
+    if constexpr (R > 1)
+        if (num_rows < R) return sum_rows<Kind, R - 1>(product, num_rows);
+    sum_dims<Kind, R, TILE_VECTORS>(product, 0);
+}
+
+// The tokens [begin, end) that something sees.
+struct Span {
+    i32 begin, end;
+};
+
+// Whether a span holds the whole run that starts at `token`.
+QUIRE_INLINE bool holds_run(Span span, i32 token) { return span.begin <= token && token + RUN <= span.end; }
+
+QUIRE_INLINE F32 hide(F32 x, Span seen, i32 token, F32 hidden) {
+    x = select(first_lanes(seen.end - token), x, hidden);
+    return select(first_lanes(seen.begin - token), hidden, x);
+}
+
+// One row of a chunk's softmax. Tokens count from the chunk's start.
+struct SoftmaxRow {
+    float* scores;  // in: dot products; out: the weights, as Kind holds them
+    Span seen;      // tokens that the row sees
+    Span runs;      // runs whose weights are read
+    float max, sum;
+};
+
+// Turn a row's dot products into weights e^(s - max) and set max and sum. What is not seen gets weight 0.
+template <class Kind, bool IS_SCALED>
+static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* const* key_scales, const float* const* value_scales) {
+    const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
+    const F32 scale = set1(job.scale), cap = set1(job.softcap);
+    F32 highest = set1(LOWEST), sum = zero();
+    for (int run = begin; run < end; ++run) {
+        F32 s = load(row.scores + run * RUN) * scale;
+        if (IS_SCALED) s = s * load(key_scales[run]);
+        if (job.softcap != 0.0f) s = tanh(s / cap) * cap;
+        if (!holds_run(row.seen, run * RUN)) s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
+        store(row.scores + run * RUN, s);
+        highest = max(s, highest);
+    }
+    row.max = max_lanes(highest);
+    highest = set1(row.max);
+    u8* weights = reinterpret_cast<u8*>(row.scores);
+    constexpr int bytes = Kind::run_steps * 4;
+    for (int run = row.runs.begin; run < smaller(begin, row.runs.end); ++run) Kind::put(weights + run * bytes, zero());
+    for (int run = begin; run < end; ++run) {
+        F32 p = exp_negative(load(row.scores + run * RUN) - highest);
+        sum = sum + p;
+        if (IS_SCALED) {
+            p = p * load(value_scales[run]);
+            if (!holds_run(row.seen, run * RUN)) p = hide(p, row.seen, run * RUN, zero());
+        }
+        Kind::put(weights + run * bytes, p);
+    }
+    for (int run = larger(end, row.runs.begin); run < row.runs.end; ++run) Kind::put(weights + run * bytes, zero());
+    row.sum = sum_lanes(sum);
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,207 @@
+// Packed weights and single linear layers for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "native_weight.h"
+#include "tables.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+
+namespace {
+
+constexpr i32 ROWS_PER_SHARE = 64;
+
+struct Packing {
+    NativeWeight* weight;
+    const void* source;
+    i64 stride;
+    i32 first, count;
+    const i8* levels;
+    i32 num_levels;
+    bool is_mapped;
+};
+
+void pack_share(void* argument, Worker& worker) {
+    const Packing& job = *static_cast<Packing*>(argument);
+    const Weight& w = job.weight->weight;
+    const i64 shares = ceil_div(job.count, ROWS_PER_SHARE);
+    const i64 width = w.format == Format::bf16 ? 2 : w.format == Format::f32 ? 4 : 1;
+    for (i64 share = next(worker, shares, 1); share < shares; share = next(worker, shares, 1)) {
+        const i32 row = static_cast<i32>(share) * ROWS_PER_SHARE;
+        const i32 rows = job.count - row < ROWS_PER_SHARE ? job.count - row : ROWS_PER_SHARE;
+        const u8* source = static_cast<const u8*>(job.source) + row * job.stride * width;
+        u8* panels = job.weight->memory.data;
+        if (w.format == Format::u8 || w.format == Format::u4)
+            pack_codes(w.format, reinterpret_cast<const i8*>(source), job.stride, w.n, w.k, job.first + row, rows, job.levels, job.num_levels, panels);
+        else
+            pack_dense(w.format, source, job.stride, w.n, w.k, job.first + row, rows, panels);
+        if (job.is_mapped) forget_pages(source, rows * job.stride * width);
+    }
+}
+
+Format format_named(const std::string& name) {
+    if (name == "bf16") return Format::bf16;
+    if (name == "f32") return Format::f32;
+    if (name == "u8") return Format::u8;
+    if (name == "u4") return Format::u4;
+    throw std::invalid_argument("format must be bf16, f32, u8 or u4, got " + name);
+}
+
+const Kernels& kernels_or_default(const std::optional<std::string>& isa) {
+    if (!isa) return kernels();
+    const Kernels* found = kernels_named(isa->c_str());
+    if (found == nullptr) throw std::invalid_argument("this machine cannot run the instruction set " + *isa);
+    return *found;
+}
+
+struct LinearCall {
+    const Kernels* kernels;
+    const float* x;
+    i64 x_stride;
+    LinearJob job;
+    Packed packed;
+};
+
+void linear_call(void* argument, Worker& worker) {
+    LinearCall& call = *static_cast<LinearCall*>(argument);
+    const LinearTable& table = *call.kernels->linear;
+    for (i64 row = next(worker, call.packed.m, 1); row < call.packed.m; row = next(worker, call.packed.m, 1))
+        table.pack_row(call.packed, static_cast<i32>(row), call.x + row * call.x_stride);
+    barrier(worker);
+    table.linear(worker, &call.job, 1);
+    barrier(worker);
+}
+
+void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out, i64 out_stride,
+                i32 finish, i32 activation, float factor, uintptr_t best_index, i32 num_threads, const std::optional<std::string>& isa) {
+    LinearCall call = {};
+    call.kernels = &kernels_or_default(isa);
+    call.x = reinterpret_cast<const float*>(x);
+    call.x_stride = x_stride;
+    const Weight& w = weight.weight;
+    PackedMemory memory(*call.kernels->linear, w, m);
+    call.packed = memory.packed;
+    call.job.weight = &w;
+    call.job.second = second == nullptr ? nullptr : &second->weight;
+    call.job.input = &call.packed;
+    call.job.finish = static_cast<Finish>(finish);
+    call.job.activation = static_cast<Activation>(activation);
+    call.job.factor = factor;
+    call.job.out = reinterpret_cast<float*>(out);
+    call.job.out_stride = out_stride;
+    std::vector<float> values(static_cast<size_t>(m) * num_threads, -__builtin_inff());
+    std::vector<i32> indices(static_cast<size_t>(m) * num_threads, -1);
+    call.job.best_value = values.data();
+    call.job.best_index = indices.data();
+    run_team(num_threads, linear_call, &call);
+    if (call.job.finish != Finish::best) return;
+    for (i32 row = 0; row < m; ++row) {
+        float value;
+        reinterpret_cast<i32*>(best_index)[row] = best_of(values.data() + row * num_threads, indices.data() + row * num_threads, num_threads, value);
+    }
+}
+
+}  // namespace
+
+i32 best_of(const float* values, const i32* indices, i32 count, float& value) {
+    i32 best = -1;
+    for (i32 i = 0; i < count; ++i) {
+        if (indices[i] < 0) continue;
+        const bool is_nan = values[i] != values[i], was_nan = best >= 0 && value != value;
+        if (best < 0 || (is_nan && !was_nan) || values[i] > value || (values[i] == value && indices[i] < best)) value = values[i], best = indices[i];
+    }
+    return best;
+}
+
+PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
+    packed.kind = w.format == Format::u4 ? Format::u8 : w.format;
+    packed.m = m;
+    packed.k = w.k;
+    packed.group = w.group;
+    packed.tile_rows = table.tile_rows(packed.kind, m);
+    packed.columns = w.columns;
+    const i64 groups = groups_of(w.k, w.group);
+    words.resize(static_cast<size_t>(steps_of(packed.kind, w.k)) * m);
+    scales.resize(static_cast<size_t>(groups) * m);
+    starts.resize(static_cast<size_t>(groups) * m);
+    sums.resize(static_cast<size_t>(groups) * m);
+    packed.data = words.data();
+    packed.scales = scales.data();
+    packed.starts = starts.data();
+    packed.sums = sums.data();
+}
+
+NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group) : memory(0) {
+    weight.format = format_named(format);
+    const bool is_quantized = weight.format == Format::u8 || weight.format == Format::u4;
+    const i32 step = weight.format == Format::u4 ? 8 : 4;
+    if (n < 1 || k < 1) throw std::invalid_argument("a weight has at least one row and one column");
+    if (is_quantized && (group < 1 || (group % step != 0 && group < k))) throw std::invalid_argument("group must be a multiple of " + std::to_string(step));
+    if (is_quantized && k > 60000) throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
+    weight.n = n;
+    weight.k = k;
+    weight.group = is_quantized ? (group >= k ? (k + 7) / 8 * 8 : group) : 0;
+    weight.panel_bytes = panel_lines(weight.format, k) * 64;
+    memory = Memory(panels_of(weight) * weight.panel_bytes);
+    weight.data = memory.data;
+}
+
+void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads) {
+    if (first % 16 != 0 || first < 0 || count < 1 || first + count > weight.n) throw std::invalid_argument("rows to pack are outside the weight");
+    if (weight.format == Format::u4) {
+        if (num_levels < 1 || num_levels > 16) throw std::invalid_argument("u4 needs 1 to 16 levels");
+        for (int i = 0; i < num_levels; ++i) weight.table[i] = static_cast<u8>(reinterpret_cast<const i8*>(levels)[i] + 128);
+    }
+    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped};
+    run_team(num_threads, pack_share, &job);
+}
+
+void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns) {
+    const size_t width = static_cast<size_t>(panels_of(weight)) * 16, groups = groups_of(weight.k, weight.group);
+    const auto copy = [](auto& to, uintptr_t from, size_t count) {
+        using Value = typename std::remove_reference_t<decltype(to)>::value_type;
+        if (from != 0) to.assign(reinterpret_cast<const Value*>(from), reinterpret_cast<const Value*>(from) + count);
+        return from == 0 ? nullptr : to.data();
+    };
+    weight.group_scales = copy(scales, group_scales, width * groups);
+    weight.group_offsets = copy(offsets, group_offsets, width * groups);
+    weight.column_scale = copy(column_scales, column_scale, width);
+    weight.bias = copy(biases, bias, width);
+    weight.columns = copy(column_order, columns, weight.k);
+}
+
+i64 NativeWeight::num_bytes() const {
+    return memory.bytes + static_cast<i64>(2 * (scales.size() + offsets.size()) + 4 * (column_scales.size() + biases.size() + column_order.size()));
+}
+
+}  // namespace quire
+
+void bind_linear(nb::module_& m) {
+    using namespace quire;
+    nb::class_<NativeWeight>(m, "Weight")
+        .def(nb::init<const std::string&, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0,
+             "An empty packed weight [n, k]: format bf16, f32, u8 or u4; group: inputs that share a scale.")
+        .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
+             nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
+        .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0,
+             "Copy f16 [N / 16][groups][16] scales and offsets, f32 [N padded] column scales and bias, int32 [k] columns.")
+        .def_prop_ro("num_bytes", &NativeWeight::num_bytes)
+        .def_prop_ro("n", [](const NativeWeight& w) { return w.weight.n; })
+        .def_prop_ro("k", [](const NativeWeight& w) { return w.weight.k; })
+        .def("unpack_row", [](const NativeWeight& w, i32 n, uintptr_t out, std::optional<std::string> isa) {
+            kernels_or_default(isa).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
+        }, "n"_a, "out"_a, "isa"_a = nb::none());
+    m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
+          "factor"_a = 1.0f, "best_index"_a = 0, "num_threads"_a = 1, "isa"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+          "Run one linear layer over f32 rows [m, k]; see LinearJob in weight.h.");
+}

@@ -1,0 +1,139 @@
+// Row-wise kernels, one row, head or run of values a call. Each output depends on its own row alone.
+#include "simd.h"
+
+#include "activation.h"
+#include "simd_operations.inl"
+#include "tables.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Call body(j, lanes) for each sixteen values, the last with fewer lanes. Few kernels here are hot enough for a loop without masks.
+template <class Body>
+QUIRE_INLINE void each_sixteen(i64 n, Body body) {
+    const Mask all = first_lanes(16);
+    i64 j = 0;
+    for (; j + 16 <= n; j += 16) body(j, all);
+    if (j < n) body(j, first_lanes(static_cast<int>(n - j)));
+}
+
+// Sum of term(x[j]) in one order, whatever the machine: lane l of accumulator c takes the values with j / 16 % 4 == c, j % 16 == l.
+template <class Term>
+QUIRE_INLINE float sum_terms(const float* x, i32 size, Term term) {
+    F32 acc[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) acc[c] = zero();
+    i32 j = 0;
+    for (; j + 64 <= size; j += 64)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) acc[c] = term(acc[c], load(x + j + 16 * c));
+    // No branch for each accumulator: it would send them to the stack. Without lanes nothing is read.
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        const Mask lanes = first_lanes(size - j - 16 * c);
+        acc[c] = select(lanes, term(acc[c], load(x + j + 16 * c, lanes)), acc[c]);
+    }
+    return sum_lanes((acc[0] + acc[1]) + (acc[2] + acc[3]));
+}
+
+void norm(const NormJob& job, const float* x, float* out) {
+    const F32 size = set1(static_cast<float>(job.size));
+    F32 mean = zero();
+    if (job.is_layer_norm) mean = set1(sum_terms(x, job.size, [](F32 acc, F32 v) { return acc + v; })) / size;
+    // The mean first, then the squares about it: a sum of squares less a square would cancel.
+    const float squares = sum_terms(x, job.size, [mean](F32 acc, F32 v) { return fma(v - mean, v - mean, acc); });
+    const F32 inverse = set1(1.0f) / sqrt(set1(squares) / size + set1(job.eps));
+    const float* weight = job.weight;
+    const float* bias = job.bias;
+    if (bias == nullptr) {
+        each_sixteen(job.size, [=](i64 j, Mask lanes) {
+            store(out + j, (load(x + j, lanes) - mean) * inverse * load(weight + j, lanes), lanes);
+        });
+        return;
+    }
+    each_sixteen(job.size, [=](i64 j, Mask lanes) {
+        store(out + j, fma((load(x + j, lanes) - mean) * inverse, load(weight + j, lanes), load(bias + j, lanes)), lanes);
+    });
+}
+
+void rotate(float* head, i32 dim, const float* cosine, const float* sine) {
+    const i32 half = dim / 2;
+    each_sixteen(half, [=](i64 j, Mask lanes) {
+        const F32 a = load(head + j, lanes), b = load(head + half + j, lanes);
+        const F32 c = load(cosine + j, lanes), s = load(sine + j, lanes);
+        // Each product rounded: the same bits on every machine, and as the formula is written.
+        store(head + j, a * c - b * s, lanes);
+        store(head + half + j, b * c + a * s, lanes);
+    });
+}
+
+void add_scaled(float* y, const float* x, float factor, i64 n) {
+    each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, fma(set1(factor), load(x + j, lanes), load(y + j, lanes)), lanes); });
+}
+
+void scale_and_cap(float* y, i64 n, float factor, float cap) {
+    if (cap > 0.0f) {
+        each_sixteen(n, [=](i64 j, Mask lanes) {
+            store(y + j, set1(cap) * tanh(load(y + j, lanes) * set1(factor) / set1(cap)), lanes);
+        });
+        return;
+    }
+    each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, load(y + j, lanes) * set1(factor), lanes); });
+}
+
+template <class Function>
+QUIRE_INLINE void activate_all(float* y, const float* up, i64 n, Function function) {
+    if (up == nullptr) {
+        each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, function(load(y + j, lanes)), lanes); });
+        return;
+    }
+    each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, function(load(y + j, lanes)) * load(up + j, lanes), lanes); });
+}
+
+void activate(Activation kind, float* y, const float* up, i64 n) {
+    switch (kind) {
+        case Activation::silu: return activate_all(y, up, n, [](F32 x) { return silu(x); });
+        case Activation::gelu: return activate_all(y, up, n, [](F32 x) { return gelu(x); });
+        case Activation::gelu_tanh: return activate_all(y, up, n, [](F32 x) { return gelu_tanh(x); });
+        case Activation::relu: return activate_all(y, up, n, [](F32 x) { return relu(x); });
+    }
+}
+
+// Keep the top_k largest so far in falling order. Only a larger logit passes an earlier one, so equal ones stay in order; NaN counts
+// as the least, so that every comparison decides.
+void choose(const float* logits, i32 num_experts, i32 top_k, i32* chosen, float* values) {
+    const float least = -__builtin_inff();
+    i32 count = 0;
+    for (i32 i = 0; i < num_experts; ++i) {
+        const float value = logits[i] == logits[i] ? logits[i] : least;
+        if (count == top_k && !(value > values[top_k - 1])) continue;
+        i32 place = count < top_k ? count++ : top_k - 1;
+        for (; place > 0 && value > values[place - 1]; --place) {
+            values[place] = values[place - 1];
+            chosen[place] = chosen[place - 1];
+        }
+        values[place] = value;
+        chosen[place] = i;
+    }
+}
+
+void route(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized, i32* chosen, float* weights) {
+    choose(logits, num_experts, top_k, chosen, weights);
+    const F32 peak = set1(weights[0]);
+    const float total = sum_terms(logits, num_experts, [peak](F32 acc, F32 v) { return acc + exp(v - peak); });
+    each_sixteen(top_k, [=](i64 j, Mask lanes) {
+        store(weights + j, exp(load(weights + j, lanes) - peak) / set1(total), lanes);
+    });
+    if (!is_renormalized) return;
+    float sum = 0.0f;
+    for (i32 j = 0; j < top_k; ++j) sum += weights[j];
+    each_sixteen(top_k, [=](i64 j, Mask lanes) { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
+}
+
+}  // namespace
+
+extern const ElementwiseTable elementwise_table = {
+    norm, rotate, add_scaled, scale_and_cap, activate, route, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,23 @@
+// Rearranging weights into panels, once at load. The sources are row-major [N, K] with `stride` elements a row.
+#pragma once
+#include "weight.h"
+
+namespace quire {
+
+// Memory of whole huge pages where the system grants them; zeroed. Null when there is none.
+u8* allocate(i64 bytes);
+void release(u8* memory, i64 bytes);
+
+// 64-byte lines of a panel, and its size: lines * 64.
+i64 panel_lines(Format format, i32 k);
+
+// Write rows [first, first + count) of a weight of n rows into panels; first is a multiple of 16. Rows past n become zeros (the code
+// of value 0) in the last panel.
+void pack_dense(Format format, const void* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels);
+// codes int8. u8: code + 128. u4: index of the code in `levels` (num_levels ascending), which hold every code.
+void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, const i8* levels, i32 num_levels, u8* panels);
+
+// Tell the system that whole pages of a mapped file within [begin, begin + bytes) are not needed in memory.
+void forget_pages(const void* begin, i64 bytes);
+
+}  // namespace quire

@@ -1,0 +1,165 @@
+// Building a plan, and the memory of its steps.
+#include "plan.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <type_traits>
+
+namespace quire {
+
+void Norm::set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address) {
+    is_present = true;
+    const float* w = reinterpret_cast<const float*>(weight_address);
+    const float* b = reinterpret_cast<const float*>(bias_address);
+    weight.assign(w, w + size);
+    if (b != nullptr) bias.assign(b, b + size);
+    job.is_layer_norm = is_layer_norm;
+    job.size = size;
+    job.eps = eps;
+    job.weight = weight.data();
+    job.bias = b == nullptr ? nullptr : bias.data();
+}
+
+i32 Site::add(const Weight& weight) {
+    const Format kind = weight.format == Format::u4 ? Format::u8 : weight.format;
+    for (size_t i = 0; i < forms.size(); ++i) {
+        const InputForm& form = forms[i];
+        const bool same_columns = form.columns == weight.columns ||
+                                  (form.columns != nullptr && weight.columns != nullptr && form.k == weight.k &&
+                                   memcmp(form.columns, weight.columns, sizeof(i32) * weight.k) == 0);
+        if (form.kind == kind && form.k == weight.k && form.group == weight.group && same_columns) return static_cast<i32>(i);
+    }
+    forms.push_back({kind, weight.k, weight.group, weight.columns});
+    return static_cast<i32>(forms.size()) - 1;
+}
+
+Plan::Plan(i32 hidden, i32 vocab, bool is_bf16, int threads)
+    : num_threads(threads), kernels_used(&kernels()), hidden_(hidden), vocab_(vocab), is_bf16_(is_bf16) {}
+
+void Plan::set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale) {
+    embed_ = std::move(embed);
+    position_embed_ = std::move(positions);
+    embed_scale_ = scale;
+}
+
+void Plan::set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap) {
+    head_ = std::move(head);
+    logit_scale_ = logit_scale;
+    softcap_ = softcap;
+}
+
+void Plan::add_layer(std::shared_ptr<PlanLayer> layer) { layers_.push_back(std::move(layer)); }
+
+void Plan::set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half) {
+    if (static_cast<i32>(angles_.size()) <= index) angles_.resize(index + 1);
+    angles_[index] = {cosine, sine, count, half};
+}
+
+void Plan::measure(const Site& site, i64 rows) {
+    i64 words = 0, groups = 0;
+    for (const InputForm& form : site.forms) {
+        words += steps_of(form.kind, form.k) * rows;
+        groups += groups_of(form.k, form.group) * rows;
+    }
+    packed_words_ = std::max(packed_words_, words);
+    packed_groups_ = std::max(packed_groups_, groups);
+}
+
+void Plan::finish_layer(PlanLayer& l) {
+    l.q_form = l.attn_site.add(l.q->weight);
+    l.k_form = l.attn_site.add(l.k->weight);
+    l.v_form = l.attn_site.add(l.v->weight);
+    l.o_form = l.o_site.add(l.o->weight);
+    if (l.router) {
+        l.router_form = l.mlp_site.add(l.router->weight);
+        // Experts read rows that are gathered for each of them, all in one form.
+        for (const Expert& e : l.experts) {
+            l.expert_site.add(e.gate->weight);
+            l.expert_site.add(e.up->weight);
+            l.down_site.add(e.down->weight);
+        }
+        if (l.expert_site.forms.size() != 1 || l.down_site.forms.size() != 1) throw std::invalid_argument("the experts of a layer must have one format");
+        measure(l.expert_site, l.top_k);
+        measure(l.down_site, l.top_k);
+        max_experts_ = std::max(max_experts_, static_cast<i32>(l.experts.size()));
+        max_top_k_ = std::max(max_top_k_, l.top_k);
+        inner_size_ = std::max(inner_size_, l.experts[0].up->weight.n * l.top_k);
+    } else {
+        if (l.gate) l.gate_form = l.mlp_site.add(l.gate->weight);
+        l.up_form = l.mlp_site.add(l.up->weight);
+        l.down_form = l.down_site.add(l.down->weight);
+        measure(l.down_site, 1);
+        inner_size_ = std::max(inner_size_, l.up->weight.n);
+    }
+    measure(l.attn_site, 1);
+    measure(l.o_site, 1);
+    measure(l.mlp_site, 1);
+    qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
+    attention_size_ = std::max(attention_size_, l.num_heads * l.head_dim);
+}
+
+void Plan::finish() {
+    for (auto& layer : layers_) finish_layer(*layer);
+    head_site_.add(head_->weight);
+    measure(head_site_, 1);
+    jobs_.resize(max_experts_);
+    packs_.resize(max_experts_);
+}
+
+void Plan::reserve(i32 num_tokens, const Batch& batch) {
+    i64 attention = 64;
+    for (const auto& l : layers_) {
+        AttentionJob job;
+        job.kv = l->kv;
+        job.num_heads = l->num_heads;
+        job.window = l->window;
+        job.is_bf16 = is_bf16_;
+        attention = std::max(attention, kernels_used->attention->scratch_bytes(job, batch, num_threads));
+    }
+    if (attention > attention_bytes_) {
+        attention_scratch_ = Memory(attention);
+        attention_bytes_ = attention;
+    }
+    if (num_tokens <= capacity_) return;
+    const i64 rows = std::max(num_tokens, std::min(2 * capacity_, 4096));
+    const i64 pairs = rows * max_top_k_;
+    // Twice: first to add up sizes, then to hand out addresses.
+    for (int pass = 0; pass < 2; ++pass) {
+        i64 used = 0;
+        u8* base = arena_.data;
+        const auto take = [&](auto& pointer, i64 count) {
+            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
+            pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
+            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
+        };
+        take(x_, rows * hidden_);
+        take(qkv_, rows * qkv_size_);
+        take(attended_, rows * attention_size_);
+        take(inner_, rows * inner_size_);
+        take(extra_, rows * hidden_);
+        take(normed_, max_experts_ > 0 ? rows * hidden_ : 0);
+        take(row_, num_threads * (hidden_ + 64));
+        take(route_logits_, rows * max_experts_);
+        take(route_weights_, pairs);
+        take(pair_out_, pairs * hidden_);
+        take(chosen_, pairs);
+        take(pair_row_, pairs);
+        take(pair_of_, pairs);
+        take(expert_start_, max_experts_ + 1);
+        take(packed_data_, rows * packed_words_ + 64);
+        take(packed_scales_, rows * packed_groups_ + 64);
+        take(packed_sums_, rows * packed_groups_ + 64);
+        take(packed_starts_, rows * packed_groups_ + 64);
+        if (pass == 0) {
+            arena_ = Memory(0);
+            arena_ = Memory(used);
+        }
+    }
+    capacity_ = static_cast<i32>(rows);
+}
+
+i64 Plan::scratch_bytes() const { return arena_.bytes + attention_scratch_.bytes; }
+
+}  // namespace quire

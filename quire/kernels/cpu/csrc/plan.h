@@ -1,0 +1,116 @@
+// A decoder as data: everything that a step needs to run all layers in one call.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "native_weight.h"
+#include "tables.h"
+
+namespace quire {
+
+struct Norm {
+    bool is_present = false;
+    NormJob job;
+    std::vector<float> weight, bias;
+
+    void set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address);
+};
+
+// One form of packed input; weights that read the same rows in the same form share it.
+struct InputForm {
+    Format kind;
+    i32 k, group;
+    const i32* columns;
+};
+
+// Where rows are packed for one or more weights.
+struct Site {
+    std::vector<InputForm> forms;
+
+    // Return the index of the form that a weight reads.
+    i32 add(const Weight& weight);
+};
+
+struct Expert {
+    std::shared_ptr<NativeWeight> gate, up, down;
+};
+
+struct PlanLayer {
+    Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm;
+    std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;
+    std::vector<Expert> experts;
+    i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
+    float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
+    bool is_qk_norm_whole = false;
+    Activation activation = Activation::silu;
+    i32 top_k = 0;
+    bool is_renormalized = true;
+    KvLayer kv;
+    // Derived when the plan is finished: the form of each weight at its site.
+    Site attn_site, o_site, mlp_site, expert_site, down_site;
+    i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
+};
+
+// The inputs of one step, as addresses; see contracts in kernels/reference/attention.py.
+struct StepInput {
+    const i64* token_ids = nullptr;
+    const i64* positions = nullptr;
+    const i64* slots = nullptr;
+    Batch batch;
+    // Rows whose logits are wanted. Unless keeps_all, only these are computed past the last attention: no later block mixes rows.
+    const i32* logit_rows = nullptr;
+    i32 num_logit_rows = 0;
+    bool keeps_all = false;
+    float* logits = nullptr;  // [num_logit_rows][vocab]
+};
+
+class Plan {
+public:
+    Plan(i32 hidden, i32 vocab, bool is_bf16, int num_threads);
+
+    void set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale);
+    void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
+    void add_layer(std::shared_ptr<PlanLayer> layer);
+    // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.
+    void set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half);
+    void finish();
+    void step(const StepInput& input);
+    // Logits of rows of the last step, which must have kept all.
+    void logits(const i32* rows, i32 count, float* out);
+    i64 scratch_bytes() const;
+
+    Norm final_norm;
+    int num_threads;
+    const Kernels* kernels_used;
+
+private:
+    friend struct Stepper;
+    void measure(const Site& site, i64 rows);
+    void finish_layer(PlanLayer& layer);
+    void reserve(i32 num_tokens, const Batch& batch);
+
+    i32 hidden_, vocab_;
+    bool is_bf16_;
+    std::shared_ptr<NativeWeight> embed_, position_embed_, head_;
+    float embed_scale_ = 1.0f, logit_scale_ = 1.0f, softcap_ = 0.0f;
+    std::vector<std::shared_ptr<PlanLayer>> layers_;
+    struct Angles { const float *cosine = nullptr, *sine = nullptr; i64 count = 0; i32 half = 0; };
+    std::vector<Angles> angles_;
+    Site head_site_;
+    i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0;
+    i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site
+    // Memory of a step, made for capacity_ rows and grown when a step is larger.
+    i32 capacity_ = 0;
+    i64 attention_bytes_ = 0;
+    Memory arena_{0}, attention_scratch_{0};
+    float *x_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr, *extra_ = nullptr, *normed_ = nullptr, *row_ = nullptr;
+    float *route_logits_ = nullptr, *route_weights_ = nullptr, *pair_out_ = nullptr;
+    i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
+    u32* packed_data_ = nullptr;
+    float *packed_scales_ = nullptr, *packed_sums_ = nullptr;
+    i32* packed_starts_ = nullptr;
+    std::vector<LinearJob> jobs_;
+    std::vector<Packed> packs_;
+};
+
+}  // namespace quire

@@ -1,0 +1,357 @@
+// Runs a plan: every thread of the team walks the layers and meets the others where a result is needed.
+#include <string.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "plan.h"
+
+namespace quire {
+
+// One thread's walk through a step. All threads take the same way; what they share lies in the plan.
+struct Stepper {
+    Plan& plan;
+    const StepInput& in;
+    const Kernels& kernels;
+    Worker& worker;
+    i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
+
+    // Call body(row) for every row, shared by the team, and wait for all.
+    template <class Body>
+    void each(i64 count, Body body) {
+        for (i64 item = next(worker, count, 1); item < count; item = next(worker, count, 1)) body(item);
+        barrier(worker);
+    }
+
+    float* x(i64 row) const { return plan.x_ + row * plan.hidden_; }
+    float* extra(i64 row) const { return plan.extra_ + row * plan.hidden_; }
+    float* own_row() const { return plan.row_ + static_cast<i64>(worker.rank) * (plan.hidden_ + 64); }
+
+    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other.
+    Packed packed(const Site& site, i32 form_index, i32 rows) const {
+        i64 words = 0, groups = 0;
+        for (i32 i = 0; i < form_index; ++i) {
+            words += static_cast<i64>(steps_of(site.forms[i].kind, site.forms[i].k)) * rows;
+            groups += static_cast<i64>(groups_of(site.forms[i].k, site.forms[i].group)) * rows;
+        }
+        return packed_at(site.forms[form_index], rows, words, groups);
+    }
+
+    Packed packed_at(const InputForm& form, i32 rows, i64 words, i64 groups) const {
+        Packed p;
+        p.kind = form.kind;
+        p.m = rows;
+        p.k = form.k;
+        p.group = form.group;
+        p.columns = form.columns;
+        p.tile_rows = kernels.linear->tile_rows(form.kind, rows > 0 ? rows : 1);
+        p.data = plan.packed_data_ + words;
+        p.scales = plan.packed_scales_ + groups;
+        p.sums = plan.packed_sums_ + groups;
+        p.starts = plan.packed_starts_ + groups;
+        return p;
+    }
+
+    void pack(const Site& site, i64 row, const float* values) const {
+        for (size_t f = 0; f < site.forms.size(); ++f) kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values);
+    }
+
+    static LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) {
+        LinearJob j;
+        j.weight = &weight.weight;
+        j.input = &input;
+        j.finish = finish;
+        j.out = out;
+        j.out_stride = stride;
+        j.factor = factor;
+        return j;
+    }
+
+    void run(const LinearJob* jobs, i32 count) {
+        kernels.linear->linear(worker, jobs, count);
+        barrier(worker);
+    }
+
+    void embed() {
+        each(in.batch.num_tokens, [&](i64 row) {
+            kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), x(row));
+            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, plan.embed_scale_, 0.0f);
+            if (!plan.position_embed_) return;
+            kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
+            kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
+        });
+    }
+
+    // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
+    void add_normed(const Norm& norm, float scale, i64 row) const {
+        if (!norm.is_present) return;
+        kernels.elementwise->norm(norm.job, extra(row), extra(row));
+        kernels.elementwise->add_scaled(x(row), extra(row), scale, plan.hidden_);
+    }
+
+    const float* normed(const Norm& norm, i64 row, float* to) const {
+        if (!norm.is_present) return x(row);
+        kernels.elementwise->norm(norm.job, x(row), to);
+        return to;
+    }
+
+    // A linear layer whose result is added to the residual, or goes to extra_ where `norm` comes first.
+    void run_to_residual(const NativeWeight& weight, const Packed& input, const Norm& norm, float scale) {
+        const LinearJob j = norm.is_present ? job(weight, input, Finish::store, plan.extra_, plan.hidden_) : job(weight, input, Finish::add, plan.x_, plan.hidden_, scale);
+        run(&j, 1);
+    }
+
+    void project(const PlanLayer& l) {
+        const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim, width = q_size + 2 * kv_size;
+        const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
+        const LinearJob jobs[3] = {job(*l.q, q, Finish::store, plan.qkv_, width), job(*l.k, k, Finish::store, plan.qkv_ + q_size, width),
+                                   job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width)};
+        run(jobs, 3);
+    }
+
+    void norm_heads(const PlanLayer& l, float* q, float* key) const {
+        if (!l.q_norm.is_present) return;
+        if (l.is_qk_norm_whole) {
+            kernels.elementwise->norm(l.q_norm.job, q, q);
+            kernels.elementwise->norm(l.k_norm.job, key, key);
+            return;
+        }
+        for (i32 h = 0; h < l.num_heads; ++h) kernels.elementwise->norm(l.q_norm.job, q + h * l.head_dim, q + h * l.head_dim);
+        for (i32 h = 0; h < l.num_kv_heads; ++h) kernels.elementwise->norm(l.k_norm.job, key + h * l.head_dim, key + h * l.head_dim);
+    }
+
+    void rotate_and_store(const PlanLayer& l) {
+        const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
+        each(in.batch.num_tokens, [&](i64 row) {
+            float* q = plan.qkv_ + row * (q_size + 2 * kv_size);
+            norm_heads(l, q, q + q_size);
+            if (l.rope >= 0) {
+                const Plan::Angles& a = plan.angles_[l.rope];
+                const i64 at = in.positions[row] * a.half;
+                for (i32 h = 0; h < l.num_heads + l.num_kv_heads; ++h) kernels.elementwise->rotate(q + h * l.head_dim, 2 * a.half, a.cosine + at, a.sine + at);
+            }
+            kernels.attention->store(l.kv, in.slots[row], q + q_size, q + q_size + kv_size);
+        });
+    }
+
+    void attend(const PlanLayer& l) {
+        AttentionJob a;
+        a.kv = l.kv;
+        a.num_heads = l.num_heads;
+        a.scale = l.scale;
+        a.window = l.window;
+        a.softcap = l.softcap;
+        a.is_bf16 = plan.is_bf16_;
+        a.q = plan.qkv_;
+        a.q_stride = (l.num_heads + 2 * l.num_kv_heads) * l.head_dim;
+        a.out = plan.attended_;
+        a.out_stride = l.num_heads * l.head_dim;
+        a.scratch = plan.attention_scratch_.data;
+        kernels.attention->attend(worker, a, in.batch);
+    }
+
+    // After the last attention no block mixes rows: the rows whose logits are wanted move to the front and go on alone.
+    void keep_logit_rows(i64 width) {
+        if (worker.rank == 0) {
+            const auto gather = [&](float* values, float* free, i64 size) {
+                for (i32 i = 0; i < in.num_logit_rows; ++i) memcpy(free + i * size, values + in.logit_rows[i] * size, sizeof(float) * size);
+                memcpy(values, free, sizeof(float) * size * in.num_logit_rows);
+            };
+            gather(plan.x_, plan.extra_, plan.hidden_);
+            gather(plan.attended_, plan.qkv_, width);
+        }
+        num_rows = in.num_logit_rows;
+        barrier(worker);
+    }
+
+    void attention(const PlanLayer& l, bool is_last) {
+        const i64 width = l.num_heads * l.head_dim;
+        project(l);
+        rotate_and_store(l);
+        attend(l);
+        if (is_last && !in.keeps_all) keep_logit_rows(width);
+        each(num_rows, [&](i64 row) { pack(l.o_site, row, plan.attended_ + row * width); });
+        run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
+    }
+
+    void activate(const PlanLayer& l) {
+        const i32 inner = l.up->weight.n;
+        const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
+        const bool is_joint = l.gate && l.gate_form == l.up_form && l.gate->weight.format == l.up->weight.format;
+        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
+        first.second = is_joint ? &l.up->weight : nullptr;
+        first.activation = l.activation;
+        run(&first, 1);
+        if (!l.gate || is_joint) return;
+        const LinearJob second = job(*l.up, up_input, Finish::multiply, plan.inner_, inner);
+        run(&second, 1);
+    }
+
+    void feed_forward(const PlanLayer& l) {
+        each(num_rows, [&](i64 row) {
+            add_normed(l.attn_out, l.residual_scale, row);
+            float* to = l.router ? plan.normed_ + row * plan.hidden_ : own_row();
+            const float* values = normed(l.mlp_in, row, to);
+            if (l.router && values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
+            pack(l.mlp_site, row, values);
+        });
+        if (l.router) {
+            mixture(l);
+            return;
+        }
+        activate(l);
+        const i32 inner = l.up->weight.n;
+        each(num_rows, [&](i64 row) { pack(l.down_site, row, plan.inner_ + row * inner); });
+        run_to_residual(*l.down, packed(l.down_site, l.down_form, num_rows), l.mlp_out, l.residual_scale);
+    }
+
+    // Sort the (row, choice) pairs by expert, rows in order: expert e has places [expert_start_[e], expert_start_[e + 1]).
+    void group_by_expert(const PlanLayer& l) const {
+        const i32 num_experts = static_cast<i32>(l.experts.size()), pairs = num_rows * l.top_k;
+        i32* start = plan.expert_start_;
+        memset(start, 0, sizeof(i32) * (num_experts + 1));
+        for (i32 i = 0; i < pairs; ++i) ++start[plan.chosen_[i] + 1];
+        for (i32 e = 0; e < num_experts; ++e) start[e + 1] += start[e];
+        for (i32 i = 0; i < pairs; ++i) {
+            const i32 place = start[plan.chosen_[i]]++;
+            plan.pair_row_[place] = i / l.top_k;
+            plan.pair_of_[i] = place;
+        }
+        memmove(start + 1, start, sizeof(i32) * num_experts);
+        start[0] = 0;
+    }
+
+    i32 expert_at(const PlanLayer& l, i64 place) const {
+        const i32 *begin = plan.expert_start_, *end = begin + l.experts.size() + 1;
+        return static_cast<i32>(std::upper_bound(begin, end, static_cast<i32>(place)) - begin) - 1;
+    }
+
+    Packed expert_input(const InputForm& form, i32 expert) const {
+        const i64 first = plan.expert_start_[expert], words = steps_of(form.kind, form.k), groups = groups_of(form.k, form.group);
+        return packed_at(form, plan.expert_start_[expert + 1] - static_cast<i32>(first), first * words, first * groups);
+    }
+
+    // Pack row values(place) of every pair into its expert's input, then run one linear layer per expert.
+    template <class Values, class Make>
+    void run_experts(const PlanLayer& l, const InputForm& form, Values values, Make make) {
+        each(static_cast<i64>(num_rows) * l.top_k, [&](i64 place) {
+            const i32 e = expert_at(l, place);
+            kernels.linear->pack_row(expert_input(form, e), static_cast<i32>(place) - plan.expert_start_[e], values(place));
+        });
+        const i32 num_experts = static_cast<i32>(l.experts.size());
+        if (worker.rank == 0) {
+            for (i32 e = 0; e < num_experts; ++e) {
+                plan.packs_[e] = expert_input(form, e);
+                plan.jobs_[e] = make(l.experts[e], plan.packs_[e], static_cast<i64>(plan.expert_start_[e]));
+            }
+        }
+        barrier(worker);
+        run(plan.jobs_.data(), num_experts);
+    }
+
+    void mixture(const PlanLayer& l) {
+        const i32 hidden = plan.hidden_, num_experts = static_cast<i32>(l.experts.size()), inner = l.experts[0].up->weight.n;
+        const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
+        const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
+        run(&router, 1);
+        each(num_rows, [&](i64 row) {
+            kernels.elementwise->route(plan.route_logits_ + row * num_experts, num_experts, l.top_k, l.is_renormalized, plan.chosen_ + row * l.top_k,
+                                       plan.route_weights_ + row * l.top_k);
+        });
+        if (worker.rank == 0) group_by_expert(l);
+        barrier(worker);
+        run_experts(
+            l, l.expert_site.forms[0], [&](i64 place) { return plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden; },
+            [&](const Expert& expert, const Packed& input, i64 first) {
+                LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner, inner);
+                j.second = &expert.up->weight;
+                j.activation = l.activation;
+                return j;
+            });
+        run_experts(
+            l, l.down_site.forms[0], [&](i64 place) { return plan.inner_ + place * inner; },
+            [&](const Expert& expert, const Packed& input, i64 first) { return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden, hidden); });
+        each(num_rows, [&](i64 row) { add_experts(l, row); });
+    }
+
+    // The weighted sum of a row's experts, in the order in which they were chosen.
+    void add_experts(const PlanLayer& l, i64 row) const {
+        float* sum = l.mlp_out.is_present ? extra(row) : own_row();
+        memset(sum, 0, sizeof(float) * plan.hidden_);
+        for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at)
+            kernels.elementwise->add_scaled(sum, plan.pair_out_ + static_cast<i64>(plan.pair_of_[at]) * plan.hidden_, plan.route_weights_[at], plan.hidden_);
+        if (!l.mlp_out.is_present) kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
+    }
+
+    void layers() {
+        const size_t count = plan.layers_.size();
+        for (size_t i = 0; i < count; ++i) {
+            const PlanLayer& l = *plan.layers_[i];
+            each(num_rows, [&](i64 row) {
+                if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
+                pack(l.attn_site, row, normed(l.attn_in, row, own_row()));
+            });
+            attention(l, i + 1 == count);
+            if (num_rows == 0) return;
+            feed_forward(l);
+        }
+        const PlanLayer& last = *plan.layers_[count - 1];
+        each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
+    }
+
+    // Logits of `count` rows of x_; rows null: the first ones.
+    void logits(const i32* rows, i32 count, float* out) {
+        num_rows = count;
+        each(count, [&](i64 i) {
+            const i64 row = rows == nullptr ? i : rows[i];
+            pack(plan.head_site_, i, normed(plan.final_norm, row, own_row()));
+        });
+        const Packed input = packed(plan.head_site_, 0, count);
+        const LinearJob head = job(*plan.head_, input, Finish::store, out, plan.vocab_);
+        run(&head, 1);
+        if (plan.logit_scale_ == 1.0f && plan.softcap_ == 0.0f) return;
+        each(count, [&](i64 i) { kernels.elementwise->scale_and_cap(out + i * plan.vocab_, plan.vocab_, plan.logit_scale_, plan.softcap_); });
+    }
+};
+
+namespace {
+
+struct Call {
+    Plan* plan;
+    const StepInput* input;
+    const i32* rows;
+    i32 count;
+    float* out;
+};
+
+void step_body(void* argument, Worker& worker) {
+    const Call& call = *static_cast<Call*>(argument);
+    const StepInput& in = *call.input;
+    Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
+    stepper.embed();
+    stepper.layers();
+    if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.logit_rows : nullptr, in.num_logit_rows, in.logits);
+}
+
+void logits_body(void* argument, Worker& worker) {
+    const Call& call = *static_cast<Call*>(argument);
+    Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count};
+    stepper.logits(call.rows, call.count, call.out);
+}
+
+}  // namespace
+
+void Plan::step(const StepInput& input) {
+    reserve(input.batch.num_tokens, input.batch);
+    Call call = {this, &input, nullptr, 0, nullptr};
+    run_team(num_threads, step_body, &call);
+}
+
+void Plan::logits(const i32* rows, i32 count, float* out) {
+    if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
+    const StepInput none;
+    Call call = {this, &none, rows, count, out};
+    run_team(num_threads, logits_body, &call);
+}
+
+}  // namespace quire

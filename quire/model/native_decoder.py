@@ -1,0 +1,219 @@
+"""NativeDecoder: executes a ModelSpec with the native CPU kernels, all layers of a step in one call."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.rope import cos_sin, inverse_frequencies
+from quire.kv.pool import KvPool
+from quire.model.native_weights import NativeWeight, WeightPacker
+from quire.quant.parameters import Parameter, QuantizedStack
+from quire.quant.weight import QuantizedWeight
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
+_FIRST_POSITIONS = 4096
+"""Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
+
+
+def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
+    """Return why the native kernels cannot run a model, or None where they can."""
+    if spec.dtype == "float16":
+        return "float16 models (choose dtype bfloat16 or float32)"
+    if block_size % 16 != 0:
+        return f"a block_size of {block_size} (choose a multiple of 16)"
+    odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
+    if odd:
+        return f"heads of {min(odd)} values (an odd number)"
+    return None
+
+
+class NativeDecoder:
+    """A decoder-only model in packed weights; the same results for a row whatever else is in the step.
+
+    parameters     as `load_parameters` returns them; emptied on the way, so that what is packed can go
+    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    """
+
+    def __init__(self, native: ModuleType, spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int) -> None:
+        self.spec = spec
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._native = native
+        self._parameters = parameters
+        self._packer = WeightPacker(native, self.dtype)
+        ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
+        self._angles = [_Angles(rope, max_model_len, self.dtype) for rope in ropes]
+        self._rope_index = {rope: index for index, rope in enumerate(ropes)}
+        self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
+        self._layers = self._build(list(ropes))
+        self._kv: KvPool | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return self._packer.num_bytes
+
+    def _build(self, ropes: list[RopeSpec]) -> list[Any]:
+        spec, plan = self.spec, self._plan
+        embedding = self._parameters["embed.weight"]
+        embed = self._pack("embed")
+        is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
+        head = self._pack("lm_head") if is_head_own else embed
+        del embedding
+        scale = spec.embed_scale
+        if spec.is_embed_scale_cast:
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
+        plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
+        self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
+        layers = []
+        for index, layer_spec in enumerate(spec.layers):
+            layers.append(self._build_layer(layer_spec, f"layers.{index}."))
+            plan.add_layer(layers[-1])
+        plan.finish()
+        self._extend_angles(_FIRST_POSITIONS)
+        return layers
+
+    def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
+        weight, bias = self._parameters.pop(f"{name}.weight"), self._parameters.pop(f"{name}.bias", None)
+        if isinstance(weight, QuantizedStack) or isinstance(bias, QuantizedWeight | QuantizedStack):
+            raise TypeError(f"{name} is a stack of weights")
+        return self._packer.pack(weight, bias, dtype)
+
+    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int) -> None:
+        if spec is None:
+            return
+        weight, bias = self._parameters.pop(f"{name}.weight"), self._parameters.pop(f"{name}.bias", None)
+        values = [None if part is None else part.float().contiguous() for part in (weight, bias) if not _is_quantized(part)]
+        weight_values = values[0] + spec.offset
+        bias_address = 0 if values[1] is None else values[1].data_ptr()
+        norm.set(spec.kind == "layer", size, spec.eps, weight_values.data_ptr(), bias_address)
+
+    def _build_layer(self, spec: LayerSpec, prefix: str) -> Any:
+        layer, attention, hidden = self._native.PlanLayer(), spec.attention, self.spec.hidden_size
+        for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+            self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
+        is_whole = attention.qk_norm_over == "all"
+        for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+            size = attention.head_dim * (heads if is_whole else 1)
+            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size)
+        for name in ("q", "k", "v", "o"):
+            setattr(layer, name, self._pack(prefix + name))
+        layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        layer.scale, layer.window, layer.softcap = attention.scale, attention.window or 0, attention.softcap or 0.0
+        layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
+        layer.is_qk_norm_whole, layer.residual_scale = is_whole, spec.residual_scale
+        if isinstance(spec.mlp, MoeSpec):
+            self._build_experts(layer, spec.mlp, prefix)
+        else:
+            self._build_mlp(layer, spec.mlp, prefix)
+        return layer
+
+    def _build_mlp(self, layer: Any, spec: MlpSpec, prefix: str) -> None:
+        layer.set_activation(_ACTIVATIONS[spec.activation])
+        for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
+            setattr(layer, name, self._pack(prefix + name))
+
+    def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str) -> None:
+        layer.set_activation(_ACTIVATIONS[spec.expert.activation])
+        layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
+        # Routing decides which weights a token meets: it is computed in f32.
+        layer.router = self._pack(f"{prefix}router", torch.float32)
+        gate_up, down = self._parameters.pop(f"{prefix}experts.gate_up.weight"), self._parameters.pop(f"{prefix}experts.down.weight")
+        inner = spec.expert.intermediate_size
+        for index in range(spec.num_experts):
+            both = _entry(gate_up, index)
+            parts = (_rows(both, 0, inner), _rows(both, inner, 2 * inner), _entry(down, index))
+            layer.add_expert(*(self._packer.pack(part) for part in parts))
+
+    def _extend_angles(self, count: int) -> None:
+        for index, angles in enumerate(self._angles):
+            angles.extend(count)
+            self._plan.set_angles(index, angles.cos.data_ptr(), angles.sin.data_ptr(), *angles.cos.shape)
+
+    def _bind(self, kv: KvPool) -> None:
+        if self._kv is kv:
+            return
+        for index, layer in enumerate(self._layers):
+            scales = kv.scales[index] if kv.scales else (None, None)
+            addresses = (0 if scale is None else scale.data_ptr() for scale in scales)
+            layer.set_cache(
+                _KV_FORMATS[kv.k[index].dtype], kv.spec.block_size, kv.k[index].data_ptr(), kv.v[index].data_ptr(), *addresses
+            )
+        self._kv = kv
+
+    def step(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, logit_rows: list[int], keeps_all: bool = False
+    ) -> Tensor:
+        """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
+
+        token_ids, positions  [T] i64, the sequences of the step one after the other
+        logit_rows            R indices of tokens
+        keeps_all             logits_at may ask for other rows before the next step
+        """
+        self._bind(kv)
+        longest = max(step.context_lens)
+        if self._angles and longest > len(self._angles[0].cos):
+            self._extend_angles(max(longest, 2 * len(self._angles[0].cos)))
+        starts = torch.tensor(step.query_starts, dtype=torch.int32)
+        lengths = torch.tensor(step.context_lens, dtype=torch.int32)
+        tables = step.block_tables.to(torch.int32).contiguous()
+        rows = torch.tensor(logit_rows, dtype=torch.int32)
+        logits = torch.empty(len(logit_rows), self.spec.vocab_size)
+        self._plan.num_threads = torch.get_num_threads()
+        self._plan.step(
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            step.slots.data_ptr(),
+            len(token_ids),
+            len(step.context_lens),
+            starts.data_ptr(),
+            lengths.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            rows.data_ptr(),
+            len(logit_rows),
+            keeps_all,
+            logits.data_ptr(),
+        )
+        return logits
+
+    def logits_at(self, first: int, last: int) -> Tensor:
+        """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""
+        rows = torch.arange(first, last, dtype=torch.int32)
+        logits = torch.empty(last - first, self.spec.vocab_size)
+        self._plan.logits(rows.data_ptr(), len(rows), logits.data_ptr())
+        return logits
+
+
+class _Angles:
+    """Cosine and sine [positions, dim / 2] f32 of one rope; rounded to the model's dtype where the model does that."""
+
+    def __init__(self, rope: RopeSpec, max_model_len: int, dtype: torch.dtype) -> None:
+        self._rope, self._dtype = rope, dtype
+        self._frequencies = inverse_frequencies(rope, max_model_len)
+        self.cos = self.sin = torch.empty(0, rope.dim // 2)
+
+    def extend(self, count: int) -> None:
+        cos, sin = cos_sin(self._rope, self._frequencies, torch.arange(count), self._dtype)
+        self.cos, self.sin = cos[:, 0].float().contiguous(), sin[:, 0].float().contiguous()
+
+
+def _is_quantized(part: object) -> bool:
+    return isinstance(part, QuantizedWeight | QuantizedStack)
+
+
+def _entry(stack: Parameter, index: int) -> Tensor | QuantizedWeight:
+    if isinstance(stack, QuantizedStack):
+        return stack.weights[index]
+    return stack[index] if isinstance(stack, Tensor) else stack
+
+
+def _rows(weight: Tensor | QuantizedWeight, start: int, stop: int) -> Tensor | QuantizedWeight:
+    return weight.rows(start, stop) if isinstance(weight, QuantizedWeight) else weight[start:stop]

@@ -1,0 +1,137 @@
+"""Pack parameters for the native kernels: once, at load, into the layouts of kernels/cpu/csrc/weight.h."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.quant.weight import QuantizedWeight
+
+_ROWS_AT_ONCE = 4096
+"""Rows that are converted to another dtype at once, when the stored one is not what is packed."""
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_INPUT_GROUP = 128
+"""Inputs that share a scale when they are quantised for a weight with one scale per row."""
+
+NativeWeight = Any
+"""`_native.Weight`: an extension type, which no type checker sees."""
+
+
+class WeightPacker:
+    """Packs weights [N, K] for one model.
+
+    native  the extension module
+    dtype   torch.bfloat16 or torch.float32: how weights that are not quantised are kept
+    """
+
+    def __init__(self, native: ModuleType, dtype: torch.dtype) -> None:
+        self._native = native
+        self._dtype = dtype
+        self.num_bytes = 0
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> NativeWeight:
+        """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way."""
+        if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
+            weight = weight.dequantize(self._dtype)
+        if isinstance(weight, QuantizedWeight):
+            packed = self._pack_codes(weight, bias)
+        else:
+            packed = self._pack_dense(weight, bias, dtype or self._dtype)
+        self.num_bytes += packed.num_bytes
+        return packed
+
+    def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> NativeWeight:
+        num_rows, num_columns = weight.shape
+        packed = self._native.Weight(_FORMATS[dtype], num_rows, num_columns)
+        is_view = weight.dtype == dtype and weight.is_contiguous()
+        step = num_rows if is_view else _ROWS_AT_ONCE
+        for first in range(0, num_rows, step):
+            rows = weight[first : first + step].to(dtype).contiguous()
+            # Only what lies in a mapped file comes back when it is read again; `forget` would zero other memory.
+            is_mapped = is_view and _is_file_view(weight)
+            packed.pack(rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads())
+        self._set_extras(packed, bias=bias)
+        return packed
+
+    def _pack_codes(self, weight: QuantizedWeight, bias: Tensor | None) -> NativeWeight:
+        num_rows, num_columns = weight.shape
+        num_groups = weight.scale.shape[1]
+        is_nibble = weight.levels is not None and (weight.group_size % 8 == 0 or num_groups == 1)
+        group = weight.group_size if num_groups > 1 or weight.is_token_quantized else min(_INPUT_GROUP, num_columns)
+        if num_groups == 1 and weight.offset is not None:
+            group = num_columns
+        packed = self._native.Weight("u4" if is_nibble else "u8", num_rows, num_columns, group)
+        levels = torch.tensor(weight.levels if is_nibble else (), dtype=torch.int8)
+        packed.pack(
+            weight.codes.contiguous().data_ptr(),
+            num_columns,
+            0,
+            num_rows,
+            levels=levels.data_ptr(),
+            num_levels=len(levels),
+            num_threads=torch.get_num_threads(),
+        )
+        column_scale = weight.scale.abs().amax(1)
+        if weight.offset is not None:
+            # A row without any scale can still have offsets.
+            column_scale = torch.where(column_scale > 0, column_scale, weight.offset.abs().amax(1))
+        divisor = torch.where(column_scale > 0, column_scale, torch.ones_like(column_scale))[:, None]
+        needs_scales = num_groups > 1 or weight.offset is not None
+        self._set_extras(
+            packed,
+            scales=(weight.scale / divisor).half() if needs_scales else None,
+            offsets=None if weight.offset is None else (weight.offset / divisor).half(),
+            column_scale=weight.scale[:, 0] if not needs_scales else column_scale,
+            bias=bias,
+            columns=weight.columns,
+        )
+        return packed
+
+    def _set_extras(
+        self,
+        packed: NativeWeight,
+        scales: Tensor | None = None,
+        offsets: Tensor | None = None,
+        column_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> None:
+        tensors = (
+            None if scales is None else _panels(scales),
+            None if offsets is None else _panels(offsets),
+            None if column_scale is None else _padded(column_scale.float()),
+            None if bias is None else _padded(bias.float()),
+            None if columns is None else columns.to(torch.int32).contiguous(),
+        )
+        packed.set_extras(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+def _is_packable(weight: QuantizedWeight) -> bool:
+    """Whether the kernels can run it as it is: groups of whole 4-byte steps, and scales that f16 holds beside their row's."""
+    num_columns, group = weight.shape[1], weight.group_size
+    if num_columns > 60000 or (group % 4 != 0 and group != num_columns):
+        return False
+    values = weight.scale if weight.offset is None else torch.cat((weight.scale, weight.offset), 1)
+    return bool(torch.isfinite(values).all())
+
+
+def _is_file_view(tensor: Tensor) -> bool:
+    # Tensors of a mapped file are not resizable: their storage is not from an allocator.
+    return not tensor.untyped_storage().resizable()
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Return [N, ...] with N padded to a multiple of 16 by zeros."""
+    extra = -len(values) % 16
+    padding = values.new_zeros((extra, *values.shape[1:]))
+    return torch.cat((values, padding)).contiguous()
+
+
+def _panels(values: Tensor) -> Tensor:
+    """Return [N, G] as [N / 16, G, 16]."""
+    padded = _padded(values)
+    return padded.view(-1, 16, values.shape[1]).transpose(1, 2).contiguous()
