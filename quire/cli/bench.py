@@ -11,7 +11,7 @@ from quire.cli import options
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its kinds."""
-    parser = commands.add_parser("bench", help="measure throughput or latency", description=__doc__)
+    parser = commands.add_parser("bench", help="measure throughput, latency or perplexity", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     throughput = kinds.add_parser("throughput", **options.PARSER, help="many requests at once: requests and tokens per second")
     _add_workload(throughput, input_len=256, output_len=64)
@@ -25,6 +25,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     latency.add_argument("--num-iters-warmup", type=int, default=2, help="runs that are not counted")
     latency.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     latency.set_defaults(run=run_latency)
+    perplexity = kinds.add_parser(
+        "perplexity", **options.PARSER, help="how well a model predicts a text, in one or more precisions"
+    )
+    _add_perplexity(perplexity)
+    perplexity.set_defaults(run=run_perplexity)
 
 
 def _add_workload(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
@@ -37,6 +42,25 @@ def _add_workload(parser: argparse.ArgumentParser, input_len: int, output_len: i
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="always to full length")
+    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+
+
+def _add_perplexity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
+    parser.add_argument("--text", type=Path, required=True, help="file of UTF-8 text that the model has not been trained on")
+    parser.add_argument("--max-tokens", type=int, help="tokens of the text to use; all, if not given")
+    parser.add_argument("--context", type=int, help="tokens of a window; 512, or what the model takes, if not given")
+    parser.add_argument("--stride", type=int, help="tokens between starts of windows; the context, if not given")
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="PRECISION",
+        help="also measure none, int8, int4, or another model with this tokenizer; may be given several times",
+    )
     parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
@@ -63,6 +87,24 @@ def run_latency(args: argparse.Namespace) -> int:
     workload = Workload(args.batch_size, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
     figures = measure_latency(options.engine_config(args), workload, args.num_iters_warmup, args.num_iters, args.progress)
     return _report(figures.describe(), figures.to_json(), args.output_json)
+
+
+def run_perplexity(args: argparse.Namespace) -> int:
+    """Measure and print perplexity."""
+    from quire.bench.perplexity import Windows, compare_perplexity
+
+    _check_output(args.output_json)
+    windows = Windows(args.context, args.stride, args.max_tokens)
+    text = _read_text(args.text)
+    record = compare_perplexity(options.engine_config(args), text, args.text.name, windows, args.against, args.progress)
+    return _report(record.describe(), record.to_json(), args.output_json)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read as UTF-8 text ({error}); give a text file") from error
 
 
 def _check_output(path: Path | None) -> None:

@@ -32,6 +32,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
+    group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the weights when they are loaded")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")

@@ -9,6 +9,7 @@ from quire.base.errors import ConfigError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
+_QUANTIZATIONS = ("int8", "int4")
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -67,6 +68,9 @@ class EngineConfig:
     skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
+    quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 32 columns (some
+                            weights get int8 there, see quant/policy.py), None: run them as they are stored. For checkpoints
+                            that are not quantised already
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens in one step; None: max(2048, max_num_seqs)
@@ -86,6 +90,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"
+    quantization: Literal["int8", "int4"] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
@@ -103,6 +108,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
+        is_known = self.quantization is None or self.quantization in _QUANTIZATIONS
+        _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")

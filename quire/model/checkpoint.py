@@ -11,42 +11,60 @@ from tqdm import tqdm
 from quire.base.errors import ModelFormatError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
+from quire.model.config_reader import read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Piece, Source, Sources
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_tensors import listing, open_tensors
+from quire.quant.parameters import Parameter, QuantizedStack
+from quire.quant.readers import gather_weights
+from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
 
 logger = get_logger(__name__)
 
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
+_LOOKED_UP = (_EMBED, "pos.weight")
 _PROGRESS_DELAY_S = 3.0
 
+Stored = dict[str, Tensor | StoredWeight]
 
-def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Return canonical name -> tensor in the spec's dtype, as `parameter_shapes` lists them.
 
-    A parameter that is stored as it is needed stays a view of the memory-mapped file. The head follows what is stored, as
-    in transformers: an lm_head.weight that differs from the embedding is returned even where the config says tied (the
-    decoder uses it where it is there), and one that is missing is the embedding.
+def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
+    """Return canonical name -> tensor in the spec's dtype or quantised weight, as `parameter_shapes` lists them.
+
+    A parameter that is stored as it is needed stays a view of the memory-mapped file. A weight that is stored as integers
+    stays quantised (a stack of experts: as a QuantizedStack), except where its pieces do not fit together and in embeddings,
+    which are tensors, as is what is stored in formats without integers. One weight at a time is unpacked.
+    The head follows what is stored, as in transformers: an lm_head.weight that differs from the embedding is returned even
+    where the config says tied (the decoder uses it where it is there), and one that is missing is the embedding.
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
-    stored = _strip_names(open_tensors(folder), page, folder)
+    stored = _strip_names(_open(folder, page), page, folder)
     shapes = parameter_shapes(spec)
     sources = page.find_sources(spec, stored)
     _settle_head(sources, shapes, stored, folder)
-    expected = _stored_shapes(sources, shapes)
+    expected = _stored_shapes(sources, shapes, stored)
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    parameters: dict[str, Tensor] = {}
+    parameters: dict[str, Parameter] = {}
+    opened = _OpenedWeights(stored)
     for name, source in tqdm(sources.items(), "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
-        parameters[name] = _build(source, shapes[name], stored, dtype)
+        quantized = None if name in _LOOKED_UP else _build_quantized(source, opened)
+        parameters[name] = _build(source, shapes[name], opened, dtype) if quantized is None else quantized
     return _share_head(parameters, spec)
 
 
-def _strip_names(tensors: dict[str, Tensor], page: FamilyPage, folder: Path) -> dict[str, Tensor]:
-    stored: dict[str, Tensor] = {}
+def _open(folder: Path, page: FamilyPage) -> Stored:
+    tensors, quantization = open_tensors(folder), read_quantization_config(folder)
+    if quantization is None:
+        return dict(tensors)
+    return gather_weights({n: t for n, t in tensors.items() if not page.ignored.fullmatch(page.strip(n))}, quantization)
+
+
+def _strip_names(tensors: Stored, page: FamilyPage, folder: Path) -> Stored:
+    stored: Stored = {}
     for name, tensor in tensors.items():
         short = page.strip(name)
         if short in stored:
@@ -55,7 +73,7 @@ def _strip_names(tensors: dict[str, Tensor], page: FamilyPage, folder: Path) -> 
     return stored
 
 
-def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: dict[str, Tensor], folder: Path) -> None:
+def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, folder: Path) -> None:
     """Make `sources` and `shapes` ask for the heads that are stored.
 
     A tied model may store either, or both. An untied one may lack lm_head.weight, as in transformers, with a warning (real
@@ -72,35 +90,40 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: dict[str, T
         logger.warning("%s: no lm_head.weight is stored although the embedding is not tied; the embedding is used", folder)
 
 
-def _share_head(parameters: dict[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+def _share_head(parameters: dict[str, Parameter], spec: ModelSpec) -> dict[str, Parameter]:
     embed, head = parameters[_EMBED], parameters.get(_HEAD)
     if not spec.is_tied:
         return parameters if head is not None else {**parameters, _HEAD: embed}
-    if head is not None and torch.equal(head, embed):
+    if isinstance(head, Tensor) and isinstance(embed, Tensor) and torch.equal(head, embed):
         del parameters[_HEAD]
     elif head is not None:
         logger.warning("config.json says tied, but lm_head.weight differs from the embedding; lm_head.weight is used")
     return parameters
 
 
-def _stored_shapes(sources: Sources, shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """Return stored name -> shape that the checkpoint must have, from what is made of it."""
+def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -> dict[str, Shape]:
+    """Return stored name -> shape that the checkpoint must have, from what is made of it. Quantised weights are [out, in]."""
     expected: dict[str, Shape] = {}
     for name, source in sources.items():
         shape = shapes[name][1:] if source.is_stacked else shapes[name]
         for group in source.groups:
             for piece in group:
+                is_transposed = piece.is_transposed and not isinstance(stored.get(piece.name), StoredWeight)
                 rows = shape[0] // len(group)
                 if piece.rows is not None:
-                    rows = max(piece.rows[1], expected.get(piece.name, (0,))[-1 if piece.is_transposed else 0])
+                    rows = max(piece.rows[1], expected.get(piece.name, (0,))[-1 if is_transposed else 0])
                 whole = (rows, *shape[1:])
-                expected[piece.name] = whole[::-1] if piece.is_transposed else whole
+                expected[piece.name] = whole[::-1] if is_transposed else whole
     return expected
 
 
-def _check_names(stored: dict[str, Tensor], expected: dict[str, Shape], page: FamilyPage, folder: Path) -> None:
+def _check_names(stored: Stored, expected: dict[str, Shape], page: FamilyPage, folder: Path) -> None:
     missing = [name for name in expected if name not in stored]
-    unexpected = [name for name in stored if name not in expected and not page.ignored.fullmatch(name)]
+    unexpected = [
+        name
+        for name in stored
+        if name not in expected and not page.ignored.fullmatch(name) and not _is_needless_bias(name, stored)
+    ]
     if missing or unexpected:
         parts = [
             f"{len(names)} {noun} ({listing(names)})"
@@ -110,7 +133,16 @@ def _check_names(stored: dict[str, Tensor], expected: dict[str, Shape], page: Fa
         raise ModelFormatError(f"{folder}: the weights do not fit config.json: {', '.join(parts)}")
 
 
-def _check_tensors(stored: dict[str, Tensor], expected: dict[str, Shape], folder: Path) -> None:
+def _is_needless_bias(name: str, stored: Stored) -> bool:
+    """Return whether a tensor is the bias of zeros that some writers of GPTQ give to every linear."""
+    module, _, kind = name.rpartition(".")
+    bias = stored[name]
+    if kind != "bias" or not isinstance(bias, Tensor) or not isinstance(stored.get(f"{module}.weight"), StoredWeight):
+        return False
+    return not bool(bias.any())
+
+
+def _check_tensors(stored: Stored, expected: dict[str, Shape], folder: Path) -> None:
     wrong = [
         f"{name} has {list(stored[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -118,7 +150,8 @@ def _check_tensors(stored: dict[str, Tensor], expected: dict[str, Shape], folder
     ]
     if wrong:
         raise ModelFormatError(f"{folder}: {len(wrong)} tensors have the wrong shape for config.json: {listing(wrong)}")
-    wrong = [f"{name} is {stored[name].dtype}" for name in expected if not _is_plain_float(stored[name])]
+    plain = {name: tensor for name in expected if isinstance(tensor := stored[name], Tensor)}
+    wrong = [f"{name} is {tensor.dtype}" for name, tensor in plain.items() if not _is_plain_float(tensor)]
     if wrong:
         raise ModelFormatError(f"{folder}: weights must be float32, bfloat16, float16 or float64: {listing(wrong)}")
 
@@ -127,22 +160,73 @@ def _is_plain_float(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and tensor.layout == torch.strided
 
 
-def _build(source: Source, shape: Shape, stored: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+class _OpenedWeights:
+    """Stored weights, of which the last that was unpacked is kept: q, k and v may be rows of one."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self._last_name = ""
+        self._last: QuantizedWeight | Tensor | None = None
+
+    def holds_quantized(self, source: Source) -> bool:
+        """Return whether everything that a parameter is made of is stored quantised."""
+        return all(isinstance(self._stored[piece.name], StoredWeight) for group in source.groups for piece in group)
+
+    def rows(self, piece: Piece) -> QuantizedWeight | Tensor:
+        """Return the rows of a piece, [out, in]."""
+        whole = self._stored[piece.name]
+        if isinstance(whole, StoredWeight):
+            whole = self._unpack(piece.name, whole)
+        elif piece.is_transposed:
+            whole = whole.t()
+        if piece.rows is None:
+            return whole
+        start, stop = piece.rows
+        return whole.rows(start, stop) if isinstance(whole, QuantizedWeight) else whole[start:stop]
+
+    def _unpack(self, name: str, weight: StoredWeight) -> QuantizedWeight | Tensor:
+        if self._last is None or self._last_name != name:
+            self._last = None
+            self._last = weight.load()
+            self._last_name = name
+        return self._last
+
+
+def _build_quantized(source: Source, opened: _OpenedWeights) -> QuantizedWeight | QuantizedStack | None:
+    """Return one parameter, or None where it is not stored as integers or its pieces cannot be one weight."""
+    if not opened.holds_quantized(source):
+        return None
+    joined: list[QuantizedWeight] = []
+    for group in source.groups:
+        parts: list[QuantizedWeight] = []
+        for piece in group:
+            part = opened.rows(piece)
+            if isinstance(part, Tensor):
+                return None
+            parts.append(part)
+        weight = concatenate_rows(parts)
+        if weight is None:
+            return None
+        joined.append(weight)
+    return QuantizedStack(tuple(joined)) if source.is_stacked else joined[0]
+
+
+def _build(source: Source, shape: Shape, opened: _OpenedWeights, dtype: torch.dtype) -> Tensor:
     """Return one parameter, contiguous and of `dtype`; a view of the file where nothing has to change."""
     if not source.is_stacked and len(source.groups[0]) == 1:
-        return _cut(source.groups[0][0], stored).to(dtype).contiguous()
+        return _dense_rows(source.groups[0][0], opened, dtype).to(dtype).contiguous()
     # Copied piece by piece into its place, so that the peak is one copy of the parameter.
     out = torch.empty(shape, dtype=dtype)
     for index, group in enumerate(source.groups):
         row = 0
         target = out[index] if source.is_stacked else out
         for piece in group:
-            part = _cut(piece, stored)
+            part = _dense_rows(piece, opened, dtype)
             target[row : row + len(part)] = part
             row += len(part)
     return out
 
 
-def _cut(piece: Piece, stored: dict[str, Tensor]) -> Tensor:
-    tensor = stored[piece.name].t() if piece.is_transposed else stored[piece.name]
-    return tensor if piece.rows is None else tensor[piece.rows[0] : piece.rows[1]]
+def _dense_rows(piece: Piece, opened: _OpenedWeights, dtype: torch.dtype) -> Tensor:
+    rows = opened.rows(piece)
+    return rows if isinstance(rows, Tensor) else rows.dequantize(dtype)

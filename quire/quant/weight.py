@@ -90,25 +90,30 @@ class StoredWeight:
 
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return the weights over one input, stacked by rows, or None when their groups, levels or columns differ."""
+    """Return the weights over one input, stacked by rows, or None when their groups, levels or columns differ.
+
+    Where some have offsets, the offsets of the others are zeros.
+    """
     first = parts[0]
     for part in parts[1:]:
         same_columns = (part.columns is None) == (first.columns is None) and (
             part.columns is None or first.columns is None or torch.equal(part.columns, first.columns)
         )
-        same = (part.group_size, part.levels, part.is_token_quantized, part.shape[1], part.offset is None) == (
+        same = (part.group_size, part.levels, part.is_token_quantized, part.shape[1]) == (
             first.group_size,
             first.levels,
             first.is_token_quantized,
             first.shape[1],
-            first.offset is None,
         )
         if not (same and same_columns):
             return None
-    offsets = [part.offset for part in parts if part.offset is not None]
+    if len(parts) == 1:
+        return first
+    has_offset = any(part.offset is not None for part in parts)
+    offsets = [torch.zeros_like(part.scale) if part.offset is None else part.offset for part in parts]
     return replace(
         first,
         codes=torch.cat([part.codes for part in parts]),
         scale=torch.cat([part.scale for part in parts]),
-        offset=torch.cat(offsets) if offsets else None,
+        offset=torch.cat(offsets) if has_offset else None,
     )

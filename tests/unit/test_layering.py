@@ -15,12 +15,13 @@ MAY_IMPORT = {
     "text": {"base", "contracts"},
     "sampling": {"base", "contracts", "kernels"},
     "kv": {"base", "contracts", "kernels"},
-    "model": {"base", "contracts", "kernels", "kv"},
-    "worker": {"base", "contracts", "kernels", "sampling", "kv", "model"},
+    "quant": {"base", "contracts", "kernels"},
+    "model": {"base", "contracts", "kernels", "kv", "quant"},
+    "worker": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model"},
     "engine": {"base", "contracts", "text", "kv", "worker"},
     "engine/scheduling": {"base", "contracts"},
     "bench": {"base", "contracts", "kernels", "model", "engine"},
-    "cli": {"base", "contracts", "engine", "bench"},
+    "cli": {"base", "contracts", "model", "engine", "bench"},
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "engine/scheduling", "cli"}
 DATA_FOLDERS = {"demo_models"}

@@ -157,6 +157,27 @@ def test_bench_latency_of_one_token_has_no_time_per_output_token(capsys, tiny_mo
     assert "per output token" not in out
 
 
+def test_bench_perplexity_compares_precisions_and_writes_its_figures(capsys, tiny_model, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 20)
+    path = tmp_path / "figures.json"
+    options = ("--text", tmp_path / "text.txt", "--context", 64, "--against", "int8", "--output-json", path, "--no-progress")
+    status, out, _ = run(capsys, "bench", "perplexity", "--model", tiny_model, *options)
+    figures = json.loads(path.read_text())
+    assert (status, figures["text"]) == (0, "text.txt")
+    assert [result["quantization"] for result in figures["results"]] == [None, "int8"]
+    assert [line.count("perplexity") for line in out.splitlines()] == [1, 1]
+    assert "%" in out.splitlines()[1]
+
+
+def test_quantize_writes_a_checkpoint_that_generates(capsys, tiny_model, tmp_path):
+    status, out, _ = run(capsys, "quantize", tiny_model, tmp_path / "out", "--to", "int4", "--no-progress")
+    assert status == 0
+    assert "14 weights quantised" in out
+    assert "dB" in out
+    status, out, _ = run(capsys, "generate", "the fox", "--model", tmp_path / "out", "--max-tokens", 3, "--log-level", "error")
+    assert (status, out[:7]) == (0, "the fox")
+
+
 def test_character_that_the_terminal_lacks_does_not_end_an_answer(tiny_model):
     command = [sys.executable, "-m", "quire", "generate", "the \u00e9", "--model", str(tiny_model), "--max-tokens", "2"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -175,6 +196,8 @@ def test_character_that_the_terminal_lacks_does_not_end_an_answer(tiny_model):
         (("bench", "throughput", "--model", "TINY", "--random-input-len", "200", "--random-output-len", "57"), "257 tokens"),
         (("bench", "latency", "--model", "TINY", "--input-len", "200", "--output-len", "57"), "257 tokens"),
         (("inspect", "/"), "config.json"),
+        (("quantize", "TINY", "TINY", "--to", "int8"), "not an empty folder"),
+        (("bench", "perplexity", "--model", "TINY", "--text", "/nowhere.txt"), "/nowhere.txt"),
         (("generate", "x" * 300, "--model", "TINY"), "300 tokens"),
     ],
 )
@@ -201,8 +224,10 @@ def test_debug_shows_the_traceback(capsys):
         ("unknown",),
         ("bench",),
         ("generate",),
-        ("generate", "x", "--quantization", "int8"),
+        ("generate", "x", "--quantization", "int5"),
         ("generate", "x", "--max-token", "5"),
+        ("quantize", "demo", "out"),
+        ("bench", "perplexity"),
     ],
 )
 def test_bad_usage_exits_with_2(capsys, argv):

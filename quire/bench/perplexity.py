@@ -1,0 +1,176 @@
+"""Perplexity: how well a model predicts a text, through the same path that serves requests."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from quire.base.errors import ConfigError, RequestError
+from quire.bench.provenance import Provenance, find_provenance
+from quire.contracts.config import EngineConfig
+from quire.contracts.sampling_params import SamplingParams
+from quire.engine.llm import LLM
+
+_DEFAULT_CONTEXT = 512
+_QUANTIZATIONS = ("none", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How a text is cut. Raises ConfigError.
+
+    context     tokens of a window at most; None: 512, or what the model takes
+    stride      tokens from the start of one window to the next; None: context, so that windows do not overlap. With
+                overlap, a token is predicted from at least context - stride tokens, except at the start
+    max_tokens  tokens of the text that are used, from its start; None: all
+    """
+
+    context: int | None = None
+    stride: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("context", 2), ("stride", 1), ("max_tokens", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+    def fit(self, max_model_len: int) -> tuple[int, int]:
+        """Return context and stride for a model; a sequence has one token of output beside its window."""
+        context = min(_DEFAULT_CONTEXT, max_model_len - 1) if self.context is None else self.context
+        if context >= max_model_len:
+            raise ConfigError(f"context must be less than max_model_len ({max_model_len}), got {context}")
+        stride = context if self.stride is None else self.stride
+        if stride > context:
+            raise ConfigError(f"stride must be at most context ({context}), or tokens would be left out; got {stride}")
+        return context, stride
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """The figures of one precision over one text.
+
+    nats_per_token  mean of -log p over the scored tokens; perplexity is e to it
+    relative        perplexity over that of the first precision of the run, minus 1; None for the first itself
+    """
+
+    model: str
+    dtype: str
+    quantization: str | None
+    nats_per_token: float
+    perplexity: float
+    num_scored_tokens: int
+    num_tokens: int
+    context: int
+    stride: int
+    relative: float | None = None
+
+    def describe(self) -> str:
+        """Return the figures as a line for people."""
+        precision = self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization}"
+        change = "" if self.relative is None else f", {self.relative:+.2%}"
+        return (
+            f"{self.model} ({precision}): {self.nats_per_token:.4f} nats/token, perplexity {self.perplexity:.3f}{change} over "
+            f"{self.num_scored_tokens:,} tokens in windows of {self.context} every {self.stride}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityRecord:
+    """The figures of a run and where it was made; `text` names the text."""
+
+    text: str
+    results: tuple[Perplexity, ...]
+    provenance: Provenance
+
+    def describe(self) -> str:
+        """Return the figures as lines for people."""
+        return "\n".join(result.describe() for result in self.results)
+
+    def to_json(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def cut_windows(num_tokens: int, context: int, stride: int) -> list[tuple[int, int, int]]:
+    """Return windows (begin, end, first scored token) over a text: every token but the first of the text, and of windows
+    without overlap the first of each, is scored exactly once. A last window of one token has nothing to predict.
+    """
+    windows: list[tuple[int, int, int]] = []
+    scored = 0
+    for begin in range(0, num_tokens - 1, stride):
+        end = min(begin + context, num_tokens)
+        windows.append((begin, end, max(scored, begin + 1)))
+        scored = end
+        if end == num_tokens:
+            break
+    return windows
+
+
+def compare_perplexity(
+    config: EngineConfig, text: str, name: str, windows: Windows, against: Sequence[str] = (), show_progress: bool = False
+) -> PerplexityRecord:
+    """Measure a precision, and others over the same tokens.
+
+    name     what the record calls the text
+    against  each "none", "int8" or "int4" (the option quantization), or another model with the same tokenizer
+    """
+    results: list[Perplexity] = []
+    tokens: list[int] = []
+    for other in (None, *against):
+        chosen = config if other is None else _variant(config, other)
+        result, tokens = _measure(chosen, text, tokens, windows, show_progress)
+        if results:
+            result = replace(result, relative=math.expm1(result.nats_per_token - results[0].nats_per_token))
+        results.append(result)
+    return PerplexityRecord(name, tuple(results), find_provenance())
+
+
+def _variant(config: EngineConfig, other: str) -> EngineConfig:
+    if other == "none":
+        return replace(config, quantization=None)
+    if other in _QUANTIZATIONS:
+        return replace(config, quantization=other)  # type: ignore[arg-type]
+    return replace(config, model=other, quantization=None, revision=None)
+
+
+def _measure(
+    config: EngineConfig, text: str, tokens: list[int], windows: Windows, show_progress: bool
+) -> tuple[Perplexity, list[int]]:
+    """Return the figures of one engine, and the tokens of the text, which are made where none are given."""
+    llm = LLM(config)
+    try:
+        report = llm.llm_engine.report
+        context, stride = windows.fit(report.memory.max_model_len)
+        tokens = tokens or llm.get_tokenizer().encode(text)[: windows.max_tokens]
+        if len(tokens) < 2:
+            raise RequestError(f"the text has {len(tokens)} tokens; at least 2 are needed to predict one", "text")
+        cuts = cut_windows(len(tokens), context, stride)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": tokens[begin:end]} for begin, end, _ in cuts]
+        outputs = llm.generate(prompts, params, use_tqdm=show_progress)
+        nats: list[float] = []
+        for output, (begin, end, first) in zip(outputs, cuts, strict=True):
+            if output.prompt_logprobs is None:
+                raise RequestError(f"tokens {begin} to {end} could not be computed: {output.error}", "text")
+            for position in range(first, end):
+                entry = output.prompt_logprobs[position - begin]
+                assert entry is not None
+                nats.append(-entry[tokens[position]].logprob)
+    finally:
+        llm.close()
+    mean = math.fsum(nats) / len(nats)
+    result = Perplexity(
+        model=config.model,
+        dtype=report.spec.dtype,
+        quantization=config.quantization,
+        nats_per_token=mean,
+        perplexity=math.exp(mean) if mean < 700 else math.inf,
+        num_scored_tokens=len(nats),
+        num_tokens=len(tokens),
+        context=context,
+        stride=stride,
+    )
+    return result, tokens

@@ -1,0 +1,44 @@
+"""AWQ (Lin et al., 2023) in the "gemm" layout: 4-bit codes and zero points packed along the outputs, interleaved."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.quant.config import AwqConfig
+from quire.quant.packing import affine_weight, unpack_codes
+from quire.quant.stored_parts import FLOATS, StoredParts
+from quire.quant.weight import QuantizedWeight, StoredWeight
+
+PARTS = ("qweight", "qzeros", "scales")
+_BITS = 4
+_CODES_PER_WORD = 8
+_SLOT_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def read_awq(parts: StoredParts, config: AwqConfig) -> StoredWeight:
+    """Return the weight of a module; nothing is unpacked before it is loaded. Raises ModelFormatError."""
+    qweight = parts.take("qweight", (torch.int32,), (None, None))
+    num_columns, num_words = qweight.shape
+    num_rows = num_words * _CODES_PER_WORD
+    num_groups = parts.num_groups(num_columns, config.group_size)
+    parts.take("scales", FLOATS, (num_groups, num_rows))
+    if config.has_zero_point:
+        parts.take("qzeros", (torch.int32,), (num_groups, num_words))
+    elif "qzeros" in parts:
+        raise parts.wrong("qzeros", "only where zero_point of the quantisation config is true")
+    return StoredWeight((num_rows, num_columns), lambda: _load(parts, num_columns, num_groups))
+
+
+def _load(parts: StoredParts, num_columns: int, num_groups: int) -> QuantizedWeight:
+    codes = _unpack(parts.take("qweight", (torch.int32,), (num_columns, None)))
+    zeros = _unpack(parts.take("qzeros", (torch.int32,), (num_groups, None))) if "qzeros" in parts else None
+    scale = parts.scale("scales", parts.take("scales", FLOATS, (num_groups, None))).t().contiguous()
+    return affine_weight(codes, scale, zeros, _BITS)
+
+
+def _unpack(words: Tensor) -> Tensor:
+    """Return [O, N] of words [N, O / 8]."""
+    num_words = words.shape[1]
+    slots = unpack_codes(words, _BITS, num_words * _CODES_PER_WORD).view(len(words), num_words, _CODES_PER_WORD)
+    return slots[:, :, list(_SLOT_OF_COLUMN)].flatten(1).t().contiguous()

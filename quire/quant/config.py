@@ -1,0 +1,203 @@
+"""Read the quantisation config of a checkpoint into frozen data. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quire.base.errors import UnsupportedError
+from quire.quant.compressed_config import CompressedTensorsConfig, read_compressed_tensors
+from quire.quant.fields import JsonFields
+from quire.quant.patterns import ModulePattern
+
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes")
+_MAX_PATTERNS = 256
+_GPTQ_BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqScheme:
+    """How GPTQ stored a linear.
+
+    group_size  columns that share a scale; None: the whole row
+    is_v2       zero points are stored as they are; otherwise minus one
+    """
+
+    bits: int
+    group_size: int | None
+    is_v2: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GptqConfig:
+    """Scheme of a whole GPTQ checkpoint, and what differs by name: the first pattern that matches decides.
+
+    dynamic  patterns, each with its scheme or None where the modules are left unquantised
+    """
+
+    scheme: GptqScheme
+    dynamic: tuple[tuple[ModulePattern, GptqScheme | None], ...] = ()
+
+    def find_scheme(self, module: str) -> GptqScheme | None:
+        """Return the scheme of a module, or None where it should not be quantised."""
+        return next((scheme for pattern, scheme in self.dynamic if pattern.matches(module)), self.scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqConfig:
+    """AWQ, 4 bits, in the "gemm" layout.
+
+    has_zero_point  zero points are stored; otherwise every one is 8
+    """
+
+    group_size: int | None
+    has_zero_point: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config:
+    """Weights of float8_e4m3fn.
+
+    block  rows and columns that share a scale; None: a scale per tensor or row, as stored
+    notes  lines for the log: what is declared and not used
+    """
+
+    block: tuple[int, int] | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytesConfig:
+    """bitsandbytes: nf4 or fp4 in blocks with their own JSON, or int8 by row; what is stored says which."""
+
+
+QuantizationConfig = GptqConfig | AwqConfig | CompressedTensorsConfig | Fp8Config | BitsAndBytesConfig
+
+
+def read_quantization(values: object, where: str, default_method: str | None = None) -> QuantizationConfig:
+    """Return a quantisation config.
+
+    values          the JSON value of `quantization_config`, `compression_config` or a file of its own
+    where           names it in error messages
+    default_method  quant_method where the object has none
+    Raises ModelFormatError (what is there is wrong) or UnsupportedError (right, but not implemented).
+    """
+    fields = JsonFields(values, where)
+    default_method = "" if fields.has("quant_method") else default_method or _guess_method(fields)
+    method = fields.string("quant_method", default=default_method)
+    if method == "gptq":
+        return _read_gptq(fields)
+    if method == "awq":
+        return _read_awq(fields)
+    if method == "compressed-tensors":
+        return read_compressed_tensors(fields)
+    if method in ("fp8", "fbgemm_fp8"):
+        return _read_fp8(fields, method)
+    if method == "bitsandbytes":
+        return _read_bitsandbytes(fields)
+    raise UnsupportedError(
+        f"{where}: quant_method {method[:80]!r} is not supported; supported: {', '.join(_METHODS)}; "
+        "take another version of the checkpoint, or the one that is not quantised"
+    )
+
+
+def _guess_method(fields: JsonFields) -> str:
+    """Return the method of a config that does not name it: early files did not."""
+    if fields.has("config_groups") or fields.has("sparsity_config"):
+        return "compressed-tensors"
+    if fields.has("load_in_4bit") or fields.has("load_in_8bit"):
+        return "bitsandbytes"
+    raise fields.wrong("quant_method", f"one of {', '.join(_METHODS)}")
+
+
+def _read_gptq(fields: JsonFields) -> GptqConfig:
+    kind = fields.string("checkpoint_format", "format", "version", default="gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        key = next(key for key in ("checkpoint_format", "format", "version") if fields.has(key))
+        raise fields.unsupported(key, "gptq, gptq_v2")
+    if fields.string("pack_dtype", default="int32") != "int32":
+        raise fields.unsupported("pack_dtype", "int32")
+    for key in ("is_marlin_format", "use_marlin", "adapter"):
+        if fields.raw(key):
+            raise fields.unsupported(key, "false or absent")
+    base = GptqScheme(_gptq_bits(fields), fields.group_size("group_size", "q_group_size"), kind == "gptq_v2")
+    is_symmetric = fields.boolean("sym", default=True)
+    dynamic: list[tuple[ModulePattern, GptqScheme | None]] = []
+    overrides = fields.table("dynamic").items()
+    if len(overrides) > _MAX_PATTERNS:
+        raise UnsupportedError(f"{fields.where}: dynamic has {len(overrides)} patterns; at most {_MAX_PATTERNS} are read")
+    for text, values in overrides:
+        if text.startswith("-:"):
+            dynamic.append((ModulePattern(text[2:]), None))
+            continue
+        override = JsonFields(values, f"{fields.where}.dynamic[{text[:40]!r}]")
+        scheme = GptqScheme(
+            _gptq_bits(override, base.bits),
+            override.group_size("group_size") if override.has("group_size") else base.group_size,
+            base.is_v2,
+        )
+        is_symmetric = is_symmetric and override.boolean("sym", default=True)
+        dynamic.append((ModulePattern(text.removeprefix("+:")), scheme))
+    if not is_symmetric and not base.is_v2:
+        _check_writer(fields)
+    return GptqConfig(base, tuple(dynamic))
+
+
+def _gptq_bits(fields: JsonFields, default: int | None = None) -> int:
+    keys = ("bits", "wbits", "w_bit")
+    bits = fields.integer(*keys, minimum=1, maximum=32, default=default)
+    if bits not in _GPTQ_BITS:
+        raise fields.unsupported(next(key for key in keys if fields.has(key)), ", ".join(map(str, _GPTQ_BITS)))
+    return bits
+
+
+def _check_writer(fields: JsonFields) -> None:
+    """Refuse asymmetric weights of the first format from writers that are not known to store a zero point of 0 soundly."""
+    quantizers = fields.table("meta").raw("quantizer")
+    for quantizer in quantizers if isinstance(quantizers, list) else [quantizers]:
+        found = re.fullmatch(r"gptqmodel:(\d{1,4})\.(\d{1,4})\b.{0,40}", quantizer[:60]) if isinstance(quantizer, str) else None
+        if found and (int(found.group(1)), int(found.group(2))) >= (0, 9):
+            return
+    raise UnsupportedError(
+        f"{fields.where}: sym false in the format 'gptq' is supported only where meta.quantizer is gptqmodel 0.9.0 or newer: "
+        "other writers damage zero points of 0; take a version with sym true or checkpoint_format 'gptq_v2'"
+    )
+
+
+def _read_awq(fields: JsonFields) -> AwqConfig:
+    if fields.string("version", "checkpoint_format", default="gemm").lower() != "gemm":
+        raise fields.unsupported("version" if fields.has("version") else "checkpoint_format", "gemm")
+    if fields.string("backend", default="autoawq").lower() == "llm-awq":
+        raise fields.unsupported("backend", "autoawq")
+    keys = ("bits", "w_bit", "num_bits")
+    if fields.integer(*keys, minimum=1, maximum=32, default=4) != 4:
+        raise fields.unsupported(next(key for key in keys if fields.has(key)), "4")
+    group_size = fields.group_size("group_size", "q_group_size")
+    return AwqConfig(group_size, fields.boolean("zero_point", default=True))
+
+
+def _read_fp8(fields: JsonFields, method: str) -> Fp8Config:
+    if fields.string("fmt", default="e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise fields.unsupported("fmt", "e4m3")
+    if fields.string("activation_scheme", default="dynamic") not in ("dynamic", "static"):
+        raise fields.unsupported("activation_scheme", "dynamic, static")
+    if fields.string("expert_dtype", default="fp8") != "fp8":
+        raise fields.unsupported("expert_dtype", "fp8")
+    notes: tuple[str, ...] = ()
+    if fields.raw("activation_scheme") == "static":
+        notes = (f"{fields.where}: static scales of activations are not used; activations stay in the model's dtype",)
+    block = fields.raw("weight_block_size")
+    if block is None or method == "fbgemm_fp8":
+        return Fp8Config(None, notes)
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(type(side) is int and 1 <= side <= 1 << 16 for side in block):
+        raise fields.wrong("weight_block_size", "two integers from 1 to 65536, or null")
+    return Fp8Config((block[0], block[1]), notes)
+
+
+def _read_bitsandbytes(fields: JsonFields) -> BitsAndBytesConfig:
+    if fields.string("bnb_4bit_quant_storage", default="uint8").removeprefix("torch.") != "uint8":
+        raise fields.unsupported("bnb_4bit_quant_storage", "uint8")
+    if fields.string("bnb_4bit_quant_type", default="nf4") not in ("nf4", "fp4"):
+        raise fields.unsupported("bnb_4bit_quant_type", "nf4, fp4")
+    return BitsAndBytesConfig()

@@ -1,0 +1,66 @@
+"""NVFP4 and MXFP4 of compressed-tensors: floats of 4 bits (e2m1) with a scale per 16 or 32 columns.
+
+Twice a value of e2m1 is an integer, so that the weights are exact as integer codes with half the scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import ModelFormatError
+from quire.quant.stored_parts import StoredParts
+from quire.quant.weight import QuantizedWeight, StoredWeight
+
+_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_LEVELS = tuple(sorted(set(_HALVES)))
+_NVFP4_GROUP, _MXFP4_GROUP = 16, 32
+_U8 = (torch.uint8,)
+_F32 = (torch.float32,)
+
+
+def read_nvfp4(parts: StoredParts) -> StoredWeight:
+    """Return a weight with scales of float8 that are divided by one of the tensor. Raises ModelFormatError."""
+    num_rows, num_columns, num_groups = _sizes(parts, _NVFP4_GROUP)
+    scale_dtypes, scale_shape = (torch.float8_e4m3fn,), (num_rows, num_groups)
+    parts.take("weight_scale", scale_dtypes, scale_shape)
+    parts.take("weight_global_scale", _F32, (1,), ())
+
+    def load() -> QuantizedWeight:
+        scale = parts.scale("weight_scale", parts.take("weight_scale", scale_dtypes, scale_shape))
+        whole = parts.scale("weight_global_scale", parts.take("weight_global_scale", _F32, (1,), ()))
+        if not bool((whole > 0).all()):
+            raise parts.damaged("weight_global_scale", f"is {float(whole)}, expected a positive number")
+        return _weight(parts, scale / whole)
+
+    return StoredWeight((num_rows, num_columns), load)
+
+
+def read_mxfp4(parts: StoredParts) -> StoredWeight:
+    """Return a weight with powers of two as scales. Raises ModelFormatError."""
+    num_rows, num_columns, num_groups = _sizes(parts, _MXFP4_GROUP)
+    scale_dtypes, scale_shape = (torch.uint8, torch.float8_e8m0fnu), (num_rows, num_groups)
+    parts.take("weight_scale", scale_dtypes, scale_shape)
+
+    def load() -> QuantizedWeight:
+        stored = parts.take("weight_scale", scale_dtypes, scale_shape).view(torch.float8_e8m0fnu)
+        return _weight(parts, parts.scale("weight_scale", stored))
+
+    return StoredWeight((num_rows, num_columns), load)
+
+
+def _sizes(parts: StoredParts, group_size: int) -> tuple[int, int, int]:
+    """Return O, K and the groups of a row."""
+    num_rows, num_bytes = parts.take("weight_packed", _U8, (None, None)).shape
+    if not num_bytes or not num_rows:
+        raise ModelFormatError(f"{parts.module}.weight_packed has no values: its shape is {[num_rows, num_bytes]}")
+    return num_rows, 2 * num_bytes, parts.num_groups(2 * num_bytes, group_size)
+
+
+def _weight(parts: StoredParts, scale: Tensor) -> QuantizedWeight:
+    """Return the weight; the first value of a byte is its low half."""
+    octets = parts.take("weight_packed", _U8, (None, None))
+    table = torch.tensor(_HALVES, dtype=torch.int8)
+    # Two values at once: a table of all bytes.
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
+    return QuantizedWeight(pairs[octets.int()].flatten(1), scale / 2, levels=_LEVELS)

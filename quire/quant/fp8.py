@@ -1,0 +1,57 @@
+"""Weights of float8_e4m3fn with scales that multiply: per tensor, row, group of columns, or block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import ModelFormatError
+from quire.quant.config import Fp8Config
+from quire.quant.stored_parts import FLOATS, StoredParts
+from quire.quant.weight import StoredWeight
+
+PARTS = ("weight_scale", "weight_scale_inv")
+SCALES = (*FLOATS, torch.float8_e8m0fnu)
+_FP8 = (torch.float8_e4m3fn,)
+_NAN = 0x7F
+
+
+def read_fp8(parts: StoredParts, config: Fp8Config) -> StoredWeight:
+    """Return the weight of a module, which loads as a float tensor. Raises ModelFormatError.
+
+    The scales are `weight_scale_inv` (they multiply, whatever the name says) or `weight_scale`.
+    """
+    if all(part in parts for part in PARTS):
+        raise ModelFormatError(f"{parts.module} has both weight_scale_inv and weight_scale; expected one of them")
+    part = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+    num_rows, num_columns = parts.take("weight", _FP8, (None, None)).shape
+    if config.block is not None:
+        return read_fp8_blocks(parts, part, config.block)
+    scale = parts.take(part, SCALES, (), (1,), (1, 1), (num_rows, 1), (num_rows,))
+    return read_fp8_blocks(parts, part, (num_rows if scale.numel() == 1 else 1, num_columns))
+
+
+def read_fp8_blocks(parts: StoredParts, part: str, block: tuple[int, int]) -> StoredWeight:
+    """Return a weight whose scales `part` are a grid [ceil(O / block[0]), ceil(K / block[1])]; one value may be []."""
+    num_rows, num_columns = parts.take("weight", _FP8, (None, None)).shape
+    if not num_rows or not num_columns:
+        raise parts.wrong("weight", "with at least one row and column")
+    grid = (-(-num_rows // block[0]), -(-num_columns // block[1]))
+    shapes = [grid] + ([()] if grid == (1, 1) else []) + ([(grid[0],)] if grid[1] == 1 else [])
+    parts.take(part, SCALES, *shapes)
+
+    def load() -> Tensor:
+        weight = _decode(parts, parts.take("weight", _FP8, (num_rows, num_columns)))
+        scale = parts.scale(part, parts.take(part, SCALES, *shapes)).view(grid)
+        rows = scale[torch.arange(num_rows) // block[0]]
+        for index in range(grid[1]):
+            weight[:, index * block[1] : (index + 1) * block[1]] *= rows[:, index : index + 1]
+        return weight
+
+    return StoredWeight((num_rows, num_columns), load)
+
+
+def _decode(parts: StoredParts, weight: Tensor) -> Tensor:
+    if bool(((weight.view(torch.uint8) & _NAN) == _NAN).any()):
+        raise parts.damaged("weight", "holds codes that are not numbers")
+    return weight.float()

@@ -1,0 +1,136 @@
+"""Match module names against regular expressions from a checkpoint, which is text of a stranger, in linear time.
+
+A pattern becomes an automaton (Thompson, 1968) whose deterministic states are made when they are first met. It never
+backtracks, so that no pattern can be slow; its size is bounded instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.base.errors import UnsupportedError
+from quire.quant.pattern_syntax import Alternatives, Chain, Chars, Edge, Node, Repeat, parse_pattern
+
+_MAX_STATES = 1024
+_MAX_TRANSITIONS = 20_000
+
+
+class ModulePattern:
+    """A regular expression for names of modules, which matches at the start of a name and need not reach its end.
+
+    Supported: literals, '.', classes, groups, '|', '*', '+', '?', '{m,n}', '^', '$', \\d \\w \\s and their complements.
+    Raises UnsupportedError, when constructed, for anything else (look-around, back references, flags) and for what is
+    too long or too large.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._chars: list[tuple[Chars, int]] = []
+        self._free: list[list[int]] = []
+        self._edges: dict[int, str] = {}
+        start, self._accepting = self._new_state(), self._new_state()
+        self._build(parse_pattern(text), start, self._accepting)
+        self._numbers: dict[frozenset[int], int] = {}
+        self._sets: list[frozenset[int]] = []
+        self._next: list[dict[str, int]] = []
+        self._num_transitions = 0
+        self._first = self._number(self._close((start,), "^"))
+
+    def matches(self, name: str) -> bool:
+        """Return whether some beginning of the name is in the language of the pattern."""
+        state = self._first
+        for character in name:
+            if self._accepting in self._sets[state]:
+                return True
+            following = self._next[state].get(character)
+            state = self._step(state, character) if following is None else following
+            if not self._sets[state]:
+                return False
+        members = self._close(self._sets[state], "^$" if not name else "$")
+        return self._accepting in members
+
+    def _step(self, state: int, character: str) -> int:
+        self._num_transitions += 1
+        if self._num_transitions > _MAX_TRANSITIONS:
+            raise UnsupportedError(
+                f"the pattern {self.text[:80]!r} of the quantisation config is too complex to match names with; simplify it"
+            )
+        moved = []
+        for member in self._sets[state]:
+            chars, target = self._chars[member]
+            if target >= 0 and chars.holds(character):
+                moved.append(target)
+        following = self._number(self._close(moved, ""))
+        self._next[state][character] = following
+        return following
+
+    def _number(self, members: frozenset[int]) -> int:
+        if members not in self._numbers:
+            self._numbers[members] = len(self._sets)
+            self._sets.append(members)
+            self._next.append({})
+        return self._numbers[members]
+
+    def _close(self, members: Iterable[int], edges: str) -> frozenset[int]:
+        """Return what is reached without a character; states of '^' and '$' are passed where `edges` holds them."""
+        found, pending = set(), list(members)
+        while pending:
+            member = pending.pop()
+            if member in found:
+                continue
+            found.add(member)
+            edge = self._edges.get(member)
+            if edge is None or edge in edges:
+                pending += self._free[member]
+        return frozenset(found)
+
+    def _new_state(self) -> int:
+        if len(self._free) >= _MAX_STATES:
+            raise UnsupportedError(
+                f"the pattern {self.text[:80]!r} of the quantisation config is too large (counts multiply); simplify it"
+            )
+        self._chars.append((Chars(), -1))
+        self._free.append([])
+        return len(self._free) - 1
+
+    def _build(self, node: Node, start: int, stop: int) -> None:
+        """Add states that lead from `start` to `stop` over what the node matches."""
+        if isinstance(node, Chars):
+            here = self._new_state()
+            self._free[start].append(here)
+            self._chars[here] = (node, stop)
+        elif isinstance(node, Edge):
+            here = self._new_state()
+            self._free[start].append(here)
+            self._edges[here] = node.kind
+            self._free[here].append(stop)
+        elif isinstance(node, Alternatives):
+            for choice in node.choices:
+                self._build(choice, start, stop)
+        elif isinstance(node, Chain):
+            for part in node.parts:
+                after = self._new_state()
+                self._build(part, start, after)
+                start = after
+            self._free[start].append(stop)
+        else:
+            self._build_repeat(node, start, stop)
+
+    def _build_repeat(self, node: Repeat, start: int, stop: int) -> None:
+        for _ in range(node.minimum):
+            after = self._new_state()
+            self._build(node.node, start, after)
+            start = after
+        if node.maximum is None:
+            loop, back = self._new_state(), self._new_state()
+            self._free[start].append(loop)
+            self._build(node.node, loop, back)
+            self._free[back].append(loop)
+            self._free[loop].append(stop)
+            return
+        for _ in range(node.maximum - node.minimum):
+            self._free[start].append(stop)
+            after = self._new_state()
+            self._build(node.node, start, after)
+            start = after
+        self._free[start].append(stop)

@@ -1,0 +1,88 @@
+"""Which parameters of a model are quantised, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.base.errors import ConfigError
+from quire.contracts.model_spec import ModelSpec
+from quire.quant.parameters import Parameter, QuantizedStack
+from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, quantize_weight
+
+_EMBED = "embed.weight"
+_MLP = ("gate", "up", "down")
+_LINEARS = ("q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down")
+_PROGRESS_DELAY_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPolicy:
+    """The scheme of every weight. Norms, biases, routers and position embeddings stay as they are.
+
+    linears          of the projections of attention, MLPs and experts
+    embedding, head  of the embedding and the output head; a tied model has the first alone. None: left as it is
+    int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
+    has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
+    """
+
+    linears: Scheme
+    embedding: Scheme | None = INT8
+    head: Scheme | None = INT8
+    int8_linears: frozenset[str] = frozenset()
+    has_int8_ends: bool = False
+
+    def scheme_of(self, name: str, num_columns: int, num_layers: int) -> Scheme | None:
+        """Return the scheme of a parameter by its canonical name, or None where it stays as it is."""
+        module, _, kind = name.rpartition(".")
+        if kind != "weight":
+            return None
+        if module in ("embed", "lm_head"):
+            wanted = self.embedding if module == "embed" else self.head
+            return wanted and fit_scheme(wanted, num_columns)
+        if not module.startswith("layers."):
+            return None
+        _, index, module = module.split(".", 2)
+        if module not in _LINEARS:
+            return None
+        is_end = self.has_int8_ends and module in _MLP and int(index) in (0, num_layers - 1)
+        return fit_scheme(INT8 if is_end or module in self.int8_linears else self.linears, num_columns)
+
+
+POLICIES = {
+    "int8": QuantizationPolicy(INT8),
+    "int4": QuantizationPolicy(INT4, int8_linears=frozenset({"k", "v"}), has_int8_ends=True),
+}
+"""What the engine's option `quantization` means. k and v are small where heads share them, and half of what 4 bits lose on a
+small model is lost in them and in the MLPs at both ends."""
+
+
+def quantize_parameters(parameters: dict[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy) -> dict[str, Parameter]:
+    """Return a model's parameters quantised. `parameters` is emptied on the way, so that the float weights can go.
+
+    Stacks of experts become a QuantizedStack. Raises ConfigError where a parameter is quantised already.
+    """
+    if not all(isinstance(parameter, Tensor) for parameter in parameters.values()):
+        raise ConfigError(
+            "quantization is for weights that are not quantised, but this checkpoint is already: leave the option out, or "
+            "take the checkpoint in its original precision"
+        )
+    quantized: dict[str, Parameter] = {}
+    embedding = parameters.get(_EMBED)
+    for name in tqdm(list(parameters), "quantising weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
+        weight = parameters.pop(name)
+        assert isinstance(weight, Tensor)
+        if weight is embedding and _EMBED in quantized:
+            quantized[name] = quantized[_EMBED]  # a head that is the embedding stays one object with it
+            continue
+        scheme = policy.scheme_of(name, weight.shape[-1], len(spec.layers))
+        quantized[name] = weight if scheme is None else _quantize(weight, scheme)
+    return quantized
+
+
+def _quantize(weight: Tensor, scheme: Scheme) -> Parameter:
+    if weight.ndim == 3:
+        return QuantizedStack(tuple(quantize_weight(expert, scheme) for expert in weight))
+    return quantize_weight(weight, scheme)

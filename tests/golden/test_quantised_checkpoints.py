@@ -1,0 +1,50 @@
+"""Tiny checkpoints written by the owners of the formats: logits of the dense weights recorded beside them.
+
+gptoss-mxfp4 is not among them: its architecture is not supported, which is tested here too.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.base.errors import UnsupportedError
+from quire.model.build import load_model, whole_prompt_logits
+from quire.model.config_reader import read_model_spec
+
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
+UNSUPPORTED = "gptoss-mxfp4"
+NAMES = sorted(path.name for path in FOLDER.glob("*/") if path.is_dir() and path.name != UNSUPPORTED)
+TOLERANCE = 1e-4
+
+pytestmark = [pytest.mark.golden, pytest.mark.skipif(not FOLDER.is_dir(), reason="../shared/data is not there")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_f32_logits_are_those_of_the_dense_weights(name):
+    golden = np.load(FOLDER / name / "golden.npz")
+    token_ids = golden["ids"].reshape(-1).tolist()
+    expected = torch.from_numpy(golden["logits"]).float().view(len(token_ids), -1)
+    got = whole_prompt_logits(load_model(FOLDER / name, "float32"), token_ids)
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_the_logits_when_generated(name):
+    if not (FOLDER / name / "tokenizer.json").is_file():
+        pytest.skip(f"{name} has no tokenizer")
+    decoder = load_model(FOLDER / name, "float32")
+    llm = LLM(model=str(FOLDER / name), dtype="float32", max_model_len=64, num_kv_blocks=16)
+    [output] = llm.generate(["the cat"], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    token_ids = list(output.prompt_token_ids)
+    for _ in range(6):
+        token_ids.append(int(whole_prompt_logits(decoder, token_ids)[-1].argmax()))
+    assert list(output.outputs[0].token_ids) == token_ids[len(output.prompt_token_ids) :]
+
+
+def test_mxfp4_of_gpt_oss_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match="gpt_oss|mxfp4"):
+        read_model_spec(FOLDER / UNSUPPORTED)
