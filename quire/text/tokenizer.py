@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.base.errors import ModelFormatError, RequestError
+from quire.base.gguf_file import is_gguf
 from quire.text.chat_template import ChatTemplate
 from quire.text.token_streams import TokenStream
 from quire.text.tokenizer_files import read_tokenizer_files
@@ -126,9 +127,14 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint folder: tokenizer.json, else tokenizer.model, else vocab.json and merges.txt.
 
+    `folder` may be a GGUF file, which holds its own.
     Raises ModelFormatError for missing or damaged files, UnsupportedError where an optional library is missing.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        from quire.text.gguf_tokenizer import load_gguf_tokenizer
+
+        return Tokenizer(*load_gguf_tokenizer(folder))
     files = read_tokenizer_files(folder)
     named_tokens = files.named_tokens
     backend: TokenizerBackend

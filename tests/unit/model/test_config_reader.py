@@ -215,8 +215,8 @@ def test_wrong_values_are_named(write_config, changes, key, got):
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ("gemma3", {"text_config": {}, "quantization_config": {"quant_method": "awq"}}, "awq"),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+        ("gemma3", {"text_config": {}, "quantization_config": {"quant_method": "quanto"}}, "quanto"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

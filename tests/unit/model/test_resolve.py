@@ -68,9 +68,9 @@ def test_what_is_nowhere_is_a_clear_error(monkeypatch, tmp_path, model):
 
 
 def test_paths_are_not_looked_for_on_the_hub(hub, tmp_path):
-    (tmp_path / "model.gguf").write_text("")
-    with pytest.raises(ConfigError, match="GGUF files are not supported yet"):
-        resolve_model(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.pth").write_text("")
+    with pytest.raises(ConfigError, match="it is a file"):
+        resolve_model(str(tmp_path / "model.pth"))
     for path in ("./nowhere", str(tmp_path / "nowhere"), "~/no-such-folder-of-quire"):
         with pytest.raises(ConfigError, match="there is no folder"):
             resolve_model(path)

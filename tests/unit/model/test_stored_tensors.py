@@ -70,7 +70,10 @@ def test_folder_without_weights_says_what_is_there(tmp_path):
         open_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors", ""])
+@pytest.mark.parametrize(
+    "shard",
+    ["../outside.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors", "", ".", "..", "a/b", "a\0b"],
+)
 def test_index_that_leaves_the_folder_is_refused(tmp_path, shard):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -78,6 +81,26 @@ def test_index_that_leaves_the_folder_is_refused(tmp_path, shard):
     _write_index(folder, {"a": shard})
     with pytest.raises(ModelFormatError, match="outside the folder"):
         open_tensors(folder)
+
+
+def test_shard_is_refused_when_it_is_a_link_out_of_the_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(TENSORS, tmp_path / "outside.safetensors")
+    (folder / "x.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    _write_index(folder, dict.fromkeys(TENSORS, "x.safetensors"))
+    with pytest.raises(ModelFormatError, match=r"x\.safetensors is a link to .*outside\.safetensors, outside the folder"):
+        open_tensors(folder)
+
+
+def test_shard_is_read_when_the_folder_itself_is_a_link(tmp_path):
+    real = tmp_path / "real"
+    real.mkdir()
+    save_file(TENSORS, real / "y.safetensors")
+    (real / "x.safetensors").symlink_to("y.safetensors")
+    _write_index(real, dict.fromkeys(TENSORS, "x.safetensors"))
+    (tmp_path / "link").symlink_to(real)
+    assert _same(open_tensors(tmp_path / "link"))
 
 
 def test_index_and_shards_that_disagree(tmp_path):

@@ -1,0 +1,265 @@
+"""Read the metadata of a GGUF file as the config.json that the model had before it was converted. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.base.gguf_file import GgufFile, read_gguf
+from quire.model.gguf_keys import GgufKeys
+from quire.model.gguf_names import find_architecture
+from quire.model.gguf_rope import DEFAULT_ROPE_BASE, read_rope_scaling
+
+_DTYPES = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPE_OF_QUANTIZED = "bfloat16"
+_END_TOKENS = frozenset(
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>")
+)
+"""Added tokens that end an answer, whether or not the metadata name them."""
+_CONTROL, _USER_DEFINED = 3, 4
+_MAX_EXPERTS = 1 << 18
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def read_gguf_config(path: Path) -> dict[str, object]:
+    """Return the keys of a config.json, model_type included, that say what the metadata of a GGUF file say.
+
+    Raises ModelFormatError or UnsupportedError.
+    """
+    return gguf_config(read_gguf(path))
+
+
+def gguf_config(file: GgufFile) -> dict[str, object]:
+    """Return the same of a header that was read already."""
+    name = file.metadata.string("general.architecture")
+    if name is None:
+        raise ModelFormatError(f"{file.path} has no general.architecture; it is not a model, or damaged")
+    kind = file.metadata.string("general.type")
+    if kind not in (None, "model"):
+        raise UnsupportedError(f"{file.path} is of general.type {kind!r}, which is not supported; give the file of a model")
+    keys = GgufKeys(file, name)
+    architecture = find_architecture(name, keys.integer("expert_count") or 0)
+    config = {"model_type": architecture.model_type, **_READERS[architecture.model_type](keys), **_token_ids(keys)}
+    keys.refuse_unread()
+    config["dtype"] = _dtype(file, name)
+    return config
+
+
+def read_gguf_sampling(path: Path) -> dict[str, object]:
+    """Return the sampling parameters that a file recommends, by the names of generation_config.json."""
+    metadata = read_gguf(path).metadata
+    found = {key: metadata.number(f"general.sampling.{name}") for name, key in _SAMPLING.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _common(keys: GgufKeys) -> dict[str, object]:
+    """Return what all architectures but GPT-2 share."""
+    hidden_size, num_heads = keys.required("embedding_length"), keys.required("attention.head_count")
+    head_dim = keys.integer("attention.key_length")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise keys.metadata.error(f"{keys.architecture}.embedding_length", f"a multiple of {num_heads} heads")
+        head_dim = hidden_size // num_heads
+    if keys.integer("attention.value_length") not in (None, head_dim):
+        raise UnsupportedError(f"{keys.file.path}: attention.value_length must be attention.key_length ({head_dim})")
+    rotated = keys.integer("rope.dimension_count")
+    if rotated not in (None, head_dim) and keys.architecture != "phi3":
+        raise UnsupportedError(f"{keys.file.path}: rope.dimension_count {rotated} must be the size of a head ({head_dim})")
+    config = {
+        "vocab_size": _vocab_size(keys, hidden_size),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": _num_layers(keys),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv") or num_heads,
+        "head_dim": head_dim,
+        "intermediate_size": keys.required("feed_forward_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.required("context_length"),
+        "rope_theta": keys.number("rope.freq_base", DEFAULT_ROPE_BASE),
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+    }
+    scaling = read_rope_scaling(keys, head_dim if rotated is None else rotated)
+    return {**config, "rope_scaling": scaling} if scaling else config
+
+
+def _num_layers(keys: GgufKeys) -> int:
+    """Return the number of layers; the numbers of names that follow from metadata are bounded by what is in the file."""
+    num_layers, num_experts = keys.required("block_count"), keys.integer("expert_count") or 0
+    if num_layers > len(keys.file.tensors) or num_layers * num_experts > _MAX_EXPERTS:
+        held = len(keys.file.tensors)
+        raise ModelFormatError(f"{keys.file.path}: {num_layers} layers with {num_experts} experts cannot be in {held} tensors")
+    return num_layers
+
+
+def _vocab_size(keys: GgufKeys, hidden_size: int) -> int:
+    embedding = keys.file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden_size:
+        shape = None if embedding is None else list(embedding.shape)
+        raise ModelFormatError(f"{keys.file.path}: token_embd.weight must have rows of {hidden_size} elements, got {shape}")
+    num_rows = embedding.shape[0]
+    tokens = keys.metadata.strings("tokenizer.ggml.tokens")
+    for noun, count in (("vocab_size", keys.integer("vocab_size")), ("tokens", None if tokens is None else len(tokens))):
+        if count is not None and count != num_rows:
+            raise ModelFormatError(f"{keys.file.path}: {noun} is {count}, but token_embd.weight has {num_rows} rows")
+    return num_rows
+
+
+def _llama(keys: GgufKeys) -> dict[str, object]:
+    window = keys.integer("attention.sliding_window")
+    config = {**_common(keys), "hidden_act": "silu"}
+    if window:
+        return {**config, "model_type": "mistral", "sliding_window": window}
+    biases = {"attention_bias": keys.has_tensor("blk.0.attn_q.bias"), "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias")}
+    return {**config, **biases}
+
+
+def _mixtral(keys: GgufKeys) -> dict[str, object]:
+    experts = {"num_local_experts": keys.required("expert_count"), "num_experts_per_tok": keys.required("expert_used_count")}
+    window = keys.integer("attention.sliding_window") or None
+    return {**_common(keys), **experts, "hidden_act": "silu", "sliding_window": window}
+
+
+def _granite(keys: GgufKeys) -> dict[str, object]:
+    return {
+        **_common(keys),
+        "hidden_act": "silu",
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias"),
+        "attention_multiplier": keys.number("attention.scale"),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _qwen(keys: GgufKeys) -> dict[str, object]:
+    return {**_common(keys), "hidden_act": "silu", "use_sliding_window": False}
+
+
+def _qwen3_moe(keys: GgufKeys) -> dict[str, object]:
+    return {
+        **_qwen(keys),
+        "moe_intermediate_size": keys.required("expert_feed_forward_length"),
+        "num_experts": keys.required("expert_count"),
+        "num_experts_per_tok": keys.required("expert_used_count"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma(keys: GgufKeys) -> dict[str, object]:
+    return {**_common(keys), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma2(keys: GgufKeys) -> dict[str, object]:
+    return {
+        **_common(keys),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.required("attention.sliding_window"),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+        "query_pre_attn_scalar": _query_scalar(keys, num_layers_of_27b=46),
+    }
+
+
+def _gemma3(keys: GgufKeys) -> dict[str, object]:
+    is_sliding = keys.flags("attention.sliding_window_pattern")
+    config = {
+        **_common(keys),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.required("attention.sliding_window"),
+        "rope_theta": keys.number("rope.freq_base", 1e6),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", DEFAULT_ROPE_BASE),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "query_pre_attn_scalar": _query_scalar(keys, num_layers_of_27b=62),
+    }
+    if is_sliding is not None:
+        return {**config, "layer_types": ["sliding_attention" if slides else "full_attention" for slides in is_sliding]}
+    return {**config, "sliding_window_pattern": keys.integer("attention.sliding_window_pattern") or 6}
+
+
+def _query_scalar(keys: GgufKeys, num_layers_of_27b: int) -> int:
+    """Return what scores are divided by the root of: the size of a head, but hidden_size / heads in the 27B models."""
+    num_heads, hidden_size = keys.required("attention.head_count"), keys.required("embedding_length")
+    if keys.required("block_count") == num_layers_of_27b:
+        return hidden_size // num_heads
+    return keys.integer("attention.key_length") or hidden_size // num_heads
+
+
+def _olmo2(keys: GgufKeys) -> dict[str, object]:
+    return {**_common(keys), "hidden_act": "silu", "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
+def _phi3(keys: GgufKeys) -> dict[str, object]:
+    config = _common(keys)
+    head_dim, rotated = config["head_dim"], keys.integer("rope.dimension_count")
+    if isinstance(head_dim, int) and rotated not in (None, head_dim):
+        config["partial_rotary_factor"] = rotated / head_dim
+    original = keys.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
+    window = keys.integer("attention.sliding_window") or None
+    return {**config, "hidden_act": "silu", "sliding_window": window, "original_max_position_embeddings": original}
+
+
+def _gpt2(keys: GgufKeys) -> dict[str, object]:
+    hidden_size = keys.required("embedding_length")
+    return {
+        "vocab_size": _vocab_size(keys, hidden_size),
+        "n_embd": hidden_size,
+        "n_layer": _num_layers(keys),
+        "n_head": keys.required("attention.head_count"),
+        "n_inner": keys.required("feed_forward_length"),
+        "n_positions": keys.required("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+    }
+
+
+_READERS: Mapping[str, Callable[[GgufKeys], dict[str, object]]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "granite": _granite,
+    "llama": _llama,
+    "mixtral": _mixtral,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "qwen3_moe": _qwen3_moe,
+}
+
+
+def _token_ids(keys: GgufKeys) -> dict[str, object]:
+    """Return bos_token_id and eos_token_id; ids of tokens that end a turn end an answer as well."""
+    metadata = keys.metadata
+    tokens = metadata.strings("tokenizer.ggml.tokens") or []
+    types = metadata.array("tokenizer.ggml.token_type", "i32", "u32") or []
+    ids = {name: metadata.integer(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    num_rows = keys.file.tensors["token_embd.weight"].shape[0]
+    for name, token_id in ids.items():
+        if token_id is not None and not 0 <= token_id < num_rows:
+            raise metadata.error(f"tokenizer.ggml.{name}_token_id", f"below the size of the vocabulary ({num_rows})")
+    ends = {token_id for name, token_id in ids.items() if name != "bos" and token_id is not None}
+    added = (
+        (i, token) for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in (_CONTROL, _USER_DEFINED)
+    )
+    ends |= {token_id for token_id, token in added if token in _END_TOKENS}
+    return {"bos_token_id": ids["bos"], "eos_token_id": sorted(ends)}
+
+
+def _dtype(file: GgufFile, architecture: str) -> str:
+    """Return the dtype to run in: that of most of the weights, bfloat16 where they are quantised.
+
+    Activations of Gemma overflow in float16: its weights were bfloat16 before they were converted.
+    """
+    num_bytes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            dtype = _DTYPES.get(tensor.type_name, _DTYPE_OF_QUANTIZED)
+            num_bytes[dtype] = num_bytes.get(dtype, 0) + tensor.num_bytes
+    dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
+    return "bfloat16" if dtype == "float16" and architecture.startswith("gemma") else dtype

@@ -1,0 +1,118 @@
+"""Which architectures of GGUF files are read, and what their tensors are called in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quire.base.errors import UnsupportedError
+
+_PRE_NORM = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SANDWICH = {
+    **_PRE_NORM,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI3 = {**_PRE_NORM, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_GPT2_TOP = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
+_MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+_QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that are read with the metadata: divisors of the rotary frequencies."""
+
+_LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_STACKED_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)_exps\.weight")
+_ONE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """An architecture: the family page that reads its config, and how its tensors differ from a Hugging Face checkpoint.
+
+    layer, top        name in the file -> name in the checkpoint, of what is in a layer (below `layers`) and outside
+    expert            of the three matrices of an expert, for mixtures; experts lie below `expert_block`
+    is_permuted       rows of q and k are ordered for rotating neighbours instead of halves
+    has_norm_offset   norms are stored as w + 1
+    is_transposed     the checkpoint stores linear weights [in, out]
+    """
+
+    model_type: str
+    layer: Mapping[str, str] = field(default_factory=lambda: _PRE_NORM)
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    layers: str = "layers"
+    expert: Mapping[str, str] = field(default_factory=dict[str, str])
+    expert_block: str = "mlp"
+    is_permuted: bool = False
+    has_norm_offset: bool = False
+    is_transposed: bool = False
+
+    def rename(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor that is not stacked experts; an unknown name stays as it is."""
+        found = _LAYER_TENSOR.fullmatch(name)
+        if found is not None:
+            index, module, kind = found.groups()
+            if module == "ffn_gate_inp" and self.expert:
+                return f"{self.layers}.{int(index)}.{self.expert_block}.gate.{kind}"
+            return f"{self.layers}.{int(index)}.{self.layer[module]}.{kind}" if module in self.layer else name
+        found = _ONE_EXPERT.fullmatch(name)
+        if found is not None and self.expert:
+            return self._expert(int(found[1]), found[2], int(found[3]))
+        module, _, kind = name.rpartition(".")
+        return f"{self.top[module]}.{kind}" if module in self.top else name
+
+    def expert_names(self, name: str, num_experts: int) -> list[str] | None:
+        """Return the checkpoint's names of the experts stacked in a tensor, or None where it is no such tensor."""
+        found = _STACKED_EXPERTS.fullmatch(name)
+        if found is None or not self.expert:
+            return None
+        return [self._expert(int(found[1]), found[2], expert) for expert in range(num_experts)]
+
+    def _expert(self, index: int, matrix: str, expert: int) -> str:
+        return f"{self.layers}.{index}.{self.expert_block}.experts.{expert}.{self.expert[matrix]}.weight"
+
+
+_MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe", is_permuted=True)
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "gemma": GgufArchitecture("gemma", has_norm_offset=True),
+    "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
+    "gemma3": GgufArchitecture("gemma3_text", _SANDWICH, has_norm_offset=True),
+    "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
+    "granite": GgufArchitecture("granite", is_permuted=True),
+    "llama": GgufArchitecture("llama", is_permuted=True),
+    "olmo2": GgufArchitecture("olmo2", _SANDWICH),
+    "phi3": GgufArchitecture("phi3", _PHI3),
+    "qwen2": GgufArchitecture("qwen2"),
+    "qwen3": GgufArchitecture("qwen3"),
+    "qwen3moe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT),
+}
+
+
+def find_architecture(name: str, num_experts: int) -> GgufArchitecture:
+    """Return what is known of a general.architecture. Raises UnsupportedError with what is supported."""
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return _MIXTRAL if name == "llama" and num_experts else ARCHITECTURES[name]

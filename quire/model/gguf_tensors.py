@@ -1,0 +1,171 @@
+"""Open the tensors of a GGUF file, memory-mapped, under the names and in the layout of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import ModelFormatError
+from quire.base.gguf_file import GgufTensor, read_gguf
+from quire.model.gguf_config import gguf_config
+from quire.model.gguf_names import ROPE_FACTORS, GgufArchitecture, find_architecture
+from quire.quant.gguf_blocks import FLOAT_TYPES, check_is_weight, unpack_blocks
+from quire.quant.weight import QuantizedWeight, StoredWeight
+
+_ROTATED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
+_NORM = re.compile(r"(.*[._])?norm\.weight")
+
+
+def open_gguf_tensors(path: Path) -> dict[str, Tensor | StoredWeight]:
+    """Return name in a checkpoint -> tensor, a view of the mapped file, or a weight that is unpacked when it is asked for.
+
+    Rows of q and k are put into the order that rotates halves, norms are stored as they were before conversion, and stacked
+    experts are one weight each. Raises ModelFormatError or UnsupportedError.
+    """
+    file = read_gguf(path)
+    config = gguf_config(file)
+    num_experts = config.get("num_local_experts")
+    architecture = find_architecture(
+        file.metadata.string("general.architecture") or "", num_experts if isinstance(num_experts, int) else 0
+    )
+    files = {shard: _MappedFile(shard, size) for shard, size in file.sizes.items()}
+    tensors: dict[str, Tensor | StoredWeight] = {}
+    for name, tensor in file.tensors.items():
+        if name in ROPE_FACTORS:
+            continue
+        check_is_weight(tensor.type_name, name)
+        opened = _Opener(files[tensor.path], architecture, config).open(tensor)
+        repeated = next((new for new in opened if new in tensors), None)
+        if repeated is not None:
+            raise ModelFormatError(f"{path} holds {repeated!r} twice, the second time as {name!r}")
+        tensors |= opened
+    return tensors
+
+
+class _MappedFile:
+    """A file in memory, read where it is used."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._size = path, size
+        try:
+            with path.open("rb") as stream:
+                # It keeps a descriptor of its own, so that a file put in its place does not matter.
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelFormatError(f"{path} cannot be read: {error}") from error
+        self.check()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def check(self) -> None:
+        """Raise ModelFormatError where the file has another size than its header was read with: reading could crash."""
+        if self._map.size() != self._size:
+            raise ModelFormatError(f"{self._path} was changed while it was read: it had {self._size} bytes; load it again")
+
+    def bytes_at(self, start: int, count: int) -> Tensor:
+        """Return a view of `count` bytes."""
+        self.check()
+        return self._bytes[start : start + count]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix [O, K] in a file, and the order in which its rows are wanted."""
+
+    file: _MappedFile
+    type_name: str
+    name: str
+    shape: tuple[int, int]
+    start: int
+    num_bytes: int
+    rows: Tensor | None = None
+
+    def load(self) -> QuantizedWeight | Tensor:
+        """Return the weight, its rows in order: a view of the file where nothing has to change."""
+        packed = self.file.bytes_at(self.start, self.num_bytes).view(self.shape[0], -1)
+        if self.rows is not None:
+            packed = packed[self.rows]
+        if self.type_name in FLOAT_TYPES:
+            return packed.view(FLOAT_TYPES[self.type_name])
+        return unpack_blocks(self.type_name, packed, self.name)
+
+
+class _Opener:
+    """Opens the tensors of one file as an architecture wants them."""
+
+    def __init__(self, file: _MappedFile, architecture: GgufArchitecture, config: dict[str, object]) -> None:
+        self._file, self._architecture, self._config = file, architecture, config
+
+    def open(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
+        """Return what one tensor of the file is: itself under its name, or its experts."""
+        if len(tensor.shape) == 3:
+            return self._experts(tensor)
+        name = self._architecture.rename(tensor.name)
+        if len(tensor.shape) == 1 and tensor.type_name in FLOAT_TYPES:
+            return {name: self._vector(tensor)}
+        if len(tensor.shape) != 2:
+            raise _shape_error(tensor)
+        matrix = self._matrix(tensor, (tensor.shape[0], tensor.shape[1]), tensor.start, tensor.num_bytes)
+        is_transposed = self._architecture.is_transposed and tensor.name.startswith("blk.")
+        # What the checkpoint stores transposed is given as a weight, which is [out, in] by definition.
+        return {name: self._lazy(matrix) if is_transposed or matrix.rows is not None else self._opened(matrix)}
+
+    def _experts(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
+        num_experts = tensor.shape[0]
+        if num_experts not in (self._config.get("num_experts"), self._config.get("num_local_experts")):
+            raise _shape_error(tensor)
+        names = self._architecture.expert_names(tensor.name, num_experts)
+        if names is None:
+            raise _shape_error(tensor)
+        size = tensor.num_bytes // num_experts
+        shape = (tensor.shape[1], tensor.shape[2])
+        return {
+            name: self._opened(self._matrix(tensor, shape, tensor.start + index * size, size))
+            for index, name in enumerate(names)
+        }
+
+    def _vector(self, tensor: GgufTensor) -> Tensor:
+        values = self._file.bytes_at(tensor.start, tensor.num_bytes).view(FLOAT_TYPES[tensor.type_name])
+        rows = self._row_order(tensor)
+        if rows is not None:
+            values = values[rows]
+        if self._architecture.has_norm_offset and _NORM.fullmatch(tensor.name):
+            values = values.float() - 1
+        return values
+
+    def _matrix(self, tensor: GgufTensor, shape: tuple[int, int], start: int, num_bytes: int) -> _Matrix:
+        return _Matrix(self._file, tensor.type_name, tensor.name, shape, start, num_bytes, self._row_order(tensor))
+
+    @staticmethod
+    def _opened(matrix: _Matrix) -> Tensor | StoredWeight:
+        if matrix.type_name not in FLOAT_TYPES:
+            return _Opener._lazy(matrix)
+        loaded = matrix.load()
+        return loaded if isinstance(loaded, Tensor) else _Opener._lazy(matrix)
+
+    @staticmethod
+    def _lazy(matrix: _Matrix) -> StoredWeight:
+        return StoredWeight(matrix.shape, matrix.load)
+
+    def _row_order(self, tensor: GgufTensor) -> Tensor | None:
+        """Return which row of the file comes where, for q and k that are stored for rotating neighbours [O] i64."""
+        rotated = _ROTATED.fullmatch(tensor.name)
+        if rotated is None or not self._architecture.is_permuted:
+            return None
+        num_heads = self._config["num_attention_heads" if rotated[1] == "q" else "num_key_value_heads"]
+        num_rows = tensor.shape[0]
+        if not isinstance(num_heads, int) or num_rows % (2 * num_heads):
+            raise ModelFormatError(f"{tensor.path}: {tensor.name} has {num_rows} rows, which are not {num_heads} heads")
+        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _shape_error(tensor: GgufTensor) -> ModelFormatError:
+    kind = f"{tensor.type_name} {list(tensor.shape)}"
+    return ModelFormatError(f"{tensor.path}: {tensor.name} is {kind}, which fits nothing in a model of this architecture")
