@@ -14,6 +14,9 @@ from quire.contracts.kv_spec import KvSpec
 class KvPool:
     """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU.
 
+    An int8 cache has scales [num_blocks, kv_heads, block_size] f32 for K and V of each layer; others have none. How the values
+    of a block lie in it is the kernels' affair: the shape says how many there are.
+
     The memory is mapped at once but taken from the system only as blocks are first written.
     """
 
@@ -24,12 +27,15 @@ class KvPool:
         shapes = [(num_blocks, heads, spec.block_size, dim) for heads, dim in spec.layer_shapes]
         self.k: list[Tensor] = [_mapped_zeros(shape, dtype) for shape in shapes]
         self.v: list[Tensor] = [_mapped_zeros(shape, dtype) for shape in shapes]
+        self.scales: list[tuple[Tensor, Tensor]] = []
+        if dtype == torch.int8:
+            self.scales = [(_mapped_zeros(s[:3], torch.float32), _mapped_zeros(s[:3], torch.float32)) for s in shapes]
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks, (source, target) pairs, in every layer; all sources are read before any target is written."""
         sources = torch.tensor([source for source, _ in copies])
         targets = torch.tensor([target for _, target in copies])
-        for cache in (*self.k, *self.v):
+        for cache in (*self.k, *self.v, *(scale for pair in self.scales for scale in pair)):
             cache[targets] = cache[sources]
 
 

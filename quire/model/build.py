@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
+from quire.kernels.native import load_native
 from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
+from quire.model.native_decoder import NativeDecoder, native_refusal
+from quire.quant.parameters import Parameter
+
+logger = get_logger(__name__)
 
 
 def effective_max_model_len(spec: ModelSpec, max_model_len: int | None) -> int:
@@ -30,17 +36,39 @@ def effective_max_model_len(spec: ModelSpec, max_model_len: int | None) -> int:
     return max_model_len
 
 
+Model = Decoder | NativeDecoder
+"""What runs a model: the torch reference or the native kernels, with the same `step` and `logits_at`."""
+
+
+def build_model(spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int, block_size: int) -> Model:
+    """Return the native decoder where the extension is there and covers the model, else the reference; the log says which.
+
+    parameters  emptied by the native decoder, which packs one after the other
+    """
+    native = load_native()
+    if native is None:
+        return Decoder(spec, parameters, max_model_len)
+    refusal = native_refusal(spec, block_size)
+    if refusal is not None:
+        logger.warning("the native kernels do not cover %s: torch runs this model, slower", refusal)
+        return Decoder(spec, parameters, max_model_len)
+    return NativeDecoder(native, spec, parameters, max_model_len)
+
+
 def load_model(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> Decoder:
-    """Read spec and weights of a checkpoint folder. Raises ModelFormatError, UnsupportedError or ConfigError."""
+    """Read spec and weights of a checkpoint folder for the reference kernels.
+
+    Raises ModelFormatError, UnsupportedError or ConfigError.
+    """
     spec = read_model_spec(folder, dtype)
     return Decoder(spec, load_parameters(folder, spec), effective_max_model_len(spec, max_model_len))
 
 
-def whole_prompt_logits(decoder: Decoder, token_ids: list[int], block_size: int = 16) -> Tensor:
+def whole_prompt_logits(decoder: Model, token_ids: list[int], block_size: int = 16) -> Tensor:
     """Return the logits [T, vocab_size] after every token of one prompt, computed at once in a cache of its own."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
     kv = KvPool(KvSpec.of(decoder.spec, block_size, decoder.spec.dtype), num_blocks)
     positions = torch.arange(num_tokens)
     step = AttentionInput(positions, [0, num_tokens], [num_tokens], torch.arange(num_blocks)[None])
-    return decoder.logits(decoder.forward(torch.tensor(token_ids), positions, step, kv))
+    return decoder.step(torch.tensor(token_ids), positions, step, kv, list(range(num_tokens)), keeps_all=True)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import cast
 
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.base.gguf_file import is_gguf
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
 from quire.model.families import FAMILIES, find_family
 from quire.model.families.config_view import ConfigView
+from quire.model.gguf_config import read_gguf_config
+from quire.quant.config import QuantizationConfig, read_quantization
 
 logger = get_logger(__name__)
 
@@ -29,11 +32,16 @@ _NEUTRAL: dict[str, object] = {
 }
 """Options that change results and are not implemented, each with the one value (beside null) that is accepted."""
 
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files that stand for quantization_config where config.json has none, with the method that wrote them."""
+
 _HARMLESS = {
     *("_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "cache_implementation", "dtype"),
     *("embd_pdrop", "eos_token_id", "id2label", "initializer_range", "label2id", "max_length", "output_attentions"),
     *("output_hidden_states", "output_router_logits", "pad_token_id", "resid_pdrop", "return_dict", "router_aux_loss_coef"),
     *("router_jitter_noise", "task_specific_params", "torch_dtype", "transformers_version", "use_cache", *_NEUTRAL),
+    *_QUANTIZATION_KEYS,
 }
 """Keys that are not read because they do not change what a model computes."""
 
@@ -43,23 +51,19 @@ _STORED_DTYPES: dict[bytes, Dtype] = {b"F32": "float32", b"BF16": "bfloat16", b"
 
 
 def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
-    """Return the spec of the checkpoint in a folder.
+    """Return the spec of the checkpoint in a folder, or in a GGUF file.
 
     dtype  of weights and activations; "auto": as config.json says, or else as the weights are stored
     Raises ModelFormatError (what is there is wrong), UnsupportedError (right, but not implemented) or ConfigError (dtype)
     """
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-    file = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelFormatError(f"{folder} is not a folder; give one with config.json and the weights in it")
-    if not file.is_file():
-        raise ModelFormatError(f"{folder} has no config.json; give a folder with a Hugging Face checkpoint")
-    whole = read_json_object(file)
+    file, whole = _read_config(folder)
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.is_file() else {}
     _refuse_options(whole, file)
     model_type, values = find_family(whole)
+    read_quantization_config(folder)
     _refuse_options(values, file)
     config = ConfigView(model_type, values, file)
     generation_config = ConfigView(model_type, generation, generation_file)
@@ -80,6 +84,18 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     if ignored:
         logger.info("%s: keys without a meaning in a %r model are ignored: %s", file, model_type, ", ".join(ignored))
     return spec
+
+
+def _read_config(folder: Path) -> tuple[Path, dict[str, object]]:
+    """Return config.json and what it holds; of a GGUF file, what its metadata say in the same keys."""
+    if is_gguf(folder):
+        return folder, read_gguf_config(folder)
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelFormatError(f"{folder} is not a folder; give one with config.json and the weights in it")
+    if not file.is_file():
+        raise ModelFormatError(f"{folder} has no config.json; give a folder with a Hugging Face checkpoint")
+    return file, read_json_object(file)
 
 
 def _stored_dtype(folder: Path) -> Dtype:
@@ -105,14 +121,27 @@ def read_json_object(file: Path) -> dict[str, object]:
     return value
 
 
+def read_quantization_config(folder: Path) -> QuantizationConfig | None:
+    """Return how the weights of a checkpoint folder are quantised, or None where they are not.
+
+    config.json says so, or its text_config, or, beside early checkpoints, a file of its own.
+    Raises ModelFormatError or UnsupportedError.
+    """
+    if is_gguf(folder):
+        return None  # each tensor says its own type
+    file = folder / "config.json"
+    whole = read_json_object(file)
+    for part in (whole, whole.get("text_config")):
+        for key in _QUANTIZATION_KEYS:
+            if isinstance(part, dict) and part.get(key) is not None:
+                return read_quantization(part[key], f"{file}: {key}")
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            return read_quantization(read_json_object(folder / name), str(folder / name), method)
+    return None
+
+
 def _refuse_options(values: Mapping[str, object], file: Path) -> None:
-    for key in ("quantization_config", "compression_config"):
-        quantization = values.get(key)
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise UnsupportedError(
-                f"{file}: {key} (quant_method {method!r}) is not supported yet; use the checkpoint that is not quantised"
-            )
     for key, neutral in _NEUTRAL.items():
         value = values.get(key)
         if value is not None and value != neutral:

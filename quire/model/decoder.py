@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.attention import AttentionInput, attend, store_kv
@@ -13,23 +16,27 @@ from quire.kernels.reference.moe import mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kv.pool import KvPool
+from quire.quant.parameters import Parameter, dense_parameters
 
 
 class Decoder:
     """A decoder-only model: a spec and its parameters under their canonical names.
 
-    parameters     canonical name -> tensor in the spec's dtype, as `load_parameters` returns them
+    parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `load_parameters` returns them;
+                   quantised weights are made dense once, here
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     """
 
-    def __init__(self, spec: ModelSpec, parameters: dict[str, Tensor], max_model_len: int) -> None:
+    def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter], max_model_len: int) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._parameters = parameters
+        dense = dense_parameters(parameters, self.dtype)
+        self._parameters = dense
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
-        self._layers = [_Layer(layer, f"layers.{index}.", parameters) for index, layer in enumerate(spec.layers)]
-        self._head = parameters.get("lm_head.weight", parameters["embed.weight"])
+        self._layers = [_Layer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
+        self._hidden: Tensor | None = None
+        self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool) -> Tensor:
@@ -48,6 +55,29 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             x = layer.forward(x, angles, step, kv.k[index], kv.v[index])
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
+
+    def step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        step: AttentionInput,
+        kv: KvPool,
+        logit_rows: list[int],
+        keeps_all: bool = False,
+    ) -> Tensor:
+        """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`.
+
+        keeps_all  logits_at may ask for other rows before the next step
+        """
+        hidden = self.forward(token_ids, positions, step, kv)
+        self._hidden = hidden if keeps_all else None
+        return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
+
+    def logits_at(self, first: int, last: int) -> Tensor:
+        """Return the logits of rows [first, last) of the last step, which kept all."""
+        if self._hidden is None:
+            raise InvariantError("the last step did not keep its rows")
+        return self.logits(self._hidden[first:last])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.base.errors import ModelFormatError, RequestError
+from quire.base.gguf_file import is_gguf
 from quire.contracts.sampling_params import SamplingParams
 from quire.model.config_reader import read_json_object
+from quire.model.gguf_config import read_gguf_sampling
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -14,12 +16,13 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def read_generation_defaults(folder: Path) -> dict[str, float]:
     """Return those of temperature, top_p, top_k, min_p and repetition_penalty that the file gives.
 
-    `do_sample: false` means temperature 0, as in transformers. Raises ModelFormatError when the file is damaged.
+    `do_sample: false` means temperature 0, as in transformers. Of a GGUF file, what its metadata recommend.
+    Raises ModelFormatError when the file is damaged.
     """
-    path = folder / "generation_config.json"
+    path = folder if is_gguf(folder) else folder / "generation_config.json"
     if not path.exists():
         return {}
-    config = read_json_object(path)
+    config = read_gguf_sampling(path) if is_gguf(folder) else read_json_object(path)
     found: dict[str, float] = {}
     for name in _FIELDS:
         value = config.get(name)

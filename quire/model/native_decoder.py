@@ -125,7 +125,10 @@ class NativeDecoder:
         layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32)
-        gate_up, down = self._parameters.pop(f"{prefix}experts.gate_up.weight"), self._parameters.pop(f"{prefix}experts.down.weight")
+        gate_up, down = (
+            self._parameters.pop(f"{prefix}experts.gate_up.weight"),
+            self._parameters.pop(f"{prefix}experts.down.weight"),
+        )
         inner = spec.expert.intermediate_size
         for index in range(spec.num_experts):
             both = _entry(gate_up, index)
@@ -149,7 +152,13 @@ class NativeDecoder:
         self._kv = kv
 
     def step(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, logit_rows: list[int], keeps_all: bool = False
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        step: AttentionInput,
+        kv: KvPool,
+        logit_rows: list[int],
+        keeps_all: bool = False,
     ) -> Tensor:
         """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
 

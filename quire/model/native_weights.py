@@ -33,7 +33,9 @@ class WeightPacker:
         self._dtype = dtype
         self.num_bytes = 0
 
-    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> NativeWeight:
+    def pack(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> NativeWeight:
         """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way."""
         if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
             weight = weight.dequantize(self._dtype)
@@ -53,7 +55,9 @@ class WeightPacker:
             rows = weight[first : first + step].to(dtype).contiguous()
             # Only what lies in a mapped file comes back when it is read again; `forget` would zero other memory.
             is_mapped = is_view and _is_file_view(weight)
-            packed.pack(rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads())
+            packed.pack(
+                rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()
+            )
         self._set_extras(packed, bias=bias)
         return packed
 

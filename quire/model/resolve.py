@@ -1,4 +1,4 @@
-"""Find the folder of a model: bundled, local, or on the Hugging Face hub (and then in its cache). No torch."""
+"""Find the folder of a model, or its GGUF file: bundled, local, or on the Hugging Face hub and in its cache. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import quire
 from quire.base.errors import ConfigError
+from quire.base.gguf_file import is_gguf, shard_number
 
 BUNDLED_MODELS = ("demo", "demo-draft", "demo-moe")
 
@@ -15,9 +16,10 @@ _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
-    """Return the folder of a model; downloads it where it is a hub id that is not in the local cache.
+    """Return the folder of a model, or its GGUF file; downloads it where it is a hub id that is not in the local cache.
 
-    model     one of BUNDLED_MODELS, else an existing folder, else a hub id
+    model     one of BUNDLED_MODELS, else an existing folder or .gguf file, else a hub id; a folder that holds one .gguf file
+              and no other weights stands for the file
     revision  branch, tag or commit, for a hub id only
     Raises ConfigError.
     """
@@ -25,7 +27,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     if folder is None:
         return _download(model, revision)
     if revision is not None:
-        raise ConfigError(f"revision {revision!r} is for models on the hub, but {model!r} is the folder {folder}; leave it out")
+        raise ConfigError(f"revision {revision!r} is for models on the hub, but {model!r} is {folder}; leave it out")
     return folder
 
 
@@ -41,14 +43,26 @@ def _bundled_folder(model: str) -> Path | None:
 def _local_folder(model: str) -> Path | None:
     folder = Path(model).expanduser()
     if folder.is_dir():
+        return _gguf_inside(folder) or folder
+    if is_gguf(folder):
         return folder
     if folder.is_file():
-        is_gguf = folder.suffix.lower() == ".gguf"
-        reason = "GGUF files are not supported yet" if is_gguf else "it is a file"
-        raise ConfigError(f"{model!r} cannot be loaded, {reason}; give the folder of a Hugging Face checkpoint")
+        raise ConfigError(f"{model!r} cannot be loaded, it is a file; give the folder of a Hugging Face checkpoint, or a .gguf")
     if model.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"there is no folder {model!r}")
     return None
+
+
+def _gguf_inside(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder without other weights, None where there is none; of a split one the first part."""
+    suffixes = {path.suffix for path in folder.iterdir()}
+    if ".safetensors" in suffixes or (".bin" in suffixes and (folder / "config.json").is_file()):
+        return None
+    files = sorted(path for path in folder.iterdir() if is_gguf(path) and (shard_number(path) or 1) == 1)
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise ConfigError(f"{str(folder)!r} holds {len(files)} GGUF files; give one of them as the model: {names}")
+    return files[0] if files else None
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import Path
 from zipfile import is_zipfile
 
 import torch
@@ -12,14 +13,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import ModelFormatError
+from quire.base.gguf_file import is_gguf
 from quire.model.config_reader import read_json_object
+from quire.model.gguf_tensors import open_gguf_tensors
+from quire.model.safetensors_header import check_safetensors
+from quire.quant.weight import StoredWeight
 
 _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _PROGRESS_DELAY_S = 3.0
 
 
-def open_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return stored name -> tensor. Data is read from the file when it is first used. Raises ModelFormatError."""
+def open_tensors(folder: Path) -> Mapping[str, Tensor | StoredWeight]:
+    """Return stored name -> tensor, or weight in a GGUF file. Data is read when it is first used. Raises ModelFormatError."""
+    if is_gguf(folder):
+        return open_gguf_tensors(folder)
     for name in (_SAFETENSORS, _PICKLED):
         if (folder / name).is_file():
             return _open_file(folder / name)
@@ -38,12 +45,16 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
         raise ModelFormatError(f"{index} must have a weight_map from names of tensors to names of files; get the file again")
     shards = sorted(set(shard_of.values()))
     for shard in shards:
-        path = PurePosixPath(shard)
-        if path.is_absolute() or ".." in path.parts or "\\" in shard or not path.parts:
-            raise ModelFormatError(f"{index} names {shard!r}, which is outside the folder; do not trust this checkpoint")
+        if "/" in shard or "\\" in shard or "\0" in shard or shard in ("", ".", ".."):
+            raise ModelFormatError(
+                f"{index} names {shard!r}, which is no plain file name and may be outside the folder; "
+                "do not trust this checkpoint"
+            )
     absent = [shard for shard in shards if not os.path.isfile(folder / shard)]
     if absent:
         raise ModelFormatError(f"{index} names files that are not in {folder}: {', '.join(absent)}; download them")
+    for shard in shards:
+        _refuse_links_out(folder, folder / shard)
     tensors: dict[str, Tensor] = {}
     for shard in tqdm(shards, "opening shards", delay=_PROGRESS_DELAY_S, disable=None):
         opened = _open_file(folder / shard)
@@ -54,16 +65,32 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _refuse_links_out(folder: Path, file: Path) -> None:
+    """Refuse a shard that is a link out of the folder, but for the hub's cache: links of a snapshot lead to its `blobs`."""
+    home, target = folder.resolve(), file.resolve()
+    is_blob = target.parent.name == "blobs" and home.is_relative_to(target.parent.parent)
+    if not target.is_relative_to(home) and not is_blob:
+        raise ModelFormatError(
+            f"{file} is a link to {target}, outside the folder; do not trust this checkpoint, or copy the file into the folder"
+        )
+
+
 def _open_file(file: Path) -> dict[str, Tensor]:
     return _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickled(file)
 
 
 def _open_safetensors(file: Path) -> dict[str, Tensor]:
+    check_safetensors(file)
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            return {name: _aligned(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ModelFormatError(f"{file} is damaged or not a safetensors file ({error}); download it again") from error
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return a tensor whose data may be used as it lies: kernels expect addresses that are multiples of the item size."""
+    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
 
 
 def _open_pickled(file: Path) -> dict[str, Tensor]:

@@ -50,6 +50,11 @@ class StepInput:
     attention: AttentionInput
     rows: list[Row]
 
+    def ready_rows(self) -> list[tuple[Row, int]]:
+        """Return the sequences whose known tokens are all computed after this step, each with the index of its last token."""
+        ends = zip(self.rows, self.attention.context_lens, self.attention.query_starts[1:], strict=True)
+        return [(row, end - 1) for row, context_len, end in ends if context_len == len(row.token_ids)]
+
 
 class InputBatch:
     """Keeps the rows in step with the scheduler's plans.

