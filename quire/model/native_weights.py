@@ -65,10 +65,8 @@ class WeightPacker:
         num_rows, num_columns = weight.shape
         num_groups = weight.scale.shape[1]
         is_nibble = weight.levels is not None and (weight.group_size % 8 == 0 or num_groups == 1)
-        group = weight.group_size if num_groups > 1 or weight.is_token_quantized else min(_INPUT_GROUP, num_columns)
-        if num_groups == 1 and weight.offset is not None:
-            group = num_columns
-        packed = self._native.Weight("u4" if is_nibble else "u8", num_rows, num_columns, group)
+        group, input_group = _groups(weight)
+        packed = self._native.Weight("u4" if is_nibble else "u8", num_rows, num_columns, group, input_group)
         levels = torch.tensor(weight.levels if is_nibble else (), dtype=torch.int8)
         packed.pack(
             weight.codes.contiguous().data_ptr(),
@@ -121,6 +119,17 @@ def _is_packable(weight: QuantizedWeight) -> bool:
         return False
     values = weight.scale if weight.offset is None else torch.cat((weight.scale, weight.offset), 1)
     return bool(torch.isfinite(values).all())
+
+
+def _groups(weight: QuantizedWeight) -> tuple[int, int]:
+    """Return how many inputs share a scale of the weight, and how many one of the quantised input."""
+    num_columns, group = weight.shape[1], weight.group_size
+    if weight.is_token_quantized:
+        return group, num_columns
+    if group == num_columns and weight.offset is None:
+        # One scale per row is applied at the end; inputs are quantised in groups all the same.
+        return min(_INPUT_GROUP, num_columns), min(_INPUT_GROUP, num_columns)
+    return group, max(group, _INPUT_GROUP // group * group)
 
 
 def _is_file_view(tensor: Tensor) -> bool:

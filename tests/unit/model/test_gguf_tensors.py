@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.base.gguf_file import read_gguf
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.gguf_tensors import open_gguf_tensors
@@ -152,6 +153,24 @@ def test_file_that_becomes_shorter_is_an_error_not_a_crash(tmp_path):
     os.truncate(path, 4096)
     with pytest.raises(ModelFormatError, match="was changed while it was read"):
         stored.load()
+
+
+def test_random_damage_of_the_header_is_refused_or_harmless(tmp_path):
+    path = write(tmp_path, {"blk.0.attn_q.weight": q8_0((32, 32))})
+    content = path.read_bytes()
+    length = min(tensor.start for tensor in read_gguf(path).tensors.values())
+    generator = np.random.default_rng(11)
+    outcomes = set()
+    for _ in range(150):
+        damaged = bytearray(content)
+        damaged[generator.integers(4, length)] ^= 1 << generator.integers(0, 8)
+        path.write_bytes(damaged)
+        try:
+            load(path)
+            outcomes.add("loaded")
+        except (ModelFormatError, UnsupportedError):
+            outcomes.add("refused")
+    assert outcomes == {"loaded", "refused"}
 
 
 def test_split_file_is_loaded_as_one(tmp_path):

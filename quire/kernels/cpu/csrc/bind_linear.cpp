@@ -128,6 +128,7 @@ PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
     packed.m = m;
     packed.k = w.k;
     packed.group = w.group;
+    packed.input_group = w.input_group;
     packed.tile_rows = table.tile_rows(packed.kind, m);
     packed.columns = w.columns;
     const i64 groups = groups_of(w.k, w.group);
@@ -141,16 +142,20 @@ PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
     packed.sums = sums.data();
 }
 
-NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group) : memory(0) {
+NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group) : memory(0) {
     weight.format = format_named(format);
     const bool is_quantized = weight.format == Format::u8 || weight.format == Format::u4;
     const i32 step = weight.format == Format::u4 ? 8 : 4;
     if (n < 1 || k < 1) throw std::invalid_argument("a weight has at least one row and one column");
     if (is_quantized && (group < 1 || (group % step != 0 && group < k))) throw std::invalid_argument("group must be a multiple of " + std::to_string(step));
+    if (is_quantized && (input_group < group || (input_group % group != 0 && input_group < k)))
+        throw std::invalid_argument("input_group must be a multiple of group or the whole row");
     if (is_quantized && k > 60000) throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
     weight.n = n;
     weight.k = k;
-    weight.group = is_quantized ? (group >= k ? (k + 7) / 8 * 8 : group) : 0;
+    const i32 whole = (k + 7) / 8 * 8;
+    weight.group = is_quantized ? (group >= k ? whole : group) : 0;
+    weight.input_group = is_quantized ? (input_group >= k ? (whole + weight.group - 1) / weight.group * weight.group : input_group) : 0;
     weight.panel_bytes = panel_lines(weight.format, k) * 64;
     memory = Memory(panels_of(weight) * weight.panel_bytes);
     weight.data = memory.data;
@@ -189,8 +194,8 @@ i64 NativeWeight::num_bytes() const {
 void bind_linear(nb::module_& m) {
     using namespace quire;
     nb::class_<NativeWeight>(m, "Weight")
-        .def(nb::init<const std::string&, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0,
-             "An empty packed weight [n, k]: format bf16, f32, u8 or u4; group: inputs that share a scale.")
+        .def(nb::init<const std::string&, i32, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0, "input_group"_a = 0,
+             "An empty packed weight [n, k]: format bf16, f32, u8 or u4; group, input_group: see Weight in weight.h.")
         .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
              nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
         .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0,

@@ -31,7 +31,7 @@ u64 saved_registers() {
 
 bool has(unsigned word, int bit) { return word >> bit & 1; }
 
-Level best_level() {
+Level find_best_level() {
     const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1);
     if (!has(basic.c, 27)) return PORTABLE;  // OSXSAVE
     const u64 saved = saved_registers();
@@ -42,8 +42,14 @@ Level best_level() {
     return avx512 ? AVX512 : AVX2;
 }
 #else
-Level best_level() { return PORTABLE; }
+Level find_best_level() { return PORTABLE; }
 #endif
+
+// Asked once: in a virtual machine each cpuid is a call of the host.
+Level best_level() {
+    static const Level best = find_best_level();
+    return best;
+}
 
 #ifdef QUIRE_WITH_LINEAR
 #define LINEAR(isa) &isa::linear_table

@@ -8,12 +8,20 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Call body(j, lanes) for each sixteen values, the last with fewer lanes. Few kernels here are hot enough for a loop without masks.
+// Says at compile time that no lane is left out: masked stores are slow on some machines with AVX2.
+struct AllLanes {};
+QUIRE_INLINE F32 load(const float* p, AllLanes) { return load(p); }
+QUIRE_INLINE void store(float* p, F32 x, AllLanes) { store(p, x); }
+QUIRE_INLINE F32 select(AllLanes, F32 yes, F32) { return yes; }
+
+// The bodies of loops, which the compiler would otherwise call once for each sixteen values.
+#define QUIRE_BODY __attribute__((always_inline))
+
+// Call body(j, lanes) for each sixteen values, the last with fewer lanes.
 template <class Body>
 QUIRE_INLINE void each_sixteen(i64 n, Body body) {
-    const Mask all = first_lanes(16);
     i64 j = 0;
-    for (; j + 16 <= n; j += 16) body(j, all);
+    for (; j + 16 <= n; j += 16) body(j, AllLanes{});
     if (j < n) body(j, first_lanes(static_cast<int>(n - j)));
 }
 
@@ -39,26 +47,26 @@ QUIRE_INLINE float sum_terms(const float* x, i32 size, Term term) {
 void norm(const NormJob& job, const float* x, float* out) {
     const F32 size = set1(static_cast<float>(job.size));
     F32 mean = zero();
-    if (job.is_layer_norm) mean = set1(sum_terms(x, job.size, [](F32 acc, F32 v) { return acc + v; })) / size;
+    if (job.is_layer_norm) mean = set1(sum_terms(x, job.size, [](F32 acc, F32 v) QUIRE_BODY { return acc + v; })) / size;
     // The mean first, then the squares about it: a sum of squares less a square would cancel.
-    const float squares = sum_terms(x, job.size, [mean](F32 acc, F32 v) { return fma(v - mean, v - mean, acc); });
+    const float squares = sum_terms(x, job.size, [mean](F32 acc, F32 v) QUIRE_BODY { return fma(v - mean, v - mean, acc); });
     const F32 inverse = set1(1.0f) / sqrt(set1(squares) / size + set1(job.eps));
     const float* weight = job.weight;
     const float* bias = job.bias;
     if (bias == nullptr) {
-        each_sixteen(job.size, [=](i64 j, Mask lanes) {
+        each_sixteen(job.size, [=](i64 j, auto lanes) QUIRE_BODY {
             store(out + j, (load(x + j, lanes) - mean) * inverse * load(weight + j, lanes), lanes);
         });
         return;
     }
-    each_sixteen(job.size, [=](i64 j, Mask lanes) {
+    each_sixteen(job.size, [=](i64 j, auto lanes) QUIRE_BODY {
         store(out + j, fma((load(x + j, lanes) - mean) * inverse, load(weight + j, lanes), load(bias + j, lanes)), lanes);
     });
 }
 
 void rotate(float* head, i32 dim, const float* cosine, const float* sine) {
     const i32 half = dim / 2;
-    each_sixteen(half, [=](i64 j, Mask lanes) {
+    each_sixteen(half, [=](i64 j, auto lanes) QUIRE_BODY {
         const F32 a = load(head + j, lanes), b = load(head + half + j, lanes);
         const F32 c = load(cosine + j, lanes), s = load(sine + j, lanes);
         // Each product rounded: the same bits on every machine, and as the formula is written.
@@ -68,34 +76,34 @@ void rotate(float* head, i32 dim, const float* cosine, const float* sine) {
 }
 
 void add_scaled(float* y, const float* x, float factor, i64 n) {
-    each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, fma(set1(factor), load(x + j, lanes), load(y + j, lanes)), lanes); });
+    each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, fma(set1(factor), load(x + j, lanes), load(y + j, lanes)), lanes); });
 }
 
 void scale_and_cap(float* y, i64 n, float factor, float cap) {
     if (cap > 0.0f) {
-        each_sixteen(n, [=](i64 j, Mask lanes) {
+        each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY {
             store(y + j, set1(cap) * tanh(load(y + j, lanes) * set1(factor) / set1(cap)), lanes);
         });
         return;
     }
-    each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, load(y + j, lanes) * set1(factor), lanes); });
+    each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, load(y + j, lanes) * set1(factor), lanes); });
 }
 
 template <class Function>
 QUIRE_INLINE void activate_all(float* y, const float* up, i64 n, Function function) {
     if (up == nullptr) {
-        each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, function(load(y + j, lanes)), lanes); });
+        each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, function(load(y + j, lanes)), lanes); });
         return;
     }
-    each_sixteen(n, [=](i64 j, Mask lanes) { store(y + j, function(load(y + j, lanes)) * load(up + j, lanes), lanes); });
+    each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY { store(y + j, function(load(y + j, lanes)) * load(up + j, lanes), lanes); });
 }
 
 void activate(Activation kind, float* y, const float* up, i64 n) {
     switch (kind) {
-        case Activation::silu: return activate_all(y, up, n, [](F32 x) { return silu(x); });
-        case Activation::gelu: return activate_all(y, up, n, [](F32 x) { return gelu(x); });
-        case Activation::gelu_tanh: return activate_all(y, up, n, [](F32 x) { return gelu_tanh(x); });
-        case Activation::relu: return activate_all(y, up, n, [](F32 x) { return relu(x); });
+        case Activation::silu: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return silu(x); });
+        case Activation::gelu: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return gelu(x); });
+        case Activation::gelu_tanh: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return gelu_tanh(x); });
+        case Activation::relu: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return relu(x); });
     }
 }
 
@@ -120,15 +128,21 @@ void choose(const float* logits, i32 num_experts, i32 top_k, i32* chosen, float*
 void route(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized, i32* chosen, float* weights) {
     choose(logits, num_experts, top_k, chosen, weights);
     const F32 peak = set1(weights[0]);
-    const float total = sum_terms(logits, num_experts, [peak](F32 acc, F32 v) { return acc + exp(v - peak); });
-    each_sixteen(top_k, [=](i64 j, Mask lanes) {
+    F32 partial = zero();
+    each_sixteen(num_experts, [=, &partial](i64 j, auto lanes) QUIRE_BODY {
+        partial = partial + select(lanes, exp(load(logits + j, lanes) - peak), zero());
+    });
+    const float total = sum_lanes(partial);
+    each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY {
         store(weights + j, exp(load(weights + j, lanes) - peak) / set1(total), lanes);
     });
     if (!is_renormalized) return;
     float sum = 0.0f;
     for (i32 j = 0; j < top_k; ++j) sum += weights[j];
-    each_sixteen(top_k, [=](i64 j, Mask lanes) { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
+    each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
 }
+
+#undef QUIRE_BODY
 
 }  // namespace
 

@@ -11,20 +11,22 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Accumulators of a tile: R * P of them, with room for the weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
+// Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
+// Integer tiles keep two sets: integers of a group and the f32 sum.
 #if QUIRE_LEVEL == 2
-constexpr int MAX_ACCUMULATORS = 28;
+constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 14;
 #elif QUIRE_LEVEL == 1
-constexpr int MAX_ACCUMULATORS = 6;
+constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3;
 #else
-constexpr int MAX_ACCUMULATORS = 4;
+constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4;
 #endif
 constexpr int MAX_PANELS = 4;
-// How far ahead of use weights are asked for, in bytes of a panel: with few rows memory is the limit.
-constexpr int PREFETCH_BYTES = 2048;
+// How far ahead of use weights are asked for, in bytes of a panel.
+constexpr i64 PREFETCH_BYTES = 2048;
 
 struct Tile {
     const u8* panels[MAX_PANELS];
+    const u8* ahead[MAX_PANELS];  // prefetched line by line, every 2^ahead_shift steps a new one
     const u16* scales[MAX_PANELS];
     const u16* offsets[MAX_PANELS];
     const u8* table;
@@ -32,12 +34,28 @@ struct Tile {
     const float* input_scales;
     const i32* starts;
     const float* sums;
-    i32 steps;        // 64-byte lines of a panel
-    i32 group_steps;  // lines of a group
-    float* out;       // [P][R][16]
+    i32 steps;               // 64-byte lines of a panel
+    i32 group_steps;         // lines of a group
+    i32 groups_per_scale;    // groups that share a scale of the input
+    i32 ahead_shift;
+    float* out;  // [P][R][16]
 };
 
 using TileFunction = void (*)(const Tile&);
+
+template <int P>
+QUIRE_INLINE void prefetch_ahead(const Tile& t, i64 s) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p) prefetch(t.ahead[p] + (s >> t.ahead_shift) * 64);
+}
+
+template <int R, int P>
+QUIRE_INLINE void store_tile(float* out, const F32 (&acc)[P][R]) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) store(out + (p * R + r) * 16, acc[p][r]);
+}
 
 template <int R, int P>
 void tile_bf16(const Tile& t) {
@@ -49,11 +67,9 @@ void tile_bf16(const Tile& t) {
     const u32* x = t.input;
     for (i64 s = 0; s < t.steps; ++s, x += R) {
         Bytes w[P];
+        prefetch_ahead<P>(t, s);
 #pragma GCC unroll 32
-        for (int p = 0; p < P; ++p) {
-            w[p] = load_bytes(t.panels[p] + s * 64);
-            if (R <= 16) prefetch(t.panels[p] + s * 64 + PREFETCH_BYTES);
-        }
+        for (int p = 0; p < P; ++p) w[p] = load_bytes(t.panels[p] + s * 64);
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r) {
             const Bytes b = set1_bytes(x[r]);
@@ -61,10 +77,7 @@ void tile_bf16(const Tile& t) {
             for (int p = 0; p < P; ++p) acc[p][r] = dot_bf16(acc[p][r], w[p], b);
         }
     }
-#pragma GCC unroll 32
-    for (int p = 0; p < P; ++p)
-#pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) store(t.out + (p * R + r) * 16, acc[p][r]);
+    store_tile<R, P>(t.out, acc);
 }
 
 template <int R, int P>
@@ -77,11 +90,9 @@ void tile_f32(const Tile& t) {
     const float* x = reinterpret_cast<const float*>(t.input);
     for (i64 s = 0; s < t.steps; ++s, x += R) {
         F32 w[P];
+        prefetch_ahead<P>(t, s);
 #pragma GCC unroll 32
-        for (int p = 0; p < P; ++p) {
-            w[p] = load(reinterpret_cast<const float*>(t.panels[p] + s * 64));
-            if (R <= 16) prefetch(t.panels[p] + s * 64 + PREFETCH_BYTES);
-        }
+        for (int p = 0; p < P; ++p) w[p] = load(reinterpret_cast<const float*>(t.panels[p] + s * 64));
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r) {
             const F32 b = set1(x[r]);
@@ -89,90 +100,130 @@ void tile_f32(const Tile& t) {
             for (int p = 0; p < P; ++p) acc[p][r] = fma(w[p], b, acc[p][r]);
         }
     }
-#pragma GCC unroll 32
-    for (int p = 0; p < P; ++p)
-#pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) store(t.out + (p * R + r) * 16, acc[p][r]);
+    store_tile<R, P>(t.out, acc);
 }
 
-// The end of a group: integers become f32 and join the sum of the groups before, which rests in t.out.
-template <int R, int P>
-QUIRE_INLINE void add_group(const Tile& t, i32 g, const I32 (&acc)[P][R]) {
-#pragma GCC unroll 32
-    for (int p = 0; p < P; ++p) {
-        const bool has_scale = t.scales[p] != nullptr, has_offset = t.offsets[p] != nullptr;
-        const F32 scale = has_scale ? load_f16(t.scales[p] + g * 16) : set1(1.0f);
-        const F32 offset = has_offset ? load_f16(t.offsets[p] + g * 16) : zero();
-#pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) {
-            float* out = t.out + (p * R + r) * 16;
-            const F32 before = g == 0 ? zero() : load(out);
-            F32 sum = fma(to_f32(acc[p][r]) * scale, set1(t.input_scales[g * R + r]), before);
-            if (has_offset) sum = fma(offset, set1(t.sums[g * R + r]), sum);
-            store(out, sum);
-        }
-    }
-}
-
-template <int R, int P>
-void tile_u8(const Tile& t) {
-    const u32* x = t.input;
-    i32 g = 0;
-    for (i64 begin = 0; begin < t.steps; begin += t.group_steps, ++g) {
-        const i64 end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
-        I32 acc[P][R];
-#pragma GCC unroll 32
-        for (int p = 0; p < P; ++p)
-#pragma GCC unroll 32
-            for (int r = 0; r < R; ++r) acc[p][r] = set1(t.starts[g * R + r]);
-        for (i64 s = begin; s < end; ++s, x += R) {
-            Bytes w[P];
-#pragma GCC unroll 32
-            for (int p = 0; p < P; ++p) {
-                w[p] = load_bytes(t.panels[p] + s * 64);
-                if (R <= 16) prefetch(t.panels[p] + s * 64 + PREFETCH_BYTES);
-            }
-#pragma GCC unroll 32
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 32
-                for (int p = 0; p < P; ++p) acc[p][r] = dot_u8s8(acc[p][r], w[p], x + r);
-        }
-        add_group<R, P>(t, g, acc);
-    }
-}
-
-template <int R, int P>
-void tile_u4(const Tile& t) {
-    const u32* x = t.input;
-    const Bytes table = load_table(t.table);
-    i32 g = 0;
-    for (i64 begin = 0; begin < t.steps; begin += t.group_steps, ++g) {
-        const i64 end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
-        I32 acc[P][R];
-#pragma GCC unroll 32
-        for (int p = 0; p < P; ++p)
-#pragma GCC unroll 32
-            for (int r = 0; r < R; ++r) acc[p][r] = set1(t.starts[g * R + r]);
-        for (i64 s = begin; s < end; ++s, x += 2 * R) {
+// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin.
+template <int R, int P, bool IS_NIBBLES>
+QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes& table, I32 (&acc)[P][R]) {
+    for (i64 s = begin; s < end; ++s) {
+        prefetch_ahead<P>(t, s);
+        if constexpr (IS_NIBBLES) {
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) {
                 Bytes low, high;
                 unpack_nibbles(load_bytes(t.panels[p] + s * 64), table, low, high);
-                if (R <= 16) prefetch(t.panels[p] + s * 64 + PREFETCH_BYTES);
 #pragma GCC unroll 32
                 for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], low, x + r);
 #pragma GCC unroll 32
                 for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], high, x + R + r);
             }
+            x += 2 * R;
+        } else {
+            Bytes w[P];
+#pragma GCC unroll 32
+            for (int p = 0; p < P; ++p) w[p] = load_bytes(t.panels[p] + s * 64);
+#pragma GCC unroll 32
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 32
+                for (int p = 0; p < P; ++p) acc[p][r] = dot_u8s8(acc[p][r], w[p], x + r);
+            x += R;
         }
-        add_group<R, P>(t, g, acc);
     }
 }
 
-// Functions for 1 .. MAX_ACCUMULATORS / P rows.
+template <int R, int P, bool IS_NIBBLES>
+QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) acc[p][r] = set1(t.starts[g * R + r]);
+}
+
+// One scale per output: y = sum over groups of input_scale * integers.
+template <int R, int P, bool IS_NIBBLES>
+QUIRE_INLINE void tile_rowwise(const Tile& t) {
+    const Bytes table = IS_NIBBLES ? load_table(t.table) : set1_bytes(0);
+    F32 sum[P][R];
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) sum[p][r] = zero();
+    i64 g = 0;
+    for (i64 begin = 0; begin < t.steps; begin += t.group_steps, ++g) {
+        I32 acc[P][R];
+        start_group<R, P, IS_NIBBLES>(t, g, acc);
+        const i64 end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
+        dot_group<R, P, IS_NIBBLES>(t, begin, end, t.input + begin * R * (IS_NIBBLES ? 2 : 1), table, acc);
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+            for (int r = 0; r < R; ++r) sum[p][r] = fma(to_f32(acc[p][r]), set1(t.input_scales[g * R + r]), sum[p][r]);
+    }
+    store_tile<R, P>(t.out, sum);
+}
+
+// Scales (and offsets) per group of the weight; groups_per_scale groups share a scale of the input, and their sum rests in registers
+// before it joins the result in t.out.
+template <int R, int P, bool IS_NIBBLES>
+QUIRE_INLINE void tile_grouped(const Tile& t) {
+    const Bytes table = IS_NIBBLES ? load_table(t.table) : set1_bytes(0);
+    const bool has_offsets = t.offsets[0] != nullptr;
+    const i64 num_groups = (t.steps + t.group_steps - 1) / t.group_steps;
+    for (i64 first = 0, block = 0; first < num_groups; first += t.groups_per_scale, ++block) {
+        const i64 last = first + t.groups_per_scale < num_groups ? first + t.groups_per_scale : num_groups;
+        F32 sum[P][R];
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+            for (int r = 0; r < R; ++r) sum[p][r] = zero();
+        for (i64 g = first; g < last; ++g) {
+            I32 acc[P][R];
+            start_group<R, P, IS_NIBBLES>(t, g, acc);
+            const i64 begin = g * t.group_steps, end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
+            dot_group<R, P, IS_NIBBLES>(t, begin, end, t.input + begin * R * (IS_NIBBLES ? 2 : 1), table, acc);
+#pragma GCC unroll 32
+            for (int p = 0; p < P; ++p) {
+                const F32 scale = load_f16(t.scales[p] + g * 16);
+#pragma GCC unroll 32
+                for (int r = 0; r < R; ++r) sum[p][r] = fma(to_f32(acc[p][r]), scale, sum[p][r]);
+            }
+            if (!has_offsets) continue;
+#pragma GCC unroll 32
+            for (int p = 0; p < P; ++p) {
+                const F32 offset = load_f16(t.offsets[p] + g * 16);
+#pragma GCC unroll 32
+                for (int r = 0; r < R; ++r) sum[p][r] = fma(offset, set1(t.sums[g * R + r]), sum[p][r]);
+            }
+        }
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+            for (int r = 0; r < R; ++r) {
+                float* out = t.out + (p * R + r) * 16;
+                const F32 before = block == 0 ? zero() : load(out);
+                store(out, fma(sum[p][r], set1(t.input_scales[block * R + r]), before));
+            }
+    }
+}
+
+template <int R, int P, bool IS_NIBBLES>
+void tile_integer(const Tile& t) {
+    if (t.scales[0] == nullptr)
+        tile_rowwise<R, P, IS_NIBBLES>(t);
+    else
+        tile_grouped<R, P, IS_NIBBLES>(t);
+}
+
+template <int R, int P>
+void tile_u8(const Tile& t) { tile_integer<R, P, false>(t); }
+template <int R, int P>
+void tile_u4(const Tile& t) { tile_integer<R, P, true>(t); }
+
+// Functions for 1 .. MAX / P rows.
 template <int P>
 struct Functions {
-    TileFunction by_rows[4][MAX_ACCUMULATORS / P + 1];
+    TileFunction by_rows[4][MAX_FLOATS / P + 1];
 };
 
 template <int P, int R>
@@ -180,8 +231,10 @@ constexpr void fill(Functions<P>& functions) {
     if constexpr (R > 0) {
         functions.by_rows[static_cast<int>(Format::bf16)][R] = tile_bf16<R, P>;
         functions.by_rows[static_cast<int>(Format::f32)][R] = tile_f32<R, P>;
-        functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
-        functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
+        if constexpr (R * P <= MAX_INTEGERS) {
+            functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
+            functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
+        }
         fill<P, R - 1>(functions);
     }
 }
@@ -190,7 +243,7 @@ constexpr void fill(Functions<P>& functions) {
 template <int P>
 constexpr Functions<P> make_functions() {
     Functions<P> functions = {};
-    fill<P, MAX_ACCUMULATORS / P>(functions);
+    fill<P, MAX_FLOATS / P>(functions);
     return functions;
 }
 
@@ -198,13 +251,20 @@ constexpr Functions<1> one_panel = make_functions<1>();
 constexpr Functions<2> two_panels = make_functions<2>();
 constexpr Functions<4> four_panels = make_functions<4>();
 
-QUIRE_INLINE int panels_for(i32 rows) { return rows * 4 <= MAX_ACCUMULATORS ? 4 : rows * 2 <= MAX_ACCUMULATORS ? 2 : 1; }
+QUIRE_INLINE bool is_integer(Format format) { return format == Format::u8 || format == Format::u4; }
+QUIRE_INLINE int max_accumulators(Format format) { return is_integer(format) ? MAX_INTEGERS : MAX_FLOATS; }
 
-i32 tile_rows(Format, i32 m) {
-    // Up to all accumulators one pass over the weights is worth more than reusing inputs.
-    if (m <= MAX_ACCUMULATORS) return m;
-    const i32 tiles = ceil_div(m, MAX_ACCUMULATORS / 2);
-    return ceil_div(m, tiles);
+QUIRE_INLINE int panels_for(Format format, i32 rows) {
+    const int most = max_accumulators(format);
+    return rows * 4 <= most ? 4 : rows * 2 <= most ? 2 : 1;
+}
+
+i32 tile_rows(Format kind, i32 m) {
+    // Up to all accumulators one pass over the weights is worth more than reusing inputs; beyond, f32 tiles are two panels wide.
+    const i32 most = max_accumulators(kind);
+    if (m <= most) return m;
+    const i32 wide = is_integer(kind) || MAX_FLOATS < 4 ? most : most / 2;
+    return ceil_div(m, ceil_div(m, wide));
 }
 
 QUIRE_INLINE void run_tile(int panels, Format format, i32 rows, const Tile& tile) {
@@ -217,26 +277,18 @@ struct TilePlace {
 };
 
 QUIRE_INLINE void set_input(Tile& tile, const Packed& x, TilePlace place) {
-    const i64 words = steps_of(x.kind, x.k), groups = groups_of(x.k, x.group);
+    const i64 words = steps_of(x.kind, x.k), groups = groups_of(x.k, x.group), scales = groups_of(x.k, x.input_group);
     tile.input = x.data + place.first_row * words;
-    tile.input_scales = x.scales + place.first_row * groups;
+    tile.input_scales = x.scales + place.first_row * scales;
     tile.starts = x.starts + place.first_row * groups;
     tile.sums = x.sums + place.first_row * groups;
 }
 
-QUIRE_INLINE void set_panel(Tile& tile, int slot, const Weight& w, i32 panel) {
-    const i64 groups = groups_of(w.k, w.group);
-    tile.panels[slot] = w.data + panel * w.panel_bytes;
-    tile.scales[slot] = w.group_scales == nullptr ? nullptr : w.group_scales + panel * groups * 16;
-    tile.offsets[slot] = w.group_offsets == nullptr ? nullptr : w.group_offsets + panel * groups * 16;
-}
-
 QUIRE_INLINE void set_weight(Tile& tile, const Weight& w) {
     tile.table = w.table;
-    tile.steps = w.format == Format::bf16 ? ceil_div(w.k, 2)
-                 : w.format == Format::f32 ? w.k
-                                           : ceil_div(w.k, 8) * (w.format == Format::u8 ? 2 : 1);
+    tile.steps = static_cast<i32>(w.panel_bytes / 64);
     tile.group_steps = w.format == Format::u8 ? ceil_div(w.group, 4) : ceil_div(w.group, 8);
+    tile.groups_per_scale = w.group == 0 ? 1 : ceil_div(w.input_group, w.group);
 }
 
 QUIRE_INLINE F32 scaled(const Weight& w, i32 panel, const float* tile) {
@@ -287,40 +339,74 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
     }
 }
 
-// `count` panels from `first`, over all rows. A tile of inputs stays in the first-level cache while the panels pass.
-void run_panels(const Worker& worker, const LinearJob& job, i32 first, i32 count) {
-    alignas(64) float buffer[2 * MAX_ACCUMULATORS * 16];
+// One unit of work: `count` panels from `first`, over all rows.
+struct Unit {
+    const Worker& worker;
+    const LinearJob& job;
+    i32 first, count;
+};
+
+// Put panel p of a weight into a slot of the tile. Passes over the same panel share the work of fetching the panel `stride` further on.
+QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, const Weight& w, i32 p, i32 stride, i32 pass) {
+    const i64 groups = groups_of(w.k, w.group);
+    const i32 num_passes = ceil_div(unit.job.input->m, unit.job.input->tile_rows);
+    tile.panels[slot] = w.data + p * w.panel_bytes;
+    tile.scales[slot] = w.group_scales == nullptr ? nullptr : w.group_scales + p * groups * 16;
+    tile.offsets[slot] = w.group_offsets == nullptr ? nullptr : w.group_offsets + p * groups * 16;
+    if (num_passes == 1) {
+        tile.ahead[slot] = tile.panels[slot] + PREFETCH_BYTES;
+        tile.ahead_shift = 0;
+        return;
+    }
+    i32 shift = 0;
+    while ((1 << shift) < num_passes) ++shift;
+    tile.ahead[slot] = tile.panels[slot] + stride * w.panel_bytes + ((w.panel_bytes / 64) >> shift) * pass * 64;
+    tile.ahead_shift = shift;
+}
+
+// Compute panels [p, p + width) for the rows of a tile into `out` [width][R][16].
+void run_panels(const Unit& unit, Tile& tile, const Weight& w, i32 p, int width, TilePlace place, i32 pass, float* out) {
+    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, w, p + i, width, pass);
+    tile.out = out;
+    run_tile(width, w.format, place.rows, tile);
+}
+
+// One or more passes over a few panels at a time: after the first they come from the caches.
+void run_unit(const Unit& unit) {
+    alignas(64) float buffer[2 * MAX_FLOATS * 16];
+    const LinearJob& job = unit.job;
     const Packed& x = *job.input;
     const bool is_gated = job.finish == Finish::gate;
+    const Format format = job.weight->format;
     Tile tile;
     set_weight(tile, *job.weight);
-    for (i32 row = 0; row < x.m; row += x.tile_rows) {
-        const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
-        set_input(tile, x, place);
-        const i64 panel_floats = place.rows * 16;
-        for (i32 p = first; p < first + count;) {
-            const i32 left = first + count - p;
-            int width = panels_for(place.rows);
-            if (is_gated && width > 1) width /= 2;
-            while (width > left) width /= 2;
-            tile.out = buffer;
-            for (int i = 0; i < width; ++i) set_panel(tile, i, *job.weight, p + i);
-            const bool is_joint = is_gated && 2 * width * place.rows <= MAX_ACCUMULATORS;
-            for (int i = 0; is_joint && i < width; ++i) set_panel(tile, width + i, *job.second, p + i);
-            run_tile(is_joint ? 2 * width : width, job.weight->format, place.rows, tile);
-            if (is_gated && !is_joint) {
-                tile.out = buffer + width * panel_floats;
-                for (int i = 0; i < width; ++i) set_panel(tile, i, *job.second, p + i);
-                run_tile(width, job.weight->format, place.rows, tile);
+    int width = panels_for(format, x.tile_rows);
+    if (is_gated && width > 1) width /= 2;
+    for (i32 p = unit.first; p < unit.first + unit.count; p += width) {
+        while (width > unit.first + unit.count - p) width /= 2;
+        for (i32 row = 0, pass = 0; row < x.m; row += x.tile_rows, ++pass) {
+            const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
+            set_input(tile, x, place);
+            const i64 half = static_cast<i64>(width) * place.rows * 16;
+            if (is_gated && 2 * width * place.rows <= max_accumulators(format)) {
+                // Gate and up side by side: twice the streams from memory.
+                for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, *job.second, p + i, width, pass);
+                for (int i = 0; i < width; ++i) set_panel(unit, tile, i, *job.weight, p + i, width, pass);
+                tile.out = buffer;
+                run_tile(2 * width, format, place.rows, tile);
+            } else {
+                run_panels(unit, tile, *job.weight, p, width, place, pass, buffer);
+                if (is_gated) run_panels(unit, tile, *job.second, p, width, place, pass, buffer + half);
             }
             for (int i = 0; i < width; ++i)
-                finish_panel(worker, job, p + i, place, buffer + i * panel_floats, buffer + (width + i) * panel_floats);
-            p += width;
+                finish_panel(unit.worker, job, p + i, place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
         }
     }
 }
 
-i32 unit_panels(const LinearJob& job) { return job.input->m > MAX_ACCUMULATORS ? 8 : job.finish == Finish::gate ? 2 : 4; }
+QUIRE_INLINE i32 unit_panels(const LinearJob& job) {
+    return job.input->m > max_accumulators(job.weight->format) ? 8 : job.finish == Finish::gate ? 2 : 4;
+}
 
 void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
     i64 total = 0;
@@ -336,7 +422,7 @@ void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
             left -= units;
         }
         const i32 step = unit_panels(jobs[j]), first = static_cast<i32>(left) * step, panels = panels_of(*jobs[j].weight);
-        run_panels(worker, jobs[j], first, step < panels - first ? step : panels - first);
+        run_unit({worker, jobs[j], first, step < panels - first ? step : panels - first});
     }
 }
 
@@ -348,39 +434,46 @@ QUIRE_INLINE F32 inputs_at(const Packed& x, const float* values, i32 j) {
     return load(lanes);
 }
 
-void pack_quantized(const Packed& x, const float* values, u32* data, i64 base, i32 rows, i32 r) {
-    const i32 words = steps_of(Format::u8, x.k), group_words = ceil_div(x.group, 4);
-    i32 g = 0;
-    for (i32 begin = 0; begin < words; begin += group_words, ++g) {
-        const i32 end = begin + group_words < words ? begin + group_words : words;
-        const i32 stop = 4 * end < x.k ? 4 * end : x.k;
+// Quantise words [begin, end) of a row: round(x * inverse), at most 127 in size also where 127 / peak overflows.
+i32 pack_group(const Packed& x, const float* values, u32* data, i32 rows, i32 begin, i32 end, float inverse) {
+    i32 sum = 0;
+    for (i32 j = 4 * begin; j < 4 * end; j += 16) {
+        i8 codes[16];
+        const F32 v = select(first_lanes(4 * end - j), inputs_at(x, values, j), zero());
+        store_s8(codes, to_i32(max(set1(-127.0f), min(set1(127.0f), v * set1(inverse)))));
+        for (int w = 0; w < 4 && j / 4 + w < end; ++w) {
+            u32 word;
+            __builtin_memcpy(&word, codes + 4 * w, 4);
+            data[static_cast<i64>(j / 4 + w) * rows] = word;
+            sum += codes[4 * w] + codes[4 * w + 1] + codes[4 * w + 2] + codes[4 * w + 3];
+        }
+    }
+    return sum;
+}
+
+// `data` is where the row's words start, `rows` apart; `r` its place in the tile, whose first row is `first`.
+void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, i32 rows, i32 r) {
+    const i32 words = steps_of(Format::u8, x.k), group_words = ceil_div(x.group, 4), block_words = ceil_div(x.input_group, 4);
+    float* scales = x.scales + first * groups_of(x.k, x.input_group) + r;
+    i32* starts = x.starts + first * groups_of(x.k, x.group) + r;
+    float* sums = x.sums + first * groups_of(x.k, x.group) + r;
+    for (i32 block = 0; block < words; block += block_words, scales += rows) {
+        const i32 stop = block + block_words < words ? block + block_words : words;
         F32 peak = zero();
         Mask broken = {0};
-        for (i32 j = 4 * begin; j < stop; j += 16) {
-            const F32 v = select(first_lanes(stop - j), inputs_at(x, values, j), zero());
+        for (i32 j = 4 * block; j < 4 * stop; j += 16) {
+            const F32 v = select(first_lanes(4 * stop - j), inputs_at(x, values, j), zero());
             broken = broken | is_nan(v);
             peak = max(peak, abs(v));
         }
         const float largest = max_lanes(peak);
+        *scales = bits(broken) != 0 ? __builtin_nanf("") : largest / 127.0f;
         const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-        i32 sum = 0;
-        for (i32 j = 4 * begin; j < 4 * end; j += 16) {
-            i8 codes[16];
-            const F32 v = j < stop ? select(first_lanes(stop - j), inputs_at(x, values, j), zero()) : zero();
-            // At most 127 in size also where 127 / largest overflows or the product rounds up.
-            store_s8(codes, to_i32(max(set1(-127.0f), min(set1(127.0f), v * set1(inverse)))));
-            for (int w = 0; w < 4 && j / 4 + w < end; ++w) {
-                u32 word;
-                __builtin_memcpy(&word, codes + 4 * w, 4);
-                data[static_cast<i64>(j / 4 + w) * rows + r] = word;
-                sum += codes[4 * w] + codes[4 * w + 1] + codes[4 * w + 2] + codes[4 * w + 3];
-            }
+        for (i32 begin = block; begin < stop; begin += group_words, starts += rows, sums += rows) {
+            const i32 sum = pack_group(x, values, data + r, rows, begin, begin + group_words < stop ? begin + group_words : stop, inverse);
+            *starts = -128 * sum;
+            *sums = static_cast<float>(sum);
         }
-        const i64 at = base + static_cast<i64>(g) * rows + r;
-        const float scale = bits(broken) != 0 ? __builtin_nanf("") : largest / 127.0f;
-        x.scales[at] = scale;
-        x.starts[at] = -128 * sum;
-        x.sums[at] = scale * static_cast<float>(sum);
     }
 }
 
@@ -389,7 +482,7 @@ void pack_row(const Packed& x, i32 row, const float* values) {
     const i32 rows = x.tile_rows < x.m - first ? x.tile_rows : x.m - first;
     u32* data = x.data + static_cast<i64>(first) * steps_of(x.kind, x.k);
     if (x.kind == Format::u8 || x.kind == Format::u4) {
-        pack_quantized(x, values, data, static_cast<i64>(first) * groups_of(x.k, x.group), rows, r);
+        pack_quantized(x, values, data, first, rows, r);
         return;
     }
     for (i32 j = 0; j < x.k; j += 16) {

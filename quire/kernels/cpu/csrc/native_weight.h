@@ -35,7 +35,7 @@ struct NativeWeight {
     std::vector<float> column_scales, biases;
     std::vector<i32> column_order;
 
-    NativeWeight(const std::string& format, i32 n, i32 k, i32 group);
+    NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group);
     void pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);
     void set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns);
     i64 num_bytes() const;

@@ -29,9 +29,9 @@ i32 Site::add(const Weight& weight) {
         const bool same_columns = form.columns == weight.columns ||
                                   (form.columns != nullptr && weight.columns != nullptr && form.k == weight.k &&
                                    memcmp(form.columns, weight.columns, sizeof(i32) * weight.k) == 0);
-        if (form.kind == kind && form.k == weight.k && form.group == weight.group && same_columns) return static_cast<i32>(i);
+        if (form.kind == kind && form.k == weight.k && form.group == weight.group && form.input_group == weight.input_group && same_columns) return static_cast<i32>(i);
     }
-    forms.push_back({kind, weight.k, weight.group, weight.columns});
+    forms.push_back({kind, weight.k, weight.group, weight.input_group, weight.columns});
     return static_cast<i32>(forms.size()) - 1;
 }
 

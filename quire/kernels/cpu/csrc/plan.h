@@ -19,7 +19,7 @@ struct Norm {
 // One form of packed input; weights that read the same rows in the same form share it.
 struct InputForm {
     Format kind;
-    i32 k, group;
+    i32 k, group, input_group;
     const i32* columns;
 };
 

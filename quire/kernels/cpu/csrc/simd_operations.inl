@@ -7,7 +7,7 @@ namespace {
 QUIRE_INLINE F32 floats(const void* p) { return load(static_cast<const float*>(p)); }
 QUIRE_INLINE I32 ints(const void* p) { return load(static_cast<const i32*>(p)); }
 QUIRE_INLINE const u16* halves(const void* p) { return static_cast<const u16*>(p); }
-// A mask travels as the i32 of its bits, of which there may be none.
+// A mask travels as sixteen i32, 1 in its lanes.
 QUIRE_INLINE Mask lanes_of(const void* p) { return ints(p) == set1(1); }
 QUIRE_INLINE void put(void* out, F32 x) { store(static_cast<float*>(out), x); }
 QUIRE_INLINE void put(void* out, I32 x) { store(static_cast<i32*>(out), x); }
@@ -60,6 +60,7 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_TEST("equal_i32", ints(a) == ints(b)),
     QUIRE_TEST("less_i32", ints(a) < ints(b)),
     QUIRE_OPERATION("fma", 64, 64, 64, 64, put(out, fma(floats(a), floats(b), floats(c)))),
+    QUIRE_OPERATION("zero_below", 64, 64, 64, 64, put(out, zero_below(floats(a), floats(b), floats(c)))),
     QUIRE_OPERATION("select", 64, 64, 64, 64, put(out, select(lanes_of(a), floats(b), floats(c)))),
     QUIRE_OPERATION("select_i32", 64, 64, 64, 64, put(out, select(lanes_of(a), ints(b), ints(c)))),
     QUIRE_OPERATION("sum_lanes", 64, 0, 0, 4, put(out, sum_lanes(floats(a)))),
@@ -68,12 +69,15 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_OPERATION("load_f16", 32, 0, 0, 64, put(out, load_f16(halves(a)))),
     QUIRE_OPERATION("load_s8", 16, 0, 0, 64, put(out, load_s8(static_cast<const i8*>(a)))),
     QUIRE_OPERATION("store_bf16", 64, 0, 0, 32, store_bf16(static_cast<u16*>(out), floats(a))),
+    QUIRE_OPERATION("store_bf16_flushed", 64, 0, 0, 32, store_bf16_flushed(static_cast<u16*>(out), floats(a))),
     QUIRE_OPERATION("store_f16", 64, 0, 0, 32, store_f16(static_cast<u16*>(out), floats(a))),
     QUIRE_OPERATION("store_s8", 64, 0, 0, 16, store_s8(static_cast<i8*>(out), ints(a))),
     // Masked: b holds the number of lanes. What a mask leaves out may lie outside of memory.
     QUIRE_OPERATION("first_lanes", 4, 0, 0, 4, put(out, static_cast<u32>(bits(first_lanes(*static_cast<const i32*>(a)))))),
     QUIRE_OPERATION("load_masked", 64, 4, 0, 64,
                     put(out, load(static_cast<const float*>(a), first_lanes(*static_cast<const i32*>(b))))),
+    QUIRE_OPERATION("load_i32_masked", 64, 4, 0, 64,
+                    put(out, load(static_cast<const i32*>(a), first_lanes(*static_cast<const i32*>(b))))),
     QUIRE_OPERATION("load_bf16_masked", 32, 4, 0, 64, put(out, load_bf16(halves(a), first_lanes(*static_cast<const i32*>(b))))),
     QUIRE_OPERATION("load_f16_masked", 32, 4, 0, 64, put(out, load_f16(halves(a), first_lanes(*static_cast<const i32*>(b))))),
     QUIRE_OPERATION("load_s8_masked", 16, 4, 0, 64,

@@ -43,6 +43,7 @@ struct Stepper {
         p.m = rows;
         p.k = form.k;
         p.group = form.group;
+        p.input_group = form.input_group;
         p.columns = form.columns;
         p.tile_rows = kernels.linear->tile_rows(form.kind, rows > 0 ? rows : 1);
         p.data = plan.packed_data_ + words;

@@ -13,7 +13,8 @@ namespace quire {
 enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3 };
 
 // One linear weight: y[n] = column_scale[n] * sum over groups g of (scale[g][n] * sum_k code[n][k] x[k] + offset[g][n] * sum_k x[k]).
-//   group           inputs that share a scale, of the weight's and of the quantised input; the last may be shorter. 0 for bf16, f32
+//   group           inputs that share a scale of the weight; the last may be shorter. 0 for bf16, f32
+//   input_group     inputs that share a scale when they are quantised: a multiple of group, or all
 //   group_scales    f16 [N / 16][groups][16] or null: 1
 //   group_offsets   f16 [N / 16][groups][16] or null: 0
 //   column_scale    f32 [N padded to 16] or null: 1
@@ -22,7 +23,7 @@ enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3 };
 struct Weight {
     Format format = Format::bf16;
     i32 n = 0, k = 0;
-    i32 group = 0;
+    i32 group = 0, input_group = 0;
     const u8* data = nullptr;
     i64 panel_bytes = 0;
     const u16* group_scales = nullptr;
@@ -35,12 +36,12 @@ struct Weight {
 
 // The rows of an input as the kernels read them: tiles of `tile_rows` rows (the last has what is left, m - t * tile_rows), and in a
 // tile of R rows the values of one input step side by side:
-//   bf16  [K / 2][R] pairs     f32  [K][R]     u8, u4  [K / 4][R] four signed bytes, with per group and row
-//   scales [groups][R] f32, starts [groups][R] i32 = -128 * sum of the bytes, and sums [groups][R] f32 = scale * sum of the bytes
-// A tile takes tile_rows * steps * 4 bytes of data, tile_rows * groups entries of the others.
+//   bf16  [K / 2][R] pairs     f32  [K][R]     u8, u4  [K / 4][R] four signed bytes
+// and for the last, per input group scales [input groups][R] f32, per group starts [groups][R] i32 = -128 * sum of its bytes, and
+// sums [groups][R] f32 = that sum. A tile of R rows takes R * steps words of data, R * groups entries of the others.
 struct Packed {
     Format kind = Format::bf16;  // u8 also for u4
-    i32 m = 0, k = 0, group = 0, tile_rows = 1;
+    i32 m = 0, k = 0, group = 0, input_group = 0, tile_rows = 1;
     const i32* columns = nullptr;
     u32* data = nullptr;
     float* scales = nullptr;
