@@ -2,14 +2,17 @@
 
 Each cut is a threshold on the logits that are left (typical_p: on the surprise), and tokens equal to the threshold stay,
 so that the result does not depend on how a sort orders equal values. A cut sees the probabilities of what the cuts
-before it left, renormalised. Masses are summed in f64, row by row: no cut moves with the rest of the batch.
+before it left, renormalised. The masses of top_p are whole numbers (kernels/reference/mass.py), those of typical_p are
+summed in f64, row by row: no cut moves with the rest of the batch.
   top_k      logit >= the k-th best logit
   typical_p  the tokens whose surprise -ln p is nearest to the entropy, until they hold the mass typical_p
-  top_p      the best tokens until they hold the mass top_p: those with less than top_p before them
+  top_p      the best tokens until they hold the mass top_p: those with less than ceil(top_p * total) units before them,
+             the product in f64
   min_p      p >= min_p * the best p left
 
 Most rows end within their best few hundred tokens. These heads are cut together, as one [R, C] matrix; a row whose
-candidates do not end within its head (a flat distribution, a tie at the cut, a huge top_k) is cut alone.
+candidates do not end within its head (a flat distribution, a tie at the cut, a huge top_k) is cut alone. The native sampler
+(kernels/cpu/csrc/sampler.inl) keeps the same tokens; it has no typical_p.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.sampling_params import SamplingParams
+from quire.kernels.reference.mass import mass_units
 
 _HEAD_TOKENS = 256
 _MAX_HEAD_TOKENS = 1025
@@ -87,10 +91,10 @@ def _cut_heads(values: Tensor, row_ids: list[int], params: list[SamplingParams])
     is_limited = torch.tensor([limit < vocab_size for limit in limits], device=device)
     is_whole = torch.tensor([p.typical_p < 1 for p in params], device=device) | is_limited
     is_open = keep[:, -1] & is_limited  # a tie at the top_k cut
-    mass: list[float | None] = [None] * len(params)
+    mass: list[int | None] = [None] * len(params)
     for index, row_id in enumerate(row_ids):
-        if limits[index] >= width and params[index].top_p < 1:
-            mass[index] = float((values[row_id] - head[index, 0]).exp().sum(dtype=torch.float64))
+        if limits[index] > width and params[index].top_p < 1:
+            mass[index] = int(mass_units(values[row_id] - head[index, 0]).sum())
     keep = _cut(head, keep, params, mass)
     is_open |= keep[:, -1] & ~is_whole
     if width == vocab_size:
@@ -119,31 +123,37 @@ def _cut_alone(values: Tensor, row_id: int, params: SamplingParams) -> Candidate
     return Candidates(torch.full_like(token_ids, row_id), token_ids, head[keep])
 
 
-def _nucleus_superset(values: Tensor, peak: Tensor, top_p: float) -> tuple[Tensor, float]:
+def _nucleus_superset(values: Tensor, peak: Tensor, top_p: float) -> tuple[Tensor, int]:
     """Return a mask of tokens that holds the nucleus and little more, and the mass of the row over that of its best token.
 
     Spares the sort of the vocabulary: tokens fall into bins by their distance from the best; the bins up to the one in
     which the mass reaches top_p hold the nucleus.
     """
-    depth = peak - values
-    bins = (depth * _BINS_PER_NAT).clamp_(max=_NUM_BINS - 1).to(torch.int64)
-    mass = torch.bincount(bins, weights=depth.neg_().exp_().to(torch.float64), minlength=_NUM_BINS).cumsum(0)
-    crossing = (mass < top_p * mass[-1]).sum()
-    return (bins <= crossing) & (values > _NEVER), float(mass[-1])
+    depth = values - peak
+    bins = (depth * -_BINS_PER_NAT).clamp_(max=_NUM_BINS - 1).to(torch.int64)
+    mass = bins.new_zeros(_NUM_BINS).scatter_add_(0, bins, mass_units(depth)).cumsum(0)
+    total = int(mass[-1])
+    crossing = (mass < _nucleus_target(top_p, total)).sum()
+    return (bins <= crossing) & (values > _NEVER), total
 
 
-def _cut(head: Tensor, keep: Tensor, params: list[SamplingParams], mass: list[float | None]) -> Tensor:
+def _nucleus_target(top_p: float, total: int) -> int:
+    """Return the mass that the nucleus reaches, in the units of `total`: at least one and at most all of it."""
+    return max(1, min(total, math.ceil(top_p * float(total))))
+
+
+def _cut(head: Tensor, keep: Tensor, params: list[SamplingParams], mass: list[int | None]) -> Tensor:
     """Return the mask of what typical_p, top_p and min_p leave of `keep`.
 
     head  [R, C] f32, descending along each row
     keep  [R, C] bool, at least one of each row
-    mass  [R] sum of exp(value - best value) over the whole row where the head is only a part of it, else None
+    mass  [R] units of mass of the whole row where the head is only a part of it, else None
     """
     device = head.device
     if any(p.typical_p < 1 for p in params):
         keep = _cut_typical(head, keep, torch.tensor([p.typical_p for p in params], dtype=torch.float64, device=device))
     if any(p.top_p < 1 for p in params):
-        keep = _cut_nucleus(head, keep, torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device), mass)
+        keep = _cut_nucleus(head, keep, [p.top_p for p in params], mass)
     if any(p.min_p > 0 for p in params):
         best = head.masked_fill(~keep, _NEVER).amax(1, keepdim=True)
         floor = torch.tensor([[_log(p.min_p)] for p in params], dtype=torch.float32, device=device)
@@ -162,15 +172,14 @@ def _cut_typical(head: Tensor, keep: Tensor, typical_p: Tensor) -> Tensor:
     return keep & ((distance <= limit) | (typical_p[:, None] >= 1))
 
 
-def _cut_nucleus(head: Tensor, keep: Tensor, top_p: Tensor, mass: list[float | None]) -> Tensor:
+def _cut_nucleus(head: Tensor, keep: Tensor, top_p: list[float], mass: list[int | None]) -> Tensor:
     best = head.masked_fill(~keep, _NEVER).amax(1, keepdim=True)
-    weights = (head - best).to(torch.float64).exp_().masked_fill_(~keep, 0.0)
-    cumulated = weights.cumsum(1)
-    total = cumulated[:, -1:].clone()
-    for index, known in enumerate(mass):
-        if known is not None:
-            total[index] = known
-    inside = keep & ((cumulated - weights < top_p[:, None] * total) | (top_p[:, None] >= 1))
+    units = mass_units(head - best).masked_fill_(~keep, 0)
+    cumulated = units.cumsum(1)
+    totals = [total if known is None else known for total, known in zip(cumulated[:, -1].tolist(), mass, strict=True)]
+    targets = [_nucleus_target(share, total) for share, total in zip(top_p, totals, strict=True)]
+    is_off = torch.tensor([share >= 1 for share in top_p], device=head.device)[:, None]
+    inside = keep & ((cumulated - units < torch.tensor(targets, device=head.device)[:, None]) | is_off)
     lowest = head.masked_fill(~inside, float("inf")).amin(1, keepdim=True)
     return keep & (head >= lowest)
 

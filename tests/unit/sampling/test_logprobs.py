@@ -7,6 +7,8 @@ import torch
 
 from quire.sampling import logprobs, token_logprobs
 
+pytestmark = pytest.mark.usefixtures("sampling_path")
+
 V = 40
 
 
@@ -55,6 +57,15 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     expected = token_logprobs(logits, token_ids, 3)
     monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", 2 * V)
     assert token_logprobs(logits, token_ids, 3) == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_unusable_logits_leave_the_other_rows_alone(value):
+    logits = random_logits(3)
+    logits[1, :] = value
+    found = token_logprobs(logits, [1, 2, 3], 2)
+    assert math.isnan(found[1].logprob)
+    assert [found[0], found[2]] == token_logprobs(logits[[0, 2]], [1, 3], 2)
 
 
 def test_no_rows_give_no_log_probabilities():

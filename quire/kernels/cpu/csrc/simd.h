@@ -17,8 +17,12 @@
 //   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
 //   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[j], j < 4, w unsigned, x the four signed bytes at x, |x| <= 127. Exact
 //   unpack_nibbles         table lookups of the low and the high nibble of 64 bytes; load_table takes 16 entries
+//   I64               16 64-bit integers. to_i64 rounds to nearest, ties to even, |x| < 2^51
+//   multiply_even     the 64-bit products of the even lanes, unsigned: low halves in the even lanes, high halves in the odd
+//   odd_to_even       lane 2i gets lane 2i + 1; odd lanes 0
+//   min_unsigned      of lanes taken as unsigned;  xor3  a ^ b ^ c
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
-//   compress_store    writes the chosen lanes one after the other (at most 16 values) and returns their number
+//   compress_store    writes the chosen lanes one after the other and returns their number; may write anything behind them, 16 values in all
 #pragma once
 
 #if !defined(QUIRE_ISA)

@@ -9,6 +9,7 @@ namespace {
 
 struct F32 { __m256 a, b; };
 struct I32 { __m256i a, b; };
+struct I64 { __m256i a, b, c, d; };
 struct Bytes { __m256i a, b; };
 struct Mask { u32 v; };
 
@@ -54,6 +55,7 @@ QUIRE_INLINE Mask operator<(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, 
 QUIRE_INLINE Mask operator<=(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_LE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ)); }
 QUIRE_INLINE Mask operator>(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)); }
 QUIRE_INLINE Mask operator>=(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)); }
+QUIRE_INLINE Mask operator==(F32 x, F32 y) { return join(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)); }
 QUIRE_INLINE Mask is_nan(F32 x) { return join(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)); }
 QUIRE_INLINE Mask operator&(Mask x, Mask y) { return {x.v & y.v}; }
 QUIRE_INLINE Mask operator|(Mask x, Mask y) { return {x.v | y.v}; }
@@ -109,6 +111,29 @@ QUIRE_INLINE F32 to_f32(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi3
 QUIRE_INLINE I32 to_i32(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 QUIRE_INLINE F32 as_f32(I32 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 QUIRE_INLINE I32 as_i32(F32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+
+QUIRE_INLINE I32 multiply_even(I32 x, I32 y) { return {_mm256_mul_epu32(x.a, y.a), _mm256_mul_epu32(x.b, y.b)}; }
+QUIRE_INLINE I32 odd_to_even(I32 x) { return {_mm256_srli_epi64(x.a, 32), _mm256_srli_epi64(x.b, 32)}; }
+QUIRE_INLINE I32 min_unsigned(I32 x, I32 y) { return {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; }
+QUIRE_INLINE I32 xor3(I32 x, I32 y, I32 z) { return x ^ y ^ z; }
+QUIRE_INLINE I64 zero_i64() { return {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// Added to 1.5 * 2^52, a number keeps no fraction: its integer stands in the low bits.
+QUIRE_INLINE __m256i to_i64_quarter(__m128 x) {
+    const __m256d magic = _mm256_set1_pd(6755399441055744.0);
+    return _mm256_sub_epi64(_mm256_castpd_si256(_mm256_add_pd(_mm256_cvtps_pd(x), magic)), _mm256_castpd_si256(magic));
+}
+QUIRE_INLINE I64 to_i64(F32 x) {
+    return {to_i64_quarter(_mm256_castps256_ps128(x.a)), to_i64_quarter(_mm256_extractf128_ps(x.a, 1)),
+            to_i64_quarter(_mm256_castps256_ps128(x.b)), to_i64_quarter(_mm256_extractf128_ps(x.b, 1))};
+}
+QUIRE_INLINE I64 operator+(I64 x, I64 y) {
+    return {_mm256_add_epi64(x.a, y.a), _mm256_add_epi64(x.b, y.b), _mm256_add_epi64(x.c, y.c), _mm256_add_epi64(x.d, y.d)};
+}
+QUIRE_INLINE i64 sum_lanes(I64 x) {
+    const __m256i sum = _mm256_add_epi64(_mm256_add_epi64(x.a, x.b), _mm256_add_epi64(x.c, x.d));
+    const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    return _mm_cvtsi128_si64(half) + _mm_extract_epi64(half, 1);
+}
 
 QUIRE_INLINE F32 load_bf16(const u16* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);

@@ -9,6 +9,7 @@ namespace {
 
 struct F32 { __m512 v; };
 struct I32 { __m512i v; };
+struct I64 { __m512i a, b; };
 struct Bytes { __m512i v; };
 struct Mask { __mmask16 v; };
 
@@ -35,18 +36,20 @@ QUIRE_INLINE Mask operator<(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v,
 QUIRE_INLINE Mask operator<=(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
 QUIRE_INLINE Mask operator>(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
 QUIRE_INLINE Mask operator>=(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
+QUIRE_INLINE Mask operator==(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
 QUIRE_INLINE Mask is_nan(F32 a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
 QUIRE_INLINE Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 QUIRE_INLINE Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 QUIRE_INLINE u32 bits(Mask m) { return m.v; }
 QUIRE_INLINE F32 select(Mask m, F32 yes, F32 no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
 QUIRE_INLINE F32 zero_below(F32 limit, F32 x, F32 y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)}; }
+// Compressed in a register: the instruction that compresses to memory takes over a hundred cycles on some machines.
 QUIRE_INLINE int compress_store(float* p, Mask m, F32 a) {
-    _mm512_mask_compressstoreu_ps(p, m.v, a.v);
+    _mm512_storeu_ps(p, _mm512_maskz_compress_ps(m.v, a.v));
     return __builtin_popcount(m.v);
 }
 QUIRE_INLINE int compress_store(i32* p, Mask m, I32 a) {
-    _mm512_mask_compressstoreu_epi32(p, m.v, a.v);
+    _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(m.v, a.v));
     return __builtin_popcount(m.v);
 }
 
@@ -73,6 +76,17 @@ QUIRE_INLINE F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 QUIRE_INLINE I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
 QUIRE_INLINE F32 as_f32(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 QUIRE_INLINE I32 as_i32(F32 a) { return {_mm512_castps_si512(a.v)}; }
+
+QUIRE_INLINE I32 multiply_even(I32 a, I32 b) { return {_mm512_mul_epu32(a.v, b.v)}; }
+QUIRE_INLINE I32 odd_to_even(I32 a) { return {_mm512_srli_epi64(a.v, 32)}; }
+QUIRE_INLINE I32 min_unsigned(I32 a, I32 b) { return {_mm512_min_epu32(a.v, b.v)}; }
+QUIRE_INLINE I32 xor3(I32 a, I32 b, I32 c) { return {_mm512_ternarylogic_epi32(a.v, b.v, c.v, 0x96)}; }
+QUIRE_INLINE I64 zero_i64() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+QUIRE_INLINE I64 to_i64(F32 a) {
+    return {_mm512_cvtps_epi64(_mm512_castps512_ps256(a.v)), _mm512_cvtps_epi64(_mm512_extractf32x8_ps(a.v, 1))};
+}
+QUIRE_INLINE I64 operator+(I64 x, I64 y) { return {_mm512_add_epi64(x.a, y.a), _mm512_add_epi64(x.b, y.b)}; }
+QUIRE_INLINE i64 sum_lanes(I64 x) { return _mm512_reduce_add_epi64(_mm512_add_epi64(x.a, x.b)); }
 
 QUIRE_INLINE F32 load_bf16(const u16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};

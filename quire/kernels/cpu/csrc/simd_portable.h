@@ -10,6 +10,7 @@ namespace {
 
 struct F32 { float v[16]; };
 struct I32 { i32 v[16]; };
+struct I64 { i64 v[16]; };
 struct Bytes { u8 v[64]; };
 struct Mask { u32 v; };
 
@@ -43,6 +44,7 @@ QUIRE_INLINE Mask operator<(F32 a, F32 b) QUIRE_COMPARE(<)
 QUIRE_INLINE Mask operator<=(F32 a, F32 b) QUIRE_COMPARE(<=)
 QUIRE_INLINE Mask operator>(F32 a, F32 b) QUIRE_COMPARE(>)
 QUIRE_INLINE Mask operator>=(F32 a, F32 b) QUIRE_COMPARE(>=)
+QUIRE_INLINE Mask operator==(F32 a, F32 b) QUIRE_COMPARE(==)
 QUIRE_INLINE Mask operator==(I32 a, I32 b) QUIRE_COMPARE(==)
 QUIRE_INLINE Mask operator<(I32 a, I32 b) QUIRE_COMPARE(<)
 #undef QUIRE_COMPARE
@@ -81,6 +83,23 @@ QUIRE_INLINE i32 nearest(float x) { return x >= -2147483648.0f && x < 2147483648
 QUIRE_INLINE I32 to_i32(F32 a) { I32 r; QUIRE_EACH r.v[i] = nearest(a.v[i]); return r; }
 QUIRE_INLINE F32 as_f32(I32 a) { F32 r; memcpy(r.v, a.v, 64); return r; }
 QUIRE_INLINE I32 as_i32(F32 a) { I32 r; memcpy(r.v, a.v, 64); return r; }
+
+QUIRE_INLINE I32 multiply_even(I32 a, I32 b) {
+    I32 r;
+    for (int i = 0; i < 16; i += 2) {
+        const u64 product = static_cast<u64>(static_cast<u32>(a.v[i])) * static_cast<u32>(b.v[i]);
+        r.v[i] = wrapped(static_cast<u32>(product));
+        r.v[i + 1] = wrapped(static_cast<u32>(product >> 32));
+    }
+    return r;
+}
+QUIRE_INLINE I32 odd_to_even(I32 a) { QUIRE_EACH a.v[i] = i & 1 ? 0 : a.v[i + 1]; return a; }
+QUIRE_INLINE I32 min_unsigned(I32 a, I32 b) { QUIRE_EACH a.v[i] = static_cast<u32>(a.v[i]) < static_cast<u32>(b.v[i]) ? a.v[i] : b.v[i]; return a; }
+QUIRE_INLINE I32 xor3(I32 a, I32 b, I32 c) { return a ^ b ^ c; }
+QUIRE_INLINE I64 zero_i64() { return {}; }
+QUIRE_INLINE I64 to_i64(F32 a) { I64 r; QUIRE_EACH r.v[i] = static_cast<i64>(nearbyintf(a.v[i])); return r; }
+QUIRE_INLINE I64 operator+(I64 a, I64 b) { QUIRE_EACH a.v[i] += b.v[i]; return a; }
+QUIRE_INLINE i64 sum_lanes(I64 a) { i64 sum = 0; QUIRE_EACH sum += a.v[i]; return sum; }
 
 QUIRE_INLINE F32 load_bf16(const u16* p) { F32 r; QUIRE_EACH r.v[i] = f32_of(static_cast<u32>(p[i]) << 16); return r; }
 QUIRE_INLINE F32 load_bf16(const u16* p, Mask m) {
