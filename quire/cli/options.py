@@ -33,6 +33,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the weights when they are loaded")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "int8"), help="auto: the model's; int8: half of the memory")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")

@@ -10,6 +10,7 @@ from quire.base.errors import ConfigError
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4")
+_KV_CACHE_DTYPES = ("auto", "int8")
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -71,6 +72,7 @@ class EngineConfig:
     quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 32 columns (some
                             weights get int8 there, see quant/policy.py), None: run them as they are stored. For checkpoints
                             that are not quantised already
+    kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens in one step; None: max(2048, max_num_seqs)
@@ -91,6 +93,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: Literal["int8", "int4"] | None = None
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
@@ -110,6 +113,8 @@ class EngineConfig:
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
         is_known = self.quantization is None or self.quantization in _QUANTIZATIONS
         _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
+        is_known = self.kv_cache_dtype in _KV_CACHE_DTYPES
+        _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, f"one of {_KV_CACHE_DTYPES}")
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")

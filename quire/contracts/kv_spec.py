@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
+
+KvDtype = Dtype | Literal["int8"]
+
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """The cache of one model: per layer K and V of [num_blocks, kv_heads, block_size, head_dim].
 
+    dtype         "int8": with a scale in f32 per token and head
     layer_shapes  (kv_heads, head_dim) of each layer
     """
 
     block_size: int
-    dtype: Dtype
+    dtype: KvDtype
     layer_shapes: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, block_size: int, dtype: Dtype) -> KvSpec:
+    def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
         """Return the cache shape that a model needs."""
         shapes = tuple((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers)
         return cls(block_size, dtype, shapes)
@@ -27,6 +33,8 @@ class KvSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
+        if self.dtype == "int8":
+            return sum(2 * heads * (dim + _SCALE_BYTES) for heads, dim in self.layer_shapes)
         return sum(2 * heads * dim for heads, dim in self.layer_shapes) * DTYPE_BYTES[self.dtype]
 
     @property

@@ -21,24 +21,25 @@ logger = get_logger(__name__)
 def load_native() -> ModuleType | None:
     """Return the extension with the native CPU kernels, or None where it was not built or QUIRE_NATIVE=0 turns it off.
 
-    QUIRE_CPU_ISA names an instruction set to use instead of the best one. Found once, and logged once.
+    QUIRE_CPU_ISA names an instruction set to use instead of the best one. Found once; whoever builds a model with
+    it says so in the log.
     Raises ConfigError where one of the two variables has a value that is not allowed.
     """
     switch = os.environ.get("QUIRE_NATIVE", "1")
     if switch not in ("0", "1"):
         raise ConfigError(f"QUIRE_NATIVE must be 0 (use torch alone) or 1 (the default), got {switch!r}")
     if switch == "0":
-        logger.info("native CPU kernels are turned off by QUIRE_NATIVE=0")
+        logger.debug("native CPU kernels are turned off by QUIRE_NATIVE=0")
         return None
     try:
         native = importlib.import_module(_EXTENSION)
     except ModuleNotFoundError as error:
         if error.name != _EXTENSION:
             raise
-        logger.info("native CPU kernels were not built: torch is used for everything")
+        logger.debug("native CPU kernels were not built: torch is used for everything")
         return None
     wanted, supported = os.environ.get("QUIRE_CPU_ISA"), native.supported_isas()
     if wanted is not None and wanted not in supported:
         raise ConfigError(f"QUIRE_CPU_ISA must be one of {', '.join(supported)} on this machine, or not set, got {wanted!r}")
-    logger.info("native CPU kernels: %s", native.isa())
+    logger.debug("native CPU kernels: %s", native.isa())
     return native

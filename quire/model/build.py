@@ -40,6 +40,11 @@ Model = Decoder | NativeDecoder
 """What runs a model: the torch reference or the native kernels, with the same `step` and `logits_at`."""
 
 
+def runs_natively(spec: ModelSpec, block_size: int) -> bool:
+    """Return whether build_model takes the native kernels."""
+    return load_native() is not None and native_refusal(spec, block_size) is None
+
+
 def build_model(spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int, block_size: int) -> Model:
     """Return the native decoder where the extension is there and covers the model, else the reference; the log says which.
 
@@ -47,11 +52,13 @@ def build_model(spec: ModelSpec, parameters: dict[str, Parameter], max_model_len
     """
     native = load_native()
     if native is None:
+        logger.info("native CPU kernels are not built, or turned off by QUIRE_NATIVE=0: torch runs the model, slower")
         return Decoder(spec, parameters, max_model_len)
     refusal = native_refusal(spec, block_size)
     if refusal is not None:
         logger.warning("the native kernels do not cover %s: torch runs this model, slower", refusal)
         return Decoder(spec, parameters, max_model_len)
+    logger.info("native CPU kernels: %s", native.isa())
     return NativeDecoder(native, spec, parameters, max_model_len)
 
 
@@ -68,7 +75,8 @@ def whole_prompt_logits(decoder: Model, token_ids: list[int], block_size: int = 
     """Return the logits [T, vocab_size] after every token of one prompt, computed at once in a cache of its own."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
-    kv = KvPool(KvSpec.of(decoder.spec, block_size, decoder.spec.dtype), num_blocks)
+    is_half = isinstance(decoder, NativeDecoder) and decoder.spec.dtype == "float16"
+    kv = KvPool(KvSpec.of(decoder.spec, block_size, "float32" if is_half else decoder.spec.dtype), num_blocks)
     positions = torch.arange(num_tokens)
     step = AttentionInput(positions, [0, num_tokens], [num_tokens], torch.arange(num_blocks)[None])
     return decoder.step(torch.tensor(token_ids), positions, step, kv, list(range(num_tokens)), keeps_all=True)

@@ -24,8 +24,6 @@ _FIRST_POSITIONS = 4096
 
 def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     """Return why the native kernels cannot run a model, or None where they can."""
-    if spec.dtype == "float16":
-        return "float16 models (choose dtype bfloat16 or float32)"
     if block_size % 16 != 0:
         return f"a block_size of {block_size} (choose a multiple of 16)"
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}

@@ -13,7 +13,7 @@ from quire.quant.weight import QuantizedWeight
 _ROWS_AT_ONCE = 4096
 """Rows that are converted to another dtype at once, when the stored one is not what is packed."""
 
-_FORMATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INPUT_GROUP = 128
 """Inputs that share a scale when they are quantised for a weight with one scale per row."""
 
@@ -25,7 +25,7 @@ class WeightPacker:
     """Packs weights [N, K] for one model.
 
     native  the extension module
-    dtype   torch.bfloat16 or torch.float32: how weights that are not quantised are kept
+    dtype   torch.bfloat16, float16 or float32: how weights that are not quantised are kept
     """
 
     def __init__(self, native: ModuleType, dtype: torch.dtype) -> None:

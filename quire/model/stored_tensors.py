@@ -39,6 +39,16 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor | StoredWeight]:
     )
 
 
+def stored_bytes(path: Path) -> int:
+    """Return the size of the weight files of a checkpoint folder, or of a GGUF file and what it is split into."""
+    if path.is_file():
+        stem = path.name.split("-of-")[0].rstrip("0123456789")
+        files = path.parent.glob(f"{stem}*.gguf") if "-of-" in path.name else iter((path,))
+    else:
+        files = (file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf"))
+    return sum(file.stat().st_size for file in files)
+
+
 def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
     shard_of = read_json_object(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):

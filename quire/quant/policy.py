@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import ConfigError
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.quant.parameters import Parameter, QuantizedStack
 from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, quantize_weight
 
@@ -86,3 +88,13 @@ def _quantize(weight: Tensor, scheme: Scheme) -> Parameter:
     if weight.ndim == 3:
         return QuantizedStack(tuple(quantize_weight(expert, scheme) for expert in weight))
     return quantize_weight(weight, scheme)
+
+
+def quantized_bytes(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, policy: QuantizationPolicy) -> int:
+    """Return the bytes of a model's parameters, by their shapes, once they are quantised."""
+    total = 0.0
+    for name, shape in shapes.items():
+        scheme = policy.scheme_of(name, shape[-1], len(spec.layers)) if len(shape) > 1 else None
+        width = DTYPE_BYTES[spec.dtype] if scheme is None else scheme.bytes_per_weight
+        total += math.prod(shape) * width
+    return int(total)

@@ -41,6 +41,13 @@ class Scheme:
         if self.group_size not in GROUP_SIZES:
             raise ConfigError(f"group_size must be one of {GROUP_SIZES}, got {self.group_size!r}")
 
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of one weight, with its share of scales and offsets in float16 but not of the scale of its row."""
+        if self.kind == "int8":
+            return 1.0
+        return 0.5 + (4 if self.kind == "affine" else 2) / self.group_size
+
 
 INT8 = Scheme("int8")
 INT4 = Scheme("nonlinear")

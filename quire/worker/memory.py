@@ -7,10 +7,15 @@ import os
 from pathlib import Path
 
 from quire.base.errors import ConfigError
+from quire.base.gguf_file import is_gguf
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.model.build import runs_natively
+from quire.model.config_reader import read_quantization_config
+from quire.model.stored_tensors import stored_bytes
+from quire.quant.policy import POLICIES, quantized_bytes
 
 _KV_SHARE = 0.5
 """Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
@@ -55,23 +60,46 @@ def activation_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
     return num_batched_tokens * per_token + _SCORE_BYTES + logits
 
 
+def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
+    """Return the bytes that the weights take as they are run.
+
+    Quantised weights stay so in the native kernels; torch runs them dense.
+    """
+    dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
+    if not runs_natively(spec, config.block_size):
+        return dense
+    if config.quantization is not None:
+        return quantized_bytes(shapes, spec, POLICIES[config.quantization])
+    stored = stored_bytes(folder)
+    is_quantized = is_gguf(folder) or read_quantization_config(folder) is not None
+    return min(dense, stored) if is_quantized else dense
+
+
+def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
+    """Return how the cache keeps keys and values. Raises ConfigError for int8 without native kernels."""
+    is_native = runs_natively(spec, config.block_size)
+    if config.kv_cache_dtype == "int8":
+        if not is_native:
+            raise ConfigError(
+                "kv_cache_dtype 'int8' needs the native kernels, which do not run this model here; leave it at 'auto'"
+            )
+        return "int8"
+    # The native kernels have no float16 arithmetic: such a model computes in float32.
+    return "float32" if is_native and spec.dtype == "float16" else spec.dtype
+
+
 def plan_memory(
-    config: EngineConfig,
-    spec: ModelSpec,
-    shapes: dict[str, tuple[int, ...]],
-    max_model_len: int,
-    num_batched_tokens: int,
+    config: EngineConfig, spec: ModelSpec, num_weight_bytes: int, max_model_len: int, num_batched_tokens: int
 ) -> MemoryPlan:
     """Decide the number of KV blocks; check_fits says whether the whole fits.
 
     By default the pool takes what max_num_seqs sequences of max_model_len need, but at most half of the memory that
     weights and activations leave.
     """
-    kv = KvSpec.of(spec, config.block_size, spec.dtype)
-    weight_bytes = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
+    kv = KvSpec.of(spec, config.block_size, kv_dtype(config, spec))
     activations = activation_bytes(spec, num_batched_tokens, config.max_num_seqs)
     available = available_memory_bytes()
-    room = available - weight_bytes - activations
+    room = available - num_weight_bytes - activations
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     elif config.kv_cache_memory_bytes is not None:
@@ -84,7 +112,7 @@ def plan_memory(
     else:
         wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
         num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS))
-    return MemoryPlan(available, weight_bytes, activations, kv, num_blocks, max_model_len)
+    return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len)
 
 
 def check_fits(plan: MemoryPlan) -> None:

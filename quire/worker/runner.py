@@ -20,7 +20,7 @@ from quire.quant.policy import POLICIES, quantize_parameters
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.worker.input_batch import InputBatch, Row, StepInput
-from quire.worker.memory import check_fits, plan_memory
+from quire.worker.memory import check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
 
@@ -46,7 +46,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     spec = read_model_spec(folder, config.dtype)
     shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
-    memory = plan_memory(config, spec, shapes, max_model_len, max_num_batched_tokens(config))
+    num_bytes = weight_bytes(config, spec, shapes, folder)
+    memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
     return ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder))
 
 

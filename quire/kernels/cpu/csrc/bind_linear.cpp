@@ -35,7 +35,7 @@ void pack_share(void* argument, Worker& worker) {
     const Packing& job = *static_cast<Packing*>(argument);
     const Weight& w = job.weight->weight;
     const i64 shares = ceil_div(job.count, ROWS_PER_SHARE);
-    const i64 width = w.format == Format::bf16 ? 2 : w.format == Format::f32 ? 4 : 1;
+    const i64 width = w.format == Format::f32 ? 4 : w.format == Format::bf16 || w.format == Format::f16 ? 2 : 1;
     for (i64 share = next(worker, shares, 1); share < shares; share = next(worker, shares, 1)) {
         const i32 row = static_cast<i32>(share) * ROWS_PER_SHARE;
         const i32 rows = job.count - row < ROWS_PER_SHARE ? job.count - row : ROWS_PER_SHARE;
@@ -52,9 +52,10 @@ void pack_share(void* argument, Worker& worker) {
 Format format_named(const std::string& name) {
     if (name == "bf16") return Format::bf16;
     if (name == "f32") return Format::f32;
+    if (name == "f16") return Format::f16;
     if (name == "u8") return Format::u8;
     if (name == "u4") return Format::u4;
-    throw std::invalid_argument("format must be bf16, f32, u8 or u4, got " + name);
+    throw std::invalid_argument("format must be bf16, f16, f32, u8 or u4, got " + name);
 }
 
 const Kernels& kernels_or_default(const std::optional<std::string>& isa) {
@@ -124,7 +125,7 @@ i32 best_of(const float* values, const i32* indices, i32 count, float& value) {
 }
 
 PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
-    packed.kind = w.format == Format::u4 ? Format::u8 : w.format;
+    packed.kind = input_kind(w.format);
     packed.m = m;
     packed.k = w.k;
     packed.group = w.group;
@@ -195,7 +196,7 @@ void bind_linear(nb::module_& m) {
     using namespace quire;
     nb::class_<NativeWeight>(m, "Weight")
         .def(nb::init<const std::string&, i32, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0, "input_group"_a = 0,
-             "An empty packed weight [n, k]: format bf16, f32, u8 or u4; group, input_group: see Weight in weight.h.")
+             "An empty packed weight [n, k]: format bf16, f16, f32, u8 or u4; group, input_group: see Weight in weight.h.")
         .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
              nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
         .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0,

@@ -34,7 +34,7 @@ struct Tile {
     const float* input_scales;
     const i32* starts;
     const float* sums;
-    i32 steps;               // 64-byte lines of a panel
+    i32 steps;               // 64-byte lines of a panel; f16: half lines
     i32 group_steps;         // lines of a group
     i32 groups_per_scale;    // groups that share a scale of the input
     i32 ahead_shift;
@@ -80,8 +80,8 @@ void tile_bf16(const Tile& t) {
     store_tile<R, P>(t.out, acc);
 }
 
-template <int R, int P>
-void tile_f32(const Tile& t) {
+template <int R, int P, bool IS_HALF>
+QUIRE_INLINE void tile_floats(const Tile& t) {
     F32 acc[P][R];
 #pragma GCC unroll 32
     for (int p = 0; p < P; ++p)
@@ -90,9 +90,10 @@ void tile_f32(const Tile& t) {
     const float* x = reinterpret_cast<const float*>(t.input);
     for (i64 s = 0; s < t.steps; ++s, x += R) {
         F32 w[P];
-        prefetch_ahead<P>(t, s);
+        prefetch_ahead<P>(t, IS_HALF ? s / 2 : s);
 #pragma GCC unroll 32
-        for (int p = 0; p < P; ++p) w[p] = load(reinterpret_cast<const float*>(t.panels[p] + s * 64));
+        for (int p = 0; p < P; ++p)
+            w[p] = IS_HALF ? load_f16(reinterpret_cast<const u16*>(t.panels[p] + s * 32)) : load(reinterpret_cast<const float*>(t.panels[p] + s * 64));
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r) {
             const F32 b = set1(x[r]);
@@ -102,6 +103,11 @@ void tile_f32(const Tile& t) {
     }
     store_tile<R, P>(t.out, acc);
 }
+
+template <int R, int P>
+void tile_f32(const Tile& t) { tile_floats<R, P, false>(t); }
+template <int R, int P>
+void tile_f16(const Tile& t) { tile_floats<R, P, true>(t); }
 
 // Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin.
 template <int R, int P, bool IS_NIBBLES>
@@ -223,7 +229,7 @@ void tile_u4(const Tile& t) { tile_integer<R, P, true>(t); }
 // Functions for 1 .. MAX / P rows.
 template <int P>
 struct Functions {
-    TileFunction by_rows[4][MAX_FLOATS / P + 1];
+    TileFunction by_rows[5][MAX_FLOATS / P + 1];
 };
 
 template <int P, int R>
@@ -231,6 +237,7 @@ constexpr void fill(Functions<P>& functions) {
     if constexpr (R > 0) {
         functions.by_rows[static_cast<int>(Format::bf16)][R] = tile_bf16<R, P>;
         functions.by_rows[static_cast<int>(Format::f32)][R] = tile_f32<R, P>;
+        functions.by_rows[static_cast<int>(Format::f16)][R] = tile_f16<R, P>;
         if constexpr (R * P <= MAX_INTEGERS) {
             functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
             functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
@@ -286,7 +293,7 @@ QUIRE_INLINE void set_input(Tile& tile, const Packed& x, TilePlace place) {
 
 QUIRE_INLINE void set_weight(Tile& tile, const Weight& w) {
     tile.table = w.table;
-    tile.steps = static_cast<i32>(w.panel_bytes / 64);
+    tile.steps = w.format == Format::f16 ? w.k : static_cast<i32>(w.panel_bytes / 64);
     tile.group_steps = w.format == Format::u8 ? ceil_div(w.group, 4) : ceil_div(w.group, 8);
     tile.groups_per_scale = w.group == 0 ? 1 : ceil_div(w.input_group, w.group);
 }
@@ -509,10 +516,14 @@ QUIRE_INLINE float group_value(const u16* values, i64 groups, i32 n, i32 g, floa
 void unpack_row(const Weight& w, i32 n, float* out) {
     const u8* panel = w.data + (n / 16) * w.panel_bytes;
     const i32 lane = n % 16;
-    if (w.format == Format::f32 || w.format == Format::bf16) {
+    if (!is_integer(w.format)) {
         for (i32 k = 0; k < w.k; ++k) {
             u32 word = 0;
-            if (w.format == Format::f32)
+            if (w.format == Format::f16) {
+                float lanes[16];
+                store(lanes, load_f16(reinterpret_cast<const u16*>(panel) + static_cast<i64>(k) * 16));
+                __builtin_memcpy(&word, lanes + lane, 4);
+            } else if (w.format == Format::f32)
                 __builtin_memcpy(&word, panel + static_cast<i64>(k) * 64 + lane * 4, 4);
             else
                 __builtin_memcpy(reinterpret_cast<u8*>(&word) + 2, panel + static_cast<i64>(k / 2) * 64 + lane * 4 + (k % 2) * 2, 2);

@@ -26,6 +26,14 @@ void interleave(const u8* source, i64 stride_bytes, i32 rows, i32 k, i32 words, 
     }
 }
 
+// [16 rows][K] of 2-byte elements to [K padded to 2][16], zeros past the end.
+void transpose_halves(const u16* source, i64 stride, i32 rows, i32 k, u16* panel) {
+    for (i32 r = 0; r < 16; ++r) {
+        for (i32 j = 0; j < k; ++j) panel[static_cast<i64>(j) * 16 + r] = r < rows ? source[r * stride + j] : 0;
+        if (k % 2 != 0) panel[static_cast<i64>(k) * 16 + r] = 0;
+    }
+}
+
 }  // namespace
 
 u8* allocate(i64 bytes) {
@@ -49,18 +57,21 @@ i64 panel_lines(Format format, i32 k) {
     switch (format) {
         case Format::bf16: return ceil_div(k, 2);
         case Format::f32: return k;
+        case Format::f16: return ceil_div(k, 2);
         case Format::u8: return 2 * ceil_div(k, 8);
         default: return ceil_div(k, 8);
     }
 }
 
 void pack_dense(Format format, const void* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels) {
-    const i64 lines = panel_lines(format, k), width = format == Format::bf16 ? 2 : 4;
+    const i64 lines = panel_lines(format, k), width = format == Format::f32 ? 4 : 2;
     for (i32 row = 0; row < count; row += 16) {
         const u8* rows = static_cast<const u8*>(source) + row * stride * width;
         u8* panel = panels + (first + row) / 16 * lines * 64;
         const i32 used = n - first - row < 16 ? n - first - row : 16;
-        if (format == Format::bf16)
+        if (format == Format::f16)
+            transpose_halves(reinterpret_cast<const u16*>(rows), stride, used, k, reinterpret_cast<u16*>(panel));
+        else if (format == Format::bf16)
             interleave<2>(rows, stride * 2, used, k, static_cast<i32>(lines), panel);
         else
             interleave<4>(rows, stride * 4, used, k, static_cast<i32>(lines), panel);

@@ -23,7 +23,7 @@ void Norm::set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address
 }
 
 i32 Site::add(const Weight& weight) {
-    const Format kind = weight.format == Format::u4 ? Format::u8 : weight.format;
+    const Format kind = input_kind(weight.format);
     for (size_t i = 0; i < forms.size(); ++i) {
         const InputForm& form = forms[i];
         const bool same_columns = form.columns == weight.columns ||

@@ -7,10 +7,11 @@ namespace quire {
 // Weights lie in panels of 16 columns of the output, so that one 64-byte line holds the weights of 16 outputs:
 //   bf16  [N / 16][K / 2][16][2]   pairs of inputs, as dot_bf16 takes them
 //   f32   [N / 16][K][16]
+//   f16   [N / 16][K][16], read as f32; a line holds two inputs
 //   u8    [N / 16][K / 4][16][4]   code + 128, as dot_u8s8 takes them
 //   u4    [N / 16][K / 8][16][4]   a byte holds inputs 8j + i (low nibble) and 8j + 4 + i (high); table[nibble] = level + 128
 // N is padded to 16 and K to the step of the format, with weights of value 0.
-enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3 };
+enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3, f16 = 4 };
 
 // One linear weight: y[n] = column_scale[n] * sum over groups g of (scale[g][n] * sum_k code[n][k] x[k] + offset[g][n] * sum_k x[k]).
 //   group           inputs that share a scale of the weight; the last may be shorter. 0 for bf16, f32
@@ -40,7 +41,7 @@ struct Weight {
 // and for the last, per input group scales [input groups][R] f32, per group starts [groups][R] i32 = -128 * sum of its bytes, and
 // sums [groups][R] f32 = that sum. A tile of R rows takes R * steps words of data, R * groups entries of the others.
 struct Packed {
-    Format kind = Format::bf16;  // u8 also for u4
+    Format kind = Format::bf16;  // see input_kind
     i32 m = 0, k = 0, group = 0, input_group = 0, tile_rows = 1;
     const i32* columns = nullptr;
     u32* data = nullptr;
@@ -51,6 +52,8 @@ struct Packed {
 
 static inline i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 static inline i32 panels_of(const Weight& w) { return ceil_div(w.n, 16); }
+// The form in which a weight reads its inputs.
+static inline Format input_kind(Format format) { return format == Format::u4 ? Format::u8 : format == Format::f16 ? Format::f32 : format; }
 // 32-bit words of one row of a packed input.
 static inline i32 steps_of(Format kind, i32 k) { return kind == Format::bf16 ? ceil_div(k, 2) : kind == Format::f32 ? k : 2 * ceil_div(k, 8); }
 static inline i32 groups_of(i32 k, i32 group) { return group == 0 ? 0 : ceil_div(k, group); }
