@@ -20,7 +20,7 @@ def _forget(monkeypatch):
 
 def test_nothing_is_loaded_when_turned_off(monkeypatch, caplog):
     monkeypatch.setenv("QUIRE_NATIVE", "0")
-    with caplog.at_level(logging.INFO, logger="quire"):
+    with caplog.at_level(logging.DEBUG, logger="quire"):
         assert load_native() is None
         assert load_native() is None
     assert [record.message for record in caplog.records] == ["native CPU kernels are turned off by QUIRE_NATIVE=0"]
@@ -37,7 +37,7 @@ def test_absent_extension_is_no_error(monkeypatch, caplog):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    with caplog.at_level(logging.INFO, logger="quire"):
+    with caplog.at_level(logging.DEBUG, logger="quire"):
         assert load_native() is None
     assert "were not built" in caplog.text
 
@@ -56,7 +56,7 @@ def test_broken_extension_is_an_error(monkeypatch, error):
 
 def test_extension_is_loaded_and_logged_once(caplog):
     native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
-    with caplog.at_level(logging.INFO, logger="quire"):
+    with caplog.at_level(logging.DEBUG, logger="quire"):
         assert load_native() is native
         assert load_native() is native
     assert [record.message for record in caplog.records] == [f"native CPU kernels: {native.isa()}"]
