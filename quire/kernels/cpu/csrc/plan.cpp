@@ -85,7 +85,7 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.down_site, l.top_k);
         max_experts_ = std::max(max_experts_, static_cast<i32>(l.experts.size()));
         max_top_k_ = std::max(max_top_k_, l.top_k);
-        inner_size_ = std::max(inner_size_, l.experts[0].up->weight.n * l.top_k);
+        inner_size_ = std::max(inner_size_, static_cast<i32>(row_stride(l.experts[0].up->weight.n)) * l.top_k);
     } else {
         if (l.gate) l.gate_form = l.mlp_site.add(l.gate->weight);
         l.up_form = l.mlp_site.add(l.up->weight);
@@ -134,16 +134,16 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
             used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
         };
-        take(x_, rows * hidden_);
-        take(qkv_, rows * qkv_size_);
-        take(attended_, rows * attention_size_);
-        take(inner_, rows * inner_size_);
-        take(extra_, rows * hidden_);
-        take(normed_, max_experts_ > 0 ? rows * hidden_ : 0);
-        take(row_, num_threads * (hidden_ + 64));
+        take(x_, rows * row_stride(hidden_));
+        take(qkv_, rows * row_stride(qkv_size_));
+        take(attended_, rows * row_stride(attention_size_));
+        take(inner_, rows * row_stride(inner_size_));
+        take(extra_, rows * row_stride(hidden_));
+        take(normed_, max_experts_ > 0 ? rows * row_stride(hidden_) : 0);
+        take(row_, num_threads * row_stride(hidden_));
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);
-        take(pair_out_, pairs * hidden_);
+        take(pair_out_, pairs * row_stride(hidden_));
         take(chosen_, pairs);
         take(pair_row_, pairs);
         take(pair_of_, pairs);

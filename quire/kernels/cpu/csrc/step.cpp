@@ -23,9 +23,11 @@ struct Stepper {
         barrier(worker);
     }
 
-    float* x(i64 row) const { return plan.x_ + row * plan.hidden_; }
-    float* extra(i64 row) const { return plan.extra_ + row * plan.hidden_; }
-    float* own_row() const { return plan.row_ + static_cast<i64>(worker.rank) * (plan.hidden_ + 64); }
+    i64 hidden_stride() const { return row_stride(plan.hidden_); }
+    float* x(i64 row) const { return plan.x_ + row * hidden_stride(); }
+    float* extra(i64 row) const { return plan.extra_ + row * hidden_stride(); }
+    float* own_row() const { return plan.row_ + worker.rank * hidden_stride(); }
+    static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
     // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other.
     Packed packed(const Site& site, i32 form_index, i32 rows) const {
@@ -98,12 +100,13 @@ struct Stepper {
 
     // A linear layer whose result is added to the residual, or goes to extra_ where `norm` comes first.
     void run_to_residual(const NativeWeight& weight, const Packed& input, const Norm& norm, float scale) {
-        const LinearJob j = norm.is_present ? job(weight, input, Finish::store, plan.extra_, plan.hidden_) : job(weight, input, Finish::add, plan.x_, plan.hidden_, scale);
+        const LinearJob j = norm.is_present ? job(weight, input, Finish::store, plan.extra_, hidden_stride()) : job(weight, input, Finish::add, plan.x_, hidden_stride(), scale);
         run(&j, 1);
     }
 
     void project(const PlanLayer& l) {
-        const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim, width = q_size + 2 * kv_size;
+        const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
+        const i64 width = row_stride(qkv_size(l));
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
         const LinearJob jobs[3] = {job(*l.q, q, Finish::store, plan.qkv_, width), job(*l.k, k, Finish::store, plan.qkv_ + q_size, width),
                                    job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width)};
@@ -124,7 +127,7 @@ struct Stepper {
     void rotate_and_store(const PlanLayer& l) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         each(in.batch.num_tokens, [&](i64 row) {
-            float* q = plan.qkv_ + row * (q_size + 2 * kv_size);
+            float* q = plan.qkv_ + row * row_stride(qkv_size(l));
             norm_heads(l, q, q + q_size);
             if (l.rope >= 0) {
                 const Plan::Angles& a = plan.angles_[l.rope];
@@ -144,9 +147,9 @@ struct Stepper {
         a.softcap = l.softcap;
         a.is_bf16 = plan.is_bf16_;
         a.q = plan.qkv_;
-        a.q_stride = (l.num_heads + 2 * l.num_kv_heads) * l.head_dim;
+        a.q_stride = row_stride(qkv_size(l));
         a.out = plan.attended_;
-        a.out_stride = l.num_heads * l.head_dim;
+        a.out_stride = row_stride(l.num_heads * l.head_dim);
         a.scratch = plan.attention_scratch_.data;
         kernels.attention->attend(worker, a, in.batch);
     }
@@ -158,7 +161,7 @@ struct Stepper {
                 for (i32 i = 0; i < in.num_logit_rows; ++i) memcpy(free + i * size, values + in.logit_rows[i] * size, sizeof(float) * size);
                 memcpy(values, free, sizeof(float) * size * in.num_logit_rows);
             };
-            gather(plan.x_, plan.extra_, plan.hidden_);
+            gather(plan.x_, plan.extra_, hidden_stride());
             gather(plan.attended_, plan.qkv_, width);
         }
         num_rows = in.num_logit_rows;
@@ -166,7 +169,7 @@ struct Stepper {
     }
 
     void attention(const PlanLayer& l, bool is_last) {
-        const i64 width = l.num_heads * l.head_dim;
+        const i64 width = row_stride(l.num_heads * l.head_dim);
         project(l);
         rotate_and_store(l);
         attend(l);
@@ -176,7 +179,7 @@ struct Stepper {
     }
 
     void activate(const PlanLayer& l) {
-        const i32 inner = l.up->weight.n;
+        const i64 inner = row_stride(l.up->weight.n);
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
         const bool is_joint = l.gate && l.gate_form == l.up_form && l.gate->weight.format == l.up->weight.format;
         LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
@@ -191,7 +194,7 @@ struct Stepper {
     void feed_forward(const PlanLayer& l) {
         each(num_rows, [&](i64 row) {
             add_normed(l.attn_out, l.residual_scale, row);
-            float* to = l.router ? plan.normed_ + row * plan.hidden_ : own_row();
+            float* to = l.router ? plan.normed_ + row * hidden_stride() : own_row();
             const float* values = normed(l.mlp_in, row, to);
             if (l.router && values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
             pack(l.mlp_site, row, values);
@@ -201,7 +204,7 @@ struct Stepper {
             return;
         }
         activate(l);
-        const i32 inner = l.up->weight.n;
+        const i64 inner = row_stride(l.up->weight.n);
         each(num_rows, [&](i64 row) { pack(l.down_site, row, plan.inner_ + row * inner); });
         run_to_residual(*l.down, packed(l.down_site, l.down_form, num_rows), l.mlp_out, l.residual_scale);
     }
@@ -251,7 +254,8 @@ struct Stepper {
     }
 
     void mixture(const PlanLayer& l) {
-        const i32 hidden = plan.hidden_, num_experts = static_cast<i32>(l.experts.size()), inner = l.experts[0].up->weight.n;
+        const i32 num_experts = static_cast<i32>(l.experts.size());
+        const i64 hidden = hidden_stride(), inner = row_stride(l.experts[0].up->weight.n);
         const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
         const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
         run(&router, 1);
@@ -280,7 +284,7 @@ struct Stepper {
         float* sum = l.mlp_out.is_present ? extra(row) : own_row();
         memset(sum, 0, sizeof(float) * plan.hidden_);
         for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at)
-            kernels.elementwise->add_scaled(sum, plan.pair_out_ + static_cast<i64>(plan.pair_of_[at]) * plan.hidden_, plan.route_weights_[at], plan.hidden_);
+            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), plan.route_weights_[at], plan.hidden_);
         if (!l.mlp_out.is_present) kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
     }
 
