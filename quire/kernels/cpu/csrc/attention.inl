@@ -79,7 +79,7 @@ static Share share_of(const AttentionJob& job, const Shape& shape, const Batch& 
     const i64 parts = target > 0 ? (share.cost + target - 1) / target : 1;
     share.parts = larger(1, parts < share.chunks ? static_cast<i32>(parts) : share.chunks);
     share.items = static_cast<i64>(shape.units) * share.num_tiles * share.parts;
-    share.partial_bytes = share.parts > 1 ? static_cast<i64>(shape.units) * share.num_tiles * share.chunks * shape.partial_bytes : 0;
+    share.partial_bytes = share.parts > 1 ? share.items / share.parts * share.chunks * shape.partial_bytes : 0;
     return share;
 }
 

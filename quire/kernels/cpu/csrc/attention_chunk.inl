@@ -89,7 +89,7 @@ struct Tile {
 struct Chunk {
     i32 start;  // position of its first token
     Span runs;  // that any row sees
-    const u8* keys[CHUNK_RUNS];
+    const u8* keys[CHUNK_RUNS + GROUP];  // and the first ones of the next chunk, to be fetched
     const u8* values[CHUNK_RUNS];
     const float* key_scales[CHUNK_RUNS];
     const float* value_scales[CHUNK_RUNS];
@@ -106,18 +106,22 @@ QUIRE_INLINE Span runs_of(const Space& space, int first, int last, i32 start) {
     return {seen.begin / RUN, (seen.end + RUN - 1) / RUN};
 }
 
-static void find_runs(const AttentionJob& job, const Tile& tile, Chunk& chunk) {
+// `end`: the first token that no row of the tile sees.
+static void find_runs(const AttentionJob& job, const Tile& tile, i32 end, Chunk& chunk) {
     const KvLayer& kv = job.kv;
     const i64 bytes = element_bytes(kv.format);
-    for (i32 run = chunk.runs.begin; run < chunk.runs.end; ++run) {
+    const i32 stop = smaller((end - chunk.start + RUN - 1) / RUN, CHUNK_RUNS + GROUP);
+    for (i32 run = chunk.runs.begin; run < stop; ++run) {
         const i32 token = chunk.start + run * RUN, offset = token % kv.block_size;
         const i64 block = tile.blocks[token / kv.block_size];
         const i64 element = run_element(kv, block, tile.kv_head, offset), scale = scale_element(kv, block, tile.kv_head, offset);
         chunk.keys[run] = static_cast<const u8*>(kv.keys) + element * bytes;
+        if (run >= CHUNK_RUNS) continue;
         chunk.values[run] = static_cast<const u8*>(kv.values) + element * bytes;
         chunk.key_scales[run] = kv.format == KvFormat::i8 ? kv.key_scales + scale : nullptr;
         chunk.value_scales[run] = kv.format == KvFormat::i8 ? kv.value_scales + scale : nullptr;
     }
+    for (i32 run = stop; run < CHUNK_RUNS + GROUP; ++run) chunk.keys[run] = chunk.keys[stop - 1];
 }
 
 // Round q to Kind's numbers, with zeros past head_dim, and find what each row sees.
@@ -146,6 +150,24 @@ QUIRE_INLINE Span group_runs(const Space& space, const Chunk& chunk, int group, 
     return {larger(runs.begin, group * GROUP), smaller(runs.end, (group + 1) * GROUP)};
 }
 
+// The runs of a group, `runs` being those of a chunk; in place of runs that are not in `span`, the nearest one.
+QUIRE_INLINE Ahead ahead_at(const u8* const* runs, Span span, int group) {
+    Ahead ahead;
+    for (int i = 0; i < GROUP; ++i) ahead.runs[i] = runs[larger(span.begin, smaller(group * GROUP + i, span.end - 1))];
+    return ahead;
+}
+
+// What is read after the keys, or the values, of a group: the next group, then the values, then the next chunk's keys.
+QUIRE_INLINE Ahead after_keys(const Chunk& chunk, int group) {
+    const bool is_last = (group + 1) * GROUP >= chunk.runs.end;
+    return is_last ? ahead_at(chunk.values, chunk.runs, chunk.runs.begin / GROUP) : ahead_at(chunk.keys, chunk.runs, group + 1);
+}
+QUIRE_INLINE Ahead after_values(const Chunk& chunk, int group) {
+    const bool is_last = (group + 1) * GROUP >= chunk.runs.end;
+    return is_last ? ahead_at(chunk.keys, {CHUNK_RUNS, CHUNK_RUNS + GROUP}, CHUNK_RUNS / GROUP)
+                   : ahead_at(chunk.values, chunk.runs, group + 1);
+}
+
 template <class Kind>
 static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk, Space& space) {
     const i32 dim = job.kv.head_dim;
@@ -159,7 +181,7 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
             keys[i] = chunk.keys[run];
             if (!is_converted) continue;
             keys[i] = space.keys + i * run_bytes;
-            convert_keys<Kind>(job.kv.format, chunk.keys[run], dim, space.keys + i * run_bytes);
+            convert_keys<Kind>(job.kv.format, chunk.keys[run], {after_keys(chunk, group), i}, dim, space.keys + i * run_bytes);
         }
         for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
             const int count = smaller(TILE_ROWS, tile.num_rows - row);
@@ -167,8 +189,9 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
             if (runs.begin >= runs.end) continue;
             Product product = {};
             product.num_runs = runs.end - runs.begin;
-            for (int i = 0; i < product.num_runs; ++i)
-                product.runs[i] = product.ahead[i] = keys[runs.begin - group * GROUP + i];
+            for (int i = 0; i < product.num_runs; ++i) product.runs[i] = keys[runs.begin - group * GROUP + i];
+            product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
+            if (row == 0 && !is_converted) product.ahead = after_keys(chunk, group);
             product.steps = dim / Kind::units;
             product.rows = space.q + row * shape.q_stride;
             product.row_stride = shape.q_stride;
@@ -207,10 +230,15 @@ static void sum_apart(const Space& space, const Shape& shape, Product product, i
             const Span seen = {space.spans[row + r].begin - start, space.spans[row + r].end - start};
             u8* copy = space.seen + i * Kind::run_steps * shape.value_stride;
             copy_seen<Kind>(product.runs[i], shape.value_stride, seen, copy);
-            alone.runs[i] = alone.ahead[i] = copy;
+            alone.runs[i] = copy;
         }
         sum_rows<Kind>(alone, 1);
     }
+}
+
+template <class Kind>
+QUIRE_INLINE bool is_values_converted(const AttentionJob& job, const Shape& shape) {
+    return job.kv.format != Kind::format || job.kv.head_dim != shape.padded_dim;
 }
 
 // The values of a group of runs as Kind holds them, and whether each is free of NaN and infinities or wholly seen by every row.
@@ -224,7 +252,7 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
                                 const Space& space, int group) {
     const i32 dim = job.kv.head_dim;
     const Span by_all = {space.spans[tile.num_rows - 1].begin, space.spans[0].end};
-    const bool is_converted = job.kv.format != Kind::format || dim != shape.padded_dim;
+    const bool is_converted = is_values_converted<Kind>(job, shape);
     GroupValues values = {};
     for (int i = 0; i < GROUP; ++i) {
         const int run = group * GROUP + i;
@@ -232,7 +260,7 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
         values.runs[i] = chunk.values[run];
         if (is_converted) {
             u8* copy = space.values + i * Kind::run_steps * shape.value_stride;
-            convert_values<Kind>(job.kv.format, chunk.values[run], dim, copy, shape.value_stride);
+            convert_values<Kind>(job.kv.format, chunk.values[run], {after_values(chunk, group), i}, dim, copy);
             values.runs[i] = copy;
         }
         values.is_clean[i] =
@@ -244,6 +272,7 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
 template <class Kind>
 static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk, const Space& space,
                       const Partial& out) {
+    const bool is_converted = is_values_converted<Kind>(job, shape);
     __builtin_memset(out.values, 0, static_cast<size_t>(tile.num_rows) * shape.padded_dim * 4);
     for (int group = chunk.runs.begin / GROUP; group * GROUP < chunk.runs.end; ++group) {
         const GroupValues values = group_values<Kind>(job, shape, tile, chunk, space, group);
@@ -255,9 +284,11 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
             bool is_clean = true;
             product.num_runs = runs.end - runs.begin;
             for (int i = 0; i < product.num_runs; ++i) {
-                product.runs[i] = product.ahead[i] = values.runs[runs.begin - group * GROUP + i];
+                product.runs[i] = values.runs[runs.begin - group * GROUP + i];
                 is_clean &= values.is_clean[runs.begin - group * GROUP + i];
             }
+            product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
+            if (row == 0 && !is_converted) product.ahead = after_values(chunk, group);
             product.run_stride = shape.value_stride;
             product.rows = reinterpret_cast<const u8*>(space.scores + row * SCORE_STRIDE) + runs.begin * Kind::run_steps * 4;
             product.row_stride = SCORE_STRIDE * 4;
@@ -272,11 +303,12 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
 }
 
 template <class Kind>
-static void attend_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 index, Space& space, const Partial& out) {
+static void attend_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 index, Space& space,
+                         const Partial& out) {
     Chunk chunk;
     chunk.start = index * CHUNK;
     chunk.runs = runs_of(space, 0, tile.num_rows - 1, chunk.start);
-    find_runs(job, tile, chunk);
+    find_runs(job, tile, space.spans[tile.num_rows - 1].end, chunk);
     score_chunk<Kind>(job, shape, tile, chunk, space);
     weigh_chunk<Kind>(job, tile, chunk, space, out);
     sum_chunk<Kind>(job, shape, tile, chunk, space, out);

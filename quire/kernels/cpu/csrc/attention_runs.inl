@@ -42,58 +42,94 @@ QUIRE_INLINE void put_two(u8* to, i64 stride, F32 low, F32 high) {
     }
 }
 
-// Keys of a run: [dim][16] or [dim / 2][16][2] of FORMAT into those of Kind.
-template <class Kind, KvFormat FORMAT>
-static void convert_keys(const u8* from, i32 head_dim, u8* to) {
-    for (i32 d = 0; d < head_dim; d += 2, to += 64 * 2 / Kind::units) {
-        F32 low, high;
-        if constexpr (FORMAT == KvFormat::bf16) {
-            split_pair(load(reinterpret_cast<const i32*>(from) + d / 2 * RUN), low, high);
-        } else if constexpr (FORMAT == KvFormat::f32) {
-            low = load(reinterpret_cast<const float*>(from) + d * RUN);
-            high = load(reinterpret_cast<const float*>(from) + (d + 1) * RUN);
-        } else {
-            low = load_s8(reinterpret_cast<const i8*>(from) + d * RUN);
-            high = load_s8(reinterpret_cast<const i8*>(from) + (d + 1) * RUN);
-        }
-        put_two<Kind, FORMAT>(to, 64, low, high);
+// Two rows of 16 numbers of FORMAT, `apart` elements from each other, of which `lanes` are read.
+template <KvFormat FORMAT>
+QUIRE_INLINE void get_two(const u8* from, i64 at, i64 apart, Mask lanes, F32& low, F32& high) {
+    if constexpr (FORMAT == KvFormat::f32) {
+        low = load(reinterpret_cast<const float*>(from) + at, lanes);
+        high = load(reinterpret_cast<const float*>(from) + at + apart, lanes);
+    } else {
+        low = load_s8(reinterpret_cast<const i8*>(from) + at, lanes);
+        high = load_s8(reinterpret_cast<const i8*>(from) + at + apart, lanes);
     }
 }
 
-// Values of a run into those of Kind, with `stride` bytes a step: what lies past head_dim is 0.
+// What is fetched while run `run` of a group is converted: its part of the group that is read next.
+struct AheadOfRun {
+    Ahead ahead;
+    int run;
+};
+
+// Keys of a run: [dim][16] or [dim / 2][16][2] of FORMAT into those of Kind.
 template <class Kind, KvFormat FORMAT>
-static void convert_values(const u8* from, i32 head_dim, u8* to, i64 stride) {
+static void convert_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
+    i64 line = next.run * (RUN * element_bytes(FORMAT) * head_dim / 64);
+    i32 d = 0;
+    if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {
+        const CodeTable table = code_table();
+        for (; d + 4 <= head_dim; d += 4, to += 128) {
+            Bytes first, second;
+            widen_codes(table, load_bytes(from + d * RUN), first, second);
+            store_bytes(to, first);
+            store_bytes(to + 64, second);
+            fetch<1>(next.ahead, line++);
+        }
+    }
+    for (; d < head_dim; d += 2, to += 64 * 2 / Kind::units) {
+        F32 low, high;
+        if constexpr (FORMAT == KvFormat::bf16)
+            split_pair(load(reinterpret_cast<const i32*>(from) + d / 2 * RUN), low, high);
+        else
+            get_two<FORMAT>(from, static_cast<i64>(d) * RUN, RUN, first_lanes(16), low, high);
+        put_two<Kind, FORMAT>(to, 64, low, high);
+        fetch<1>(next.ahead, line++);
+        if (FORMAT == KvFormat::f32) fetch<1>(next.ahead, line++);
+    }
+}
+
+// Values of a run into those of Kind, with whole vectors a step: what lies past head_dim is 0.
+template <class Kind, KvFormat FORMAT>
+static void convert_values(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
+    const i64 stride = round_up(head_dim, 16) * 4;
+    i64 line = next.run * (RUN * element_bytes(FORMAT) * head_dim / 64);
     for (int token = 0; token < RUN; token += 2, to += stride * 2 / Kind::units) {
-        for (i32 d = 0; d < head_dim; d += 16) {
-            const Mask dims = first_lanes(head_dim - d);
-            const i64 at = static_cast<i64>(token) * head_dim + d;
-            F32 low, high;
-            if constexpr (FORMAT == KvFormat::bf16) {
-                split_pair(load(reinterpret_cast<const i32*>(from) + token / 2 * head_dim + d, dims), low, high);
-            } else if constexpr (FORMAT == KvFormat::f32) {
-                low = load(reinterpret_cast<const float*>(from) + at, dims);
-                high = load(reinterpret_cast<const float*>(from) + at + head_dim, dims);
-            } else {
-                low = load_s8(reinterpret_cast<const i8*>(from) + at, dims);
-                high = load_s8(reinterpret_cast<const i8*>(from) + at + head_dim, dims);
+        const i64 pair = static_cast<i64>(token) * head_dim;
+        for (i64 byte = 0; byte < 2 * head_dim * element_bytes(FORMAT); byte += 64) fetch<1>(next.ahead, line++);
+        i32 d = 0;
+        if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {
+            const CodeTable table = code_table();
+            for (; d + 32 <= head_dim; d += 32) {
+                const i8* codes = reinterpret_cast<const i8*>(from) + pair + d;
+                Bytes first, second;
+                widen_codes(table, load_quarters(codes, codes + head_dim, codes + 16, codes + head_dim + 16), first, second);
+                store_bytes(to + d * 4, first);
+                store_bytes(to + d * 4 + 64, second);
             }
+        }
+        for (; d < head_dim; d += 16) {
+            const Mask dims = first_lanes(head_dim - d);
+            F32 low, high;
+            if constexpr (FORMAT == KvFormat::bf16)
+                split_pair(load(reinterpret_cast<const i32*>(from) + pair / 2 + d, dims), low, high);
+            else
+                get_two<FORMAT>(from, pair + d, head_dim, dims, low, high);
             put_two<Kind, FORMAT>(to + d * 4, stride, low, high);
         }
     }
 }
 
 template <class Kind>
-static void convert_keys(KvFormat format, const u8* from, i32 head_dim, u8* to) {
-    if (format == KvFormat::bf16) return convert_keys<Kind, KvFormat::bf16>(from, head_dim, to);
-    if (format == KvFormat::f32) return convert_keys<Kind, KvFormat::f32>(from, head_dim, to);
-    convert_keys<Kind, KvFormat::i8>(from, head_dim, to);
+static void convert_keys(KvFormat format, const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
+    if (format == KvFormat::bf16) return convert_keys<Kind, KvFormat::bf16>(from, next, head_dim, to);
+    if (format == KvFormat::f32) return convert_keys<Kind, KvFormat::f32>(from, next, head_dim, to);
+    convert_keys<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
 template <class Kind>
-static void convert_values(KvFormat format, const u8* from, i32 head_dim, u8* to, i64 stride) {
-    if (format == KvFormat::bf16) return convert_values<Kind, KvFormat::bf16>(from, head_dim, to, stride);
-    if (format == KvFormat::f32) return convert_values<Kind, KvFormat::f32>(from, head_dim, to, stride);
-    convert_values<Kind, KvFormat::i8>(from, head_dim, to, stride);
+static void convert_values(KvFormat format, const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
+    if (format == KvFormat::bf16) return convert_values<Kind, KvFormat::bf16>(from, next, head_dim, to);
+    if (format == KvFormat::f32) return convert_values<Kind, KvFormat::f32>(from, next, head_dim, to);
+    convert_values<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
 // Whether the values of a run, as Kind holds them, are neither infinite nor NaN.

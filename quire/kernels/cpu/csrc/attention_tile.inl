@@ -19,7 +19,7 @@ constexpr float LOWEST = -3.40282347e38f;
 constexpr i64 SCORE_STRIDE = CHUNK + 16;
 // Rows and vectors of a register tile.
 constexpr int TILE_ROWS = QUIRE_LEVEL == 2 ? 6 : QUIRE_LEVEL == 1 ? 4 : 2;
-constexpr int TILE_VECTORS = QUIRE_LEVEL == 2 ? 4 : 1;
+constexpr int tile_vectors(int rows) { return QUIRE_LEVEL == 2 ? 4 : QUIRE_LEVEL == 1 && rows <= 2 ? 2 : 1; }
 
 QUIRE_INLINE i64 round_up(i64 n, i64 unit) { return (n + unit - 1) / unit * unit; }
 QUIRE_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
@@ -68,10 +68,29 @@ struct KindF32 {
     QUIRE_INLINE void put(u8* p, F32 x) { store(reinterpret_cast<float*>(p), x); }
 };
 
+#define QUIRE_UNROLL _Pragma("GCC unroll 32")
+
+// The runs of the group that is read next, fetched line by line from all of them in turn: runs lie anywhere in memory, and
+// several streams together come in faster than one.
+struct Ahead {
+    const u8* runs[GROUP];
+};
+
+// Fetch N lines from the one counted `line` on; `line` is a multiple of N.
+template <int N>
+QUIRE_INLINE void fetch(const Ahead& ahead, i64 line) {
+    QUIRE_UNROLL for (int n = 0; n < N; ++n) {
+        if constexpr (N == GROUP)
+            prefetch_l2(ahead.runs[n] + line * (64 / GROUP));
+        else
+            prefetch_l2(ahead.runs[(line + n) % GROUP] + (line + n) / GROUP * 64);
+    }
+}
+
 // A product of a block of rows with the vectors of up to GROUP runs. Strides are in bytes, but for out.
 struct Product {
     const u8* runs[GROUP];
-    const u8* ahead[GROUP];  // what will be read next, to be fetched meanwhile
+    Ahead ahead;
     int num_runs;
     i64 steps;               // scores: units of a row of q
     i64 run_stride;          // sums: bytes of one step of a run of values
@@ -81,22 +100,19 @@ struct Product {
     i64 out_stride;
 };
 
-#define QUIRE_UNROLL _Pragma("GCC unroll 32")
-
 // out[row][run * 16 ...] = the dot products of R rows of q with the keys of N runs.
 template <class Kind, int R, int N>
 static void score_tile(const Product& product, int first_run) {
     const u8* rows[R];
     const u8* runs[N];
-    const u8* ahead[N];
     F32 sums[R][N];
-    QUIRE_UNROLL for (int n = 0; n < N; ++n) runs[n] = product.runs[first_run + n], ahead[n] = product.ahead[first_run + n];
+    QUIRE_UNROLL for (int n = 0; n < N; ++n) runs[n] = product.runs[first_run + n];
     QUIRE_UNROLL for (int r = 0; r < R; ++r) {
         rows[r] = product.rows + r * product.row_stride;
         QUIRE_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = zero();
     }
     for (i64 step = 0; step < product.steps; ++step) {
-        QUIRE_UNROLL for (int n = 0; n < N; ++n) prefetch(ahead[n] + step * 64);
+        fetch<N>(product.ahead, (N == GROUP ? 0 : first_run * product.steps) + step * N);
         QUIRE_UNROLL for (int r = 0; r < R; ++r)
             QUIRE_UNROLL for (int n = 0; n < N; ++n)
                 sums[r][n] = Kind::multiply_add(sums[r][n], runs[n] + step * 64, rows[r] + step * 4);
@@ -112,17 +128,17 @@ static void sum_tile(const Product& product, i64 offset) {
     float* out = product.out + offset / 4;
     QUIRE_UNROLL for (int r = 0; r < R; ++r)
         QUIRE_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * product.out_stride + n * 16);
+    i64 line = offset / 64 * Kind::run_steps * GROUP;
     for (int run = 0; run < product.num_runs; ++run) {
         const u8* values = product.runs[run] + offset;
-        const u8* ahead = product.ahead[run] + offset;
         const u8* rows = product.rows + run * Kind::run_steps * 4;
         for (int step = 0; step < Kind::run_steps; ++step) {
-            QUIRE_UNROLL for (int n = 0; n < N; ++n) prefetch(ahead + n * 64);
+            fetch<N>(product.ahead, line);
             QUIRE_UNROLL for (int r = 0; r < R; ++r)
                 QUIRE_UNROLL for (int n = 0; n < N; ++n)
                     sums[r][n] = Kind::multiply_add(sums[r][n], values + n * 64, rows + r * product.row_stride);
             values += product.run_stride;
-            ahead += product.run_stride;
+            line += N;
             rows += 4;
         }
     }
@@ -148,14 +164,14 @@ template <class Kind, int R = TILE_ROWS>
 static void score_rows(const Product& product, int num_rows) {
     if constexpr (R > 1)
         if (num_rows < R) return score_rows<Kind, R - 1>(product, num_rows);
-    score_runs<Kind, R, TILE_VECTORS>(product, 0);
+    score_runs<Kind, R, tile_vectors(R)>(product, 0);
 }
 
 template <class Kind, int R = TILE_ROWS>
 static void sum_rows(const Product& product, int num_rows) {
     if constexpr (R > 1)
         if (num_rows < R) return sum_rows<Kind, R - 1>(product, num_rows);
-    sum_dims<Kind, R, TILE_VECTORS>(product, 0);
+    sum_dims<Kind, R, tile_vectors(R)>(product, 0);
 }
 
 // The tokens [begin, end) that something sees.
@@ -181,7 +197,8 @@ struct SoftmaxRow {
 
 // Turn a row's dot products into weights e^(s - max) and set max and sum. What is not seen gets weight 0.
 template <class Kind, bool IS_SCALED>
-static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* const* key_scales, const float* const* value_scales) {
+static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* const* key_scales,
+                        const float* const* value_scales) {
     const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
     const F32 scale = set1(job.scale), cap = set1(job.softcap);
     F32 highest = set1(LOWEST), sum = zero();

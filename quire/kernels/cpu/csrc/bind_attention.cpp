@@ -20,7 +20,8 @@ T* pointer(uintptr_t address) {
 
 const AttentionTable& attention_of(const std::string& isa) {
     const Kernels* chosen = isa.empty() ? &kernels() : kernels_named(isa.c_str());
-    if (chosen == nullptr) throw std::invalid_argument("this machine cannot run instruction set '" + isa + "'; see supported_isas()");
+    if (chosen == nullptr)
+        throw std::invalid_argument("this machine cannot run instruction set '" + isa + "'; see supported_isas()");
     return *chosen->attention;
 }
 
@@ -31,8 +32,8 @@ KvFormat format_of(const std::string& name) {
     throw std::invalid_argument("cache format '" + name + "' is not one of bf16, f32, i8");
 }
 
-void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 kv_heads, i32 head_dim, uintptr_t keys, uintptr_t values,
-                uintptr_t key_scales, uintptr_t value_scales) {
+void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 kv_heads, i32 head_dim, uintptr_t keys,
+                uintptr_t values, uintptr_t key_scales, uintptr_t value_scales) {
     const KvFormat kind = format_of(format);
     if (block_size < 16 || block_size % 16 != 0)
         throw std::invalid_argument("block_size is " + std::to_string(block_size) + "; it must be a multiple of 16");
@@ -41,17 +42,18 @@ void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 k
     if (kv_heads < 1) throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + "; it must be positive");
     if (kind == KvFormat::i8 && (key_scales == 0 || value_scales == 0))
         throw std::invalid_argument("a cache of i8 needs key_scales and value_scales");
-    new (layer) KvLayer{kind, block_size, kv_heads, head_dim, pointer<void>(keys), pointer<void>(values), pointer<float>(key_scales),
-                        pointer<float>(value_scales)};
+    new (layer) KvLayer{kind, block_size, kv_heads, head_dim, pointer<void>(keys), pointer<void>(values),
+                        pointer<float>(key_scales), pointer<float>(value_scales)};
 }
 
-void init_batch(Batch* batch, i32 num_sequences, i32 num_tokens, uintptr_t query_starts, uintptr_t context_lens, uintptr_t block_tables,
-                i64 table_stride) {
+void init_batch(Batch* batch, i32 num_sequences, i32 num_tokens, uintptr_t query_starts, uintptr_t context_lens,
+                uintptr_t block_tables, i64 table_stride) {
     new (batch) Batch{num_sequences, num_tokens, pointer<const i32>(query_starts), pointer<const i32>(context_lens),
                       pointer<const i32>(block_tables), table_stride};
 }
 
-void init_job(AttentionJob* job, const KvLayer& kv, i32 num_heads, float scale, i32 window, float softcap, uintptr_t sinks, bool is_bf16) {
+void init_job(AttentionJob* job, const KvLayer& kv, i32 num_heads, float scale, i32 window, float softcap, uintptr_t sinks,
+              bool is_bf16) {
     if (num_heads < 1 || num_heads % kv.kv_heads != 0)
         throw std::invalid_argument("num_heads is " + std::to_string(num_heads) + "; it must be a multiple of kv_heads, " +
                                     std::to_string(kv.kv_heads));
@@ -98,7 +100,8 @@ struct Rows {
     i64 num_tokens;
 };
 
-void store_kv(const KvLayer& kv, uintptr_t slots, i64 num_tokens, uintptr_t keys, uintptr_t values, int num_threads, const std::string& isa) {
+void store_kv(const KvLayer& kv, uintptr_t slots, i64 num_tokens, uintptr_t keys, uintptr_t values, int num_threads,
+              const std::string& isa) {
     struct Call {
         const AttentionTable& table;
         const KvLayer& kv;
@@ -121,18 +124,18 @@ void store_kv(const KvLayer& kv, uintptr_t slots, i64 num_tokens, uintptr_t keys
 
 void bind_attention(nb::module_& m) {
     nb::class_<KvLayer>(m, "KvLayer", "One layer's paged keys and values; attention.h documents the layout. Does not own the memory.")
-        .def("__init__", &init_layer, nb::arg("format"), nb::arg("block_size"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("keys"),
-             nb::arg("values"), nb::arg("key_scales") = 0, nb::arg("value_scales") = 0);
+        .def("__init__", &init_layer, nb::arg("format"), nb::arg("block_size"), nb::arg("kv_heads"), nb::arg("head_dim"),
+             nb::arg("keys"), nb::arg("values"), nb::arg("key_scales") = 0, nb::arg("value_scales") = 0);
     nb::class_<Batch>(m, "AttentionBatch", "Where the tokens of one step stand: i32 arrays by address. Does not own the memory.")
-        .def("__init__", &init_batch, nb::arg("num_sequences"), nb::arg("num_tokens"), nb::arg("query_starts"), nb::arg("context_lens"),
-             nb::arg("block_tables"), nb::arg("table_stride"));
+        .def("__init__", &init_batch, nb::arg("num_sequences"), nb::arg("num_tokens"), nb::arg("query_starts"),
+             nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("table_stride"));
     nb::class_<AttentionJob>(m, "AttentionJob", "Attention of one layer; set_rows gives q, out and scratch. Does not own the memory.")
-        .def("__init__", &init_job, nb::arg("kv"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0f,
-             nb::arg("sinks") = 0, nb::arg("is_bf16") = true)
+        .def("__init__", &init_job, nb::arg("kv"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window") = 0,
+             nb::arg("softcap") = 0.0f, nb::arg("sinks") = 0, nb::arg("is_bf16") = true)
         .def("set_rows", &set_rows, nb::arg("q"), nb::arg("q_stride"), nb::arg("out"), nb::arg("out_stride"), nb::arg("scratch"),
              "Set the addresses of q and out [num_tokens][stride] f32, and of 64-aligned scratch of attention_scratch_bytes.");
-    m.def("attention_scratch_bytes", &attention_scratch_bytes, nb::arg("job"), nb::arg("batch"), nb::arg("num_threads"), nb::arg("isa") = "",
-          "Return the bytes of scratch that attend needs.");
+    m.def("attention_scratch_bytes", &attention_scratch_bytes, nb::arg("job"), nb::arg("batch"), nb::arg("num_threads"),
+          nb::arg("isa") = "", "Return the bytes of scratch that attend needs.");
     m.def("attend", &attend, nb::arg("job"), nb::arg("batch"), nb::arg("num_threads"), nb::arg("isa") = "",
           nb::call_guard<nb::gil_scoped_release>(), "Write the attention of every row of q to out.");
     m.def("store_kv", &store_kv, nb::arg("kv"), nb::arg("slots"), nb::arg("num_tokens"), nb::arg("keys"), nb::arg("values"),

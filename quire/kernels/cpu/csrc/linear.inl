@@ -14,7 +14,7 @@ namespace {
 // Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
 // Integer tiles keep two sets: integers of a group and the f32 sum.
 #if QUIRE_LEVEL == 2
-constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 14;
+constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12;
 #elif QUIRE_LEVEL == 1
 constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3;
 #else

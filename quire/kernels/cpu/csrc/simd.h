@@ -21,7 +21,10 @@
 //   multiply_even     the 64-bit products of the even lanes, unsigned: low halves in the even lanes, high halves in the odd
 //   odd_to_even       lane 2i gets lane 2i + 1; odd lanes 0
 //   min_unsigned      of lanes taken as unsigned;  xor3  a ^ b ^ c
+//   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the table is
+//                          code_table(), made once. load_quarters: 64 bytes from four places
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
+//   prefetch, prefetch_l2  into the first, the second cache; more lines can be on their way to the second
 //   compress_store    writes the chosen lanes one after the other and returns their number; may write anything behind them, 16 values in all
 #pragma once
 

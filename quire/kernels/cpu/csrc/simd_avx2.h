@@ -222,6 +222,26 @@ QUIRE_INLINE void store_s8(i8* p, I32 x) {
     __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+QUIRE_INLINE Bytes load_quarters(const i8* a, const i8* b, const i8* c, const i8* d) {
+    auto two = [](const i8* low, const i8* high) {
+        return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(high), reinterpret_cast<const __m128i*>(low));
+    };
+    return {two(a, b), two(c, d)};
+}
+struct CodeTable {};
+QUIRE_INLINE CodeTable code_table() { return {}; }
+QUIRE_INLINE __m256i widen_pair(__m128i low, __m128i high) {
+    const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high));
+    return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b));
+}
+QUIRE_INLINE Bytes widen_half(__m256i codes) {
+    const __m128i low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
+    return {widen_pair(low, high), widen_pair(_mm_srli_si128(low, 8), _mm_srli_si128(high, 8))};
+}
+QUIRE_INLINE void widen_codes(CodeTable, Bytes codes, Bytes& first, Bytes& second) {
+    first = widen_half(codes.a);
+    second = widen_half(codes.b);
+}
 QUIRE_INLINE Bytes load_table(const u8* table) {
     __m256i x = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {x, x};
@@ -245,6 +265,7 @@ QUIRE_INLINE float max_lanes(F32 x) {
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+QUIRE_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

@@ -132,6 +132,48 @@ QUIRE_INLINE F32 load_s8(const i8* p, Mask m) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m.v, p)))};
 }
 QUIRE_INLINE void store_s8(i8* p, I32 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v)); }
+QUIRE_INLINE Bytes load_quarters(const i8* a, const i8* b, const i8* c, const i8* d) {
+    auto part = [](const i8* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+    __m512i r = _mm512_castsi128_si512(part(a));
+    r = _mm512_inserti32x4(r, part(b), 1);
+    r = _mm512_inserti32x4(r, part(c), 2);
+    return {_mm512_inserti32x4(r, part(d), 3)};
+}
+// By table: through f32 it would take twice the instructions.
+struct CodeTable {
+    __m512i low[2], high[2];  // the bytes of bf16(c), 0 <= c < 128
+    __m512i order;            // of the codes, so that unpacking halves of 16-byte lanes leaves the results in order
+};
+QUIRE_INLINE CodeTable code_table() {
+    alignas(64) static constexpr struct Tables {
+        u8 low[128], high[128], order[64];
+        constexpr Tables() : low(), high(), order() {
+            for (int c = 1; c < 128; ++c) {
+                int power = 0;
+                while (c >> (power + 1) != 0) ++power;
+                const int bits = (127 + power) << 7 | ((c << 7 >> power) & 127);
+                low[c] = static_cast<u8>(bits & 255);
+                high[c] = static_cast<u8>(bits >> 8);
+            }
+            for (int i = 0; i < 64; ++i) {
+                const int lane = i / 16, is_second = i / 8 % 2, pair = lane * 4 + i % 8 / 2;
+                order[i] = static_cast<u8>(is_second * 32 + i % 2 * 16 + pair);
+            }
+        }
+    } tables;
+    return {{_mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64)},
+            {_mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)},
+            _mm512_load_si512(tables.order)};
+}
+QUIRE_INLINE void widen_codes(const CodeTable& table, Bytes codes, Bytes& first, Bytes& second) {
+    // vpermi2b reads seven bits of an index: |codes| is at most 128, whose seven bits are those of 0. Codes are never -128.
+    const __m512i ordered = _mm512_permutexvar_epi8(table.order, codes.v), magnitude = _mm512_abs_epi8(ordered);
+    const __m512i low = _mm512_permutex2var_epi8(table.low[0], magnitude, table.low[1]);
+    const __m512i unsigned_high = _mm512_permutex2var_epi8(table.high[0], magnitude, table.high[1]);
+    const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, ordered, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    first.v = _mm512_unpacklo_epi8(low, high);
+    second.v = _mm512_unpackhi_epi8(low, high);
+}
 QUIRE_INLINE Bytes load_table(const u8* table) { return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))}; }
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     const __m512i mask = _mm512_set1_epi8(15);
@@ -146,6 +188,7 @@ QUIRE_INLINE float sum_lanes(F32 a) {
 }
 QUIRE_INLINE float max_lanes(F32 a) { return _mm512_reduce_max_ps(a.v); }
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+QUIRE_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

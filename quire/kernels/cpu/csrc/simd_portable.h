@@ -153,6 +153,25 @@ QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
 QUIRE_INLINE F32 load_s8(const i8* p) { F32 r; QUIRE_EACH r.v[i] = p[i]; return r; }
 QUIRE_INLINE F32 load_s8(const i8* p, Mask m) { F32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
 QUIRE_INLINE void store_s8(i8* p, I32 a) { QUIRE_EACH p[i] = static_cast<i8>(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]); }
+QUIRE_INLINE Bytes load_quarters(const i8* a, const i8* b, const i8* c, const i8* d) {
+    Bytes r;
+    memcpy(r.v, a, 16);
+    memcpy(r.v + 16, b, 16);
+    memcpy(r.v + 32, c, 16);
+    memcpy(r.v + 48, d, 16);
+    return r;
+}
+struct CodeTable {};
+QUIRE_INLINE CodeTable code_table() { return {}; }
+QUIRE_INLINE void widen_codes(CodeTable, Bytes codes, Bytes& first, Bytes& second) {
+    i8 c[64];
+    memcpy(c, codes.v, 64);
+    for (int i = 0; i < 16; ++i) {
+        const u16 pairs[4] = {round_bf16(c[i]), round_bf16(c[16 + i]), round_bf16(c[32 + i]), round_bf16(c[48 + i])};
+        memcpy(first.v + 4 * i, pairs, 4);
+        memcpy(second.v + 4 * i, pairs + 2, 4);
+    }
+}
 QUIRE_INLINE Bytes load_table(const u8* table) { Bytes r; for (int i = 0; i < 64; ++i) r.v[i] = table[i & 15]; return r; }
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     for (int i = 0; i < 64; ++i) low.v[i] = table.v[packed.v[i] & 15], high.v[i] = table.v[packed.v[i] >> 4];
@@ -168,6 +187,7 @@ QUIRE_INLINE float max_lanes(F32 a) {
     return m;
 }
 QUIRE_INLINE void prefetch(const void*) {}
+QUIRE_INLINE void prefetch_l2(const void*) {}
 
 #undef QUIRE_EACH
 

@@ -1,0 +1,343 @@
+"""Native paged attention against float64, and one row against itself in every batch, chunking and number of threads."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
+if not hasattr(native, "attend"):
+    pytest.skip("the native kernels were built without attention", allow_module_level=True)
+
+ISAS = native.supported_isas()
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8}
+
+# Of max |v|. f32: the rounding of sums of up to 512 products and of e^x. bf16: weights are rounded to 8 bits, each by at most a
+# part in 2^9, while their sum is not; the rest as f32. Keys, values and q are rounded in the reference too, so cost nothing.
+BUDGET = {False: 1e-5, True: 2.0**-9 + 2e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model's attention and its cache."""
+
+    num_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    cache: str = "bf16"
+    is_bf16: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+    scale: float = 0.0
+    magnitude: float = 1.0
+
+    @property
+    def score_scale(self):
+        return self.scale or self.head_dim**-0.5
+
+
+def address(tensor):
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class Cache:
+    """Paged keys and values of some sequences, with NaN wherever nothing was stored."""
+
+    def __init__(self, setup, lengths, seed=0, isa="", num_threads=1):
+        self.setup = setup
+        generator = torch.Generator().manual_seed(seed)
+        num_blocks = [-(-length // setup.block_size) for length in lengths]
+        order = torch.randperm(sum(num_blocks) + 2, generator=generator)
+        shape = (len(order), setup.kv_heads, setup.block_size)
+        stale = 77 if setup.cache == "i8" else torch.nan
+        self.keys, self.values = (torch.full((*shape, setup.head_dim), stale, dtype=DTYPES[setup.cache]) for _ in range(2))
+        self.key_scales, self.value_scales = (torch.full(shape, torch.nan) if setup.cache == "i8" else None for _ in range(2))
+        # Entries past the context point at a block that no sequence owns, and that is full of NaN.
+        self.tables = torch.full((len(lengths), max(num_blocks) + 1), int(order[-1]), dtype=torch.int32)
+        self.k, self.v, self.slots = [], [], []
+        taken = 0
+        for index, length in enumerate(lengths):
+            self.tables[index, : num_blocks[index]] = order[taken : taken + num_blocks[index]]
+            taken += num_blocks[index]
+            positions = torch.arange(length)
+            blocks = self.tables[index][positions // setup.block_size].long()
+            self.slots.append(blocks * setup.block_size + positions % setup.block_size)
+            width = setup.kv_heads * setup.head_dim
+            self.k.append(torch.randn(length, width, generator=generator) * setup.magnitude)
+            self.v.append(torch.randn(length, width, generator=generator))
+            self.store(index, isa, num_threads)
+
+    def layer(self):
+        s = self.setup
+        pointers = [address(t) for t in (self.keys, self.values, self.key_scales, self.value_scales)]
+        return native.KvLayer(s.cache, s.block_size, s.kv_heads, s.head_dim, *pointers)
+
+    def store(self, index, isa="", num_threads=1):
+        slots, k, v = self.slots[index], self.k[index], self.v[index]
+        native.store_kv(self.layer(), address(slots), len(slots), address(k), address(v), num_threads, isa)
+
+    def stored(self, index):
+        """Return what the cache holds for a sequence, keys and values [L, K, D] f64, read by the documented layout."""
+        s = self.setup
+        runs = (-1, s.kv_heads, s.block_size // 16)
+        keys, values = self.keys.double(), self.values.double()
+        if s.cache == "bf16":
+            keys = keys.view(*runs, s.head_dim // 2, 16, 2).transpose(-2, -3).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
+            values = values.view(*runs, 8, s.head_dim, 2).transpose(-1, -2).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
+        else:
+            keys = keys.view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
+        if s.cache == "i8":
+            keys, values = keys * self.key_scales.double()[..., None], values * self.value_scales.double()[..., None]
+        blocks, offsets = self.slots[index] // s.block_size, self.slots[index] % s.block_size
+        return keys[blocks, :, offsets], values[blocks, :, offsets]
+
+
+def attend(cache, rows, q, *, sinks=None, num_threads=1, isa=""):
+    """Return the attention of q [T, H * D] for rows, (sequence, context length, number of queries) each."""
+    s = cache.setup
+    starts = torch.tensor([0, *torch.tensor([count for _, _, count in rows]).cumsum(0)], dtype=torch.int32)
+    lengths = torch.tensor([length for _, length, _ in rows], dtype=torch.int32)
+    tables = cache.tables[[sequence for sequence, _, _ in rows]].contiguous()
+    batch = native.AttentionBatch(len(rows), len(q), address(starts), address(lengths), address(tables), tables.shape[1])
+    job = native.AttentionJob(cache.layer(), s.num_heads, s.score_scale, s.window, s.softcap, address(sinks), s.is_bf16)
+    size = native.attention_scratch_bytes(job, batch, num_threads, isa)
+    guard = 256
+    scratch = torch.full((size + 64 + guard,), 0xFF, dtype=torch.uint8)
+    start = -scratch.data_ptr() % 64
+    out = torch.full((len(q), q.shape[1] + 3), torch.nan)
+    job.set_rows(address(q), q.stride(0), address(out), out.stride(0), scratch.data_ptr() + start)
+    native.attend(job, batch, num_threads, isa)
+    assert (scratch[start + size :] == 0xFF).all()
+    assert out[:, q.shape[1] :].isnan().all()
+    return out[:, : q.shape[1]]
+
+
+def reference(cache, rows, q, sinks=None):
+    """Return the same in float64, from the stored keys and values."""
+    s = cache.setup
+    group = s.num_heads // s.kv_heads
+    kind = torch.bfloat16 if s.is_bf16 else torch.float32
+    queries = q.to(kind).double().view(len(q), s.num_heads, s.head_dim)
+    outs, start = [], 0
+    for sequence, length, count in rows:
+        keys, values = (x[:length].to(kind).double() if s.cache != "i8" else x[:length] for x in cache.stored(sequence))
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries[start : start + count], keys) * s.score_scale
+        if s.softcap:
+            scores = torch.tanh(scores / s.softcap) * s.softcap
+        distance = torch.arange(length - count, length)[:, None] - torch.arange(length)
+        is_hidden = (distance < 0) | (distance >= s.window if s.window else torch.zeros_like(distance, dtype=torch.bool))
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, count, 1)], -1)
+        weights = scores.softmax(-1)[..., :length]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values).reshape(count, -1))
+        start += count
+    return torch.cat(outs)
+
+
+def queries_of(setup, rows, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(count for _, _, count in rows)
+    return torch.randn(count, setup.num_heads * setup.head_dim, generator=generator) * setup.magnitude
+
+
+def sinks_of(setup):
+    return torch.linspace(-2, 3, setup.num_heads) if setup.has_sinks else None
+
+
+def same(a, b):
+    """Return whether two outputs agree bit for bit; NaN equals NaN and -0 equals 0."""
+    return torch.equal(a.nan_to_num(1e30, 2e30, 3e30), b.nan_to_num(1e30, 2e30, 3e30))
+
+
+SETUPS = {
+    "bf16": Setup(),
+    "f32": Setup(cache="f32", is_bf16=False),
+    "i8": Setup(cache="i8", block_size=32),
+    "i8-f32": Setup(cache="i8", is_bf16=False),
+    "bf16-cache-f32": Setup(is_bf16=False),
+    "f32-cache-bf16": Setup(cache="f32"),
+    "dim2": Setup(head_dim=2),
+    "dim6-f32": Setup(head_dim=6, cache="f32", is_bf16=False, num_heads=6),
+    "dim72-window": Setup(head_dim=72, block_size=64, window=37),
+    "dim80-i8-window": Setup(head_dim=80, cache="i8", window=300),
+    "dim128-softcap-sinks": Setup(head_dim=128, softcap=5.0, has_sinks=True, num_heads=8, magnitude=3.0),
+    "dim512-group5": Setup(head_dim=512, num_heads=5, kv_heads=1),
+    "group32": Setup(num_heads=32, kv_heads=1, window=5, has_sinks=True),
+    "group71": Setup(num_heads=71, kv_heads=1, head_dim=16),
+    "group3-window1": Setup(num_heads=9, kv_heads=3, window=1),
+    "window256-f32": Setup(cache="f32", is_bf16=False, window=256, softcap=2.0),
+    "large": Setup(magnitude=30.0),
+    "negative-scale": Setup(scale=-0.2, head_dim=16),
+}
+ROWS = [(0, 1, 1), (1, 700, 1), (2, 83, 83), (3, 530, 41), (4, 16, 16), (5, 257, 2), (6, 512, 1)]
+LENGTHS = [1, 700, 83, 530, 16, 257, 512]
+NAMES = pytest.mark.parametrize("name", SETUPS)
+EACH_ISA = pytest.mark.parametrize("isa", ISAS)
+
+
+@EACH_ISA
+@NAMES
+def test_attention_agrees_with_float64_when_decode_and_prefill_mix(name, isa):
+    setup = SETUPS[name]
+    cache = Cache(setup, LENGTHS, isa=isa)
+    q, sinks = queries_of(setup, ROWS), sinks_of(setup)
+    expected = reference(cache, ROWS, q, sinks)
+    out = attend(cache, ROWS, q, sinks=sinks, isa=isa, num_threads=2)
+    # Scores of hundreds move by 1e-5 of themselves in f32, and the weights with them.
+    slack = 4e-3 if setup.magnitude > 10 else 0.0
+    budget = (BUDGET[setup.is_bf16] + slack) * max(cache.stored(row[0])[1].abs().max() for row in ROWS)
+    assert (out.double() - expected).abs().max() <= budget
+
+
+@EACH_ISA
+@NAMES
+def test_a_row_is_the_same_bits_when_alone_chunked_or_batched_on_any_threads(name, isa):
+    setup = SETUPS[name]
+    cache = Cache(setup, LENGTHS, seed=3)
+    q, sinks = queries_of(setup, ROWS, seed=4), sinks_of(setup)
+    whole = attend(cache, ROWS, q, sinks=sinks, isa=isa)
+    for num_threads in (2, 3):
+        assert same(whole, attend(cache, ROWS, q, sinks=sinks, isa=isa, num_threads=num_threads))
+    generator = torch.Generator().manual_seed(5)
+    start = 0
+    for sequence, length, count in ROWS:
+        rows, mine = q[start : start + count], whole[start : start + count]
+        for row in {0, count // 2, count - 1}:
+            alone = [(sequence, length - count + row + 1, 1)]
+            assert same(
+                mine[row : row + 1], attend(cache, alone, rows[row : row + 1], sinks=sinks, isa=isa, num_threads=1 + row % 3)
+            )
+        done = 0
+        while done < count:
+            size = min(count - done, int(torch.randint(1, 30, (), generator=generator)))
+            chunk = [(sequence, length - count + done + size, size)]
+            part = attend(cache, chunk, rows[done : done + size], sinks=sinks, isa=isa, num_threads=1 + size % 3)
+            assert same(mine[done : done + size], part)
+            done += size
+        start += count
+
+
+@EACH_ISA
+def test_long_decode_is_the_same_bits_when_cut_over_threads(isa):
+    for setup in (Setup(kv_heads=1, num_heads=3, head_dim=16), Setup(kv_heads=1, num_heads=33, head_dim=4, window=1000)):
+        cache = Cache(setup, [3000, 90, 2000])
+        rows = [(0, 3000, 1), (1, 90, 1), (2, 2000, 9)]
+        q = queries_of(setup, rows)
+        outs = [attend(cache, rows, q, num_threads=n, isa=isa) for n in (1, 2, 3, 7)]
+        assert all(same(outs[0], out) for out in outs[1:])
+        assert same(outs[0][1:2], attend(cache, rows[1:2], q[1:2], isa=isa))
+        assert (outs[0].double() - reference(cache, rows, q)).abs().max() <= BUDGET[True] * 5
+
+
+@EACH_ISA
+@pytest.mark.parametrize("name", ["bf16", "f32", "i8", "dim72-window", "group3-window1", "window256-f32"])
+def test_nan_reaches_exactly_the_rows_that_see_it(name, isa):
+    setup = SETUPS[name]
+    clean = Cache(setup, [600])
+    rows = [(0, 600, 600)]
+    q = queries_of(setup, rows)
+    expected = attend(clean, rows, q, isa=isa)
+    heads = setup.num_heads // setup.kv_heads * setup.head_dim  # those that read the kv head that is spoilt
+    positions = torch.arange(600)
+    for poisoned, tensor in ((0, "v"), (300, "k"), (331, "v"), (599, "k"), (599, "v"), (256, "v")):
+        cache = Cache(setup, [600])
+        getattr(cache, tensor)[0][poisoned, : setup.head_dim] = torch.nan
+        cache.store(0, isa)
+        out = attend(cache, rows, q, isa=isa, num_threads=2)
+        sees = (positions >= poisoned) & (positions < poisoned + (setup.window or 600))
+        assert out[sees, :heads].isnan().all()
+        assert same(out[~sees], expected[~sees])
+        assert same(out[:, heads:], expected[:, heads:])
+        for row in (max(poisoned - 1, 0), poisoned, min(poisoned + 7, 599)):
+            alone = attend(cache, [(0, row + 1, 1)], q[row : row + 1], isa=isa)
+            assert same(alone, out[row : row + 1])
+
+
+@EACH_ISA
+@pytest.mark.parametrize("cache_format", DTYPES)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(2, 16), (30, 32), (64, 64), (18, 16)])
+def test_store_writes_only_its_token_when_others_of_the_run_are_filled(cache_format, head_dim, block_size, isa):
+    setup = Setup(head_dim=head_dim, block_size=block_size, cache=cache_format, kv_heads=3, num_heads=3)
+    cache = Cache(setup, [150], isa=isa, num_threads=3)
+    keys, values = cache.stored(0)
+    for stored, given in ((keys, cache.k[0]), (values, cache.v[0])):
+        given = given.view(stored.shape)
+        if cache_format == "i8":
+            half_steps = given.abs().amax(-1, keepdim=True).double() / 127 * 0.5001
+            assert ((stored - given.double()).abs() <= half_steps).all()
+        else:
+            assert torch.equal(stored, given.to(DTYPES[cache_format]).double())
+    before = [t.clone() for t in (cache.keys, cache.values)]
+    token = 37
+    cache.k[0][token] = torch.randn(3 * head_dim)
+    cache.v[0][token] = torch.randn(3 * head_dim)
+    slot, k, v = cache.slots[0][token : token + 1], cache.k[0][token : token + 1], cache.v[0][token : token + 1]
+    native.store_kv(cache.layer(), address(slot), 1, address(k), address(v), 1, isa)
+    again_keys, again_values = cache.stored(0)
+    others = torch.arange(150) != token
+    assert torch.equal(again_keys[others], keys[others])
+    assert torch.equal(again_values[others], values[others])
+    changed = sum(
+        int((a.nan_to_num(9) != b.nan_to_num(9)).sum()) for a, b in zip(before, (cache.keys, cache.values), strict=True)
+    )
+    assert 0 < changed <= 2 * 3 * head_dim
+
+
+@EACH_ISA
+def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(isa):
+    setup = Setup(cache="i8", kv_heads=1, num_heads=1, head_dim=18)
+    cache = Cache(setup, [5], isa=isa)
+    cache.k[0][0] = 0
+    cache.k[0][1] = 1e-42
+    cache.k[0][2, 17] = torch.nan
+    cache.k[0][3] = 3e38
+    cache.store(0, isa)
+    keys, _ = cache.stored(0)
+    scales = cache.key_scales.view(-1)[cache.slots[0]]
+    assert scales[0] == 0
+    assert (keys[0] == 0).all()
+    assert keys[1].isfinite().all()
+    assert keys[1].abs().max() < 1e-37
+    assert keys[2].isnan().all()
+    assert (keys[3] / cache.k[0][3].double() - 1).abs().max() < 1e-6
+
+
+@EACH_ISA
+def test_attention_is_finite_when_values_are_denormal_or_scores_overflow(isa):
+    for setup in (Setup(), Setup(cache="f32", is_bf16=False)):
+        cache = Cache(setup, [300])
+        cache.k[0][:] *= 1e-40
+        cache.v[0][:] *= 1e-40
+        cache.store(0)
+        q = queries_of(setup, [(0, 300, 20)])
+        out = attend(cache, [(0, 300, 20)], q, isa=isa)
+        assert out.isfinite().all()
+        assert out.abs().max() < 1e-37
+        cache.k[0][:] = 1e30
+        cache.v[0][:] = 1.0
+        cache.k[0][5] = -1e30
+        cache.store(0)
+        out = attend(cache, [(0, 300, 1)], torch.full((1, 128), 1e5), isa=isa)
+        assert torch.allclose(out, torch.ones_like(out), rtol=1e-6)
+        # A chunk whose scores are all -inf adds nothing.
+        cache.k[0][:256] = -1e38
+        cache.store(0)
+        out = attend(cache, [(0, 300, 1)], torch.full((1, 128), 1e5), isa=isa)
+        assert torch.allclose(out, torch.ones_like(out), rtol=1e-6)
+
+
+def test_what_is_not_supported_is_refused_when_a_layer_or_job_is_made():
+    for bad in (("f16", 16, 1, 8), ("bf16", 24, 1, 8), ("bf16", 16, 1, 7), ("bf16", 16, 0, 8), ("i8", 16, 1, 8)):
+        with pytest.raises(ValueError):
+            native.KvLayer(*bad, 0, 0)
+    layer = native.KvLayer("bf16", 16, 2, 8, 0, 0)
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        native.AttentionJob(layer, 3, 1.0)
+    with pytest.raises(ValueError, match="window"):
+        native.AttentionJob(layer, 4, 1.0, -1)
+    with pytest.raises(ValueError, match="supported_isas"):
+        native.attention_scratch_bytes(native.AttentionJob(layer, 4, 1.0), native.AttentionBatch(0, 0, 0, 0, 0, 0), 1, "sse9")
