@@ -19,6 +19,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder, native_refusal
 from quire.quant.parameters import Parameter
+from quire.quant.policy import QuantizationPolicy, parameter_quantizer, quantize_parameters
 
 logger = get_logger(__name__)
 
@@ -45,21 +46,37 @@ def runs_natively(spec: ModelSpec, block_size: int) -> bool:
     return load_native() is not None and native_refusal(spec, block_size) is None
 
 
-def build_model(spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int, block_size: int) -> Model:
+def build_model(
+    spec: ModelSpec,
+    parameters: dict[str, Parameter],
+    max_model_len: int,
+    block_size: int,
+    policy: QuantizationPolicy | None = None,
+) -> Model:
     """Return the native decoder where the extension is there and covers the model, else the reference; the log says which.
 
     parameters  emptied by the native decoder, which packs one after the other
+    policy      how the parameters are quantised; the native decoder does that one after the other too
+
+    Raises ConfigError where the parameters are quantised already and a policy is given.
     """
     native = load_native()
     if native is None:
         logger.info("native CPU kernels are not built, or turned off by QUIRE_NATIVE=0: torch runs the model, slower")
-        return Decoder(spec, parameters, max_model_len)
+        return _reference(spec, parameters, max_model_len, policy)
     refusal = native_refusal(spec, block_size)
     if refusal is not None:
         logger.warning("the native kernels do not cover %s: torch runs this model, slower", refusal)
-        return Decoder(spec, parameters, max_model_len)
+        return _reference(spec, parameters, max_model_len, policy)
     logger.info("native CPU kernels: %s", native.isa())
-    return NativeDecoder(native, spec, parameters, max_model_len)
+    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy)
+    return NativeDecoder(native, spec, parameters, max_model_len, quantize)
+
+
+def _reference(
+    spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int, policy: QuantizationPolicy | None
+) -> Decoder:
+    return Decoder(spec, parameters if policy is None else quantize_parameters(parameters, spec, policy), max_model_len)
 
 
 def load_model(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> Decoder:

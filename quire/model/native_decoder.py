@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -37,13 +38,22 @@ class NativeDecoder:
 
     parameters     as `load_parameters` returns them; emptied on the way, so that what is packed can go
     max_model_len  the longest sequence it will see; some rope scalings depend on it
+    quantize       applied to every weight by its name just before it is packed, to an expert's on its own
     """
 
-    def __init__(self, native: ModuleType, spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int) -> None:
+    def __init__(
+        self,
+        native: ModuleType,
+        spec: ModelSpec,
+        parameters: dict[str, Parameter],
+        max_model_len: int,
+        quantize: Callable[[str, Tensor], Parameter] | None = None,
+    ) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self._native = native
         self._parameters = parameters
+        self._quantize = quantize
         self._packer = WeightPacker(native, self.dtype)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         self._angles = [_Angles(rope, max_model_len, self.dtype) for rope in ropes]
@@ -63,6 +73,8 @@ class NativeDecoder:
         embed = self._pack("embed")
         is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
         head = self._pack("lm_head") if is_head_own else embed
+        if not is_head_own:
+            self._parameters.pop("lm_head.weight", None)
         del embedding
         scale = spec.embed_scale
         if spec.is_embed_scale_cast:
@@ -79,10 +91,14 @@ class NativeDecoder:
         return layers
 
     def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
-        weight, bias = self._parameters.pop(f"{name}.weight"), self._parameters.pop(f"{name}.bias", None)
+        weight = self._quantized(f"{name}.weight", self._parameters.pop(f"{name}.weight"))
+        bias = self._parameters.pop(f"{name}.bias", None)
         if isinstance(weight, QuantizedStack) or isinstance(bias, QuantizedWeight | QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
         return self._packer.pack(weight, bias, dtype)
+
+    def _quantized(self, name: str, weight: Parameter) -> Parameter:
+        return self._quantize(name, weight) if self._quantize is not None and isinstance(weight, Tensor) else weight
 
     def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int) -> None:
         if spec is None:
@@ -123,15 +139,19 @@ class NativeDecoder:
         layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32)
-        gate_up, down = (
-            self._parameters.pop(f"{prefix}experts.gate_up.weight"),
-            self._parameters.pop(f"{prefix}experts.down.weight"),
-        )
+        names = (f"{prefix}experts.gate_up.weight", f"{prefix}experts.down.weight")
+        stacks = [self._parameters.pop(name) for name in names]
         inner = spec.expert.intermediate_size
         for index in range(spec.num_experts):
-            both = _entry(gate_up, index)
-            parts = (_rows(both, 0, inner), _rows(both, inner, 2 * inner), _entry(down, index))
+            both, down = (self._expert(name, stack, index) for name, stack in zip(names, stacks, strict=True))
+            parts = (_rows(both, 0, inner), _rows(both, inner, 2 * inner), down)
             layer.add_expert(*(self._packer.pack(part) for part in parts))
+
+    def _expert(self, name: str, stack: Parameter, index: int) -> Tensor | QuantizedWeight:
+        weight = self._quantized(name, _entry(stack, index))
+        if isinstance(weight, QuantizedStack):
+            raise TypeError(f"{name} is a stack of stacks")
+        return weight
 
     def _extend_angles(self, count: int) -> None:
         for index, angles in enumerate(self._angles):

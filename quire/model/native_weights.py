@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.pages import is_file_view
 from quire.quant.weight import QuantizedWeight
 
 _ROWS_AT_ONCE = 4096
@@ -54,7 +55,7 @@ class WeightPacker:
         for first in range(0, num_rows, step):
             rows = weight[first : first + step].to(dtype).contiguous()
             # Only what lies in a mapped file comes back when it is read again; `forget` would zero other memory.
-            is_mapped = is_view and _is_file_view(weight)
+            is_mapped = is_view and is_file_view(weight)
             packed.pack(
                 rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()
             )
@@ -130,11 +131,6 @@ def _groups(weight: QuantizedWeight) -> tuple[int, int]:
         # One scale per row is applied at the end; inputs are quantised in groups all the same.
         return min(_INPUT_GROUP, num_columns), min(_INPUT_GROUP, num_columns)
     return group, max(group, _INPUT_GROUP // group * group)
-
-
-def _is_file_view(tensor: Tensor) -> bool:
-    # Tensors of a mapped file are not resizable: their storage is not from an allocator.
-    return not tensor.untyped_storage().resizable()
 
 
 def _padded(values: Tensor) -> Tensor:

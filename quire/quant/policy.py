@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.quant.parameters import Parameter, QuantizedStack
 from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, quantize_weight
@@ -61,33 +61,68 @@ POLICIES = {
 small model is lost in them and in the MLPs at both ends."""
 
 
-def quantize_parameters(parameters: dict[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy) -> dict[str, Parameter]:
-    """Return a model's parameters quantised. `parameters` is emptied on the way, so that the float weights can go.
+@dataclass(frozen=True, slots=True)
+class ParameterQuantizer:
+    """Quantises the parameters of one model by their canonical names."""
 
-    Stacks of experts become a QuantizedStack. Raises ConfigError where a parameter is quantised already.
-    """
+    policy: QuantizationPolicy
+    num_layers: int
+
+    def __call__(self, name: str, weight: Tensor) -> Parameter:
+        """Return a parameter as the policy has it: quantised, a stack of experts as a QuantizedStack, or the same tensor.
+
+        Pages of a mapped file that a quantised weight was read from are given back.
+        """
+        scheme = self.policy.scheme_of(name, weight.shape[-1], self.num_layers)
+        if scheme is None:
+            return weight
+        if weight.ndim == 3:
+            return QuantizedStack(tuple(quantize_weight(expert, scheme, is_forgotten=True) for expert in weight))
+        return quantize_weight(weight, scheme, is_forgotten=True)
+
+
+def parameter_quantizer(parameters: Mapping[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy) -> ParameterQuantizer:
+    """Return what quantises these parameters. Raises ConfigError where one of them is quantised already."""
     if not all(isinstance(parameter, Tensor) for parameter in parameters.values()):
         raise ConfigError(
             "quantization is for weights that are not quantised, but this checkpoint is already: leave the option out, or "
             "take the checkpoint in its original precision"
         )
-    quantized: dict[str, Parameter] = {}
-    embedding = parameters.get(_EMBED)
+    return ParameterQuantizer(policy, len(spec.layers))
+
+
+def iterate_quantized(
+    parameters: dict[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy
+) -> Iterator[tuple[str, Parameter]]:
+    """Yield every parameter with its name, quantised. `parameters` is emptied on the way, so that the float weights can go.
+
+    A head that is the embedding stays one object with it. Raises ConfigError where a parameter is quantised already.
+    """
+    quantize = parameter_quantizer(parameters, spec, policy)
+    shared = [name for name in parameters if parameters[name] is parameters.get(_EMBED)]
+    embedded: Parameter | None = None
     for name in tqdm(list(parameters), "quantising weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
-        weight = parameters.pop(name)
-        assert isinstance(weight, Tensor)
-        if weight is embedding and _EMBED in quantized:
-            quantized[name] = quantized[_EMBED]  # a head that is the embedding stays one object with it
+        if len(shared) < 2 or name not in shared:
+            # No name for the results here: nothing is held while they are used.
+            yield name, quantize(name, _pop_tensor(parameters, name))
             continue
-        scheme = policy.scheme_of(name, weight.shape[-1], len(spec.layers))
-        quantized[name] = weight if scheme is None else _quantize(weight, scheme)
-    return quantized
+        weight = _pop_tensor(parameters, name)
+        if embedded is None:
+            embedded = quantize(_EMBED, weight)
+        del weight
+        yield name, embedded
 
 
-def _quantize(weight: Tensor, scheme: Scheme) -> Parameter:
-    if weight.ndim == 3:
-        return QuantizedStack(tuple(quantize_weight(expert, scheme) for expert in weight))
-    return quantize_weight(weight, scheme)
+def _pop_tensor(parameters: dict[str, Parameter], name: str) -> Tensor:
+    weight = parameters.pop(name)
+    if not isinstance(weight, Tensor):
+        raise InvariantError(f"{name} was put among the parameters while they were quantised")
+    return weight
+
+
+def quantize_parameters(parameters: dict[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy) -> dict[str, Parameter]:
+    """Return a model's parameters quantised, all at once; see `iterate_quantized`."""
+    return dict(iterate_quantized(parameters, spec, policy))
 
 
 def quantized_bytes(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, policy: QuantizationPolicy) -> int:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import ConfigError
+from quire.kernels.cpu.quantization import NativeQuantizer
+from quire.kernels.native import load_native
 from quire.quant.weight import QuantizedWeight
 
 LINEAR_LEVELS = tuple(range(-8, 8))
 NONLINEAR_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 AFFINE_LEVELS = tuple(range(16))
+_LEVELS = {"linear": LINEAR_LEVELS, "nonlinear": NONLINEAR_LEVELS, "affine": AFFINE_LEVELS}
 GROUP_SIZES = (32, 64, 128)
 MIN_COLUMNS = 32
 """A weight with fewer columns stays float: its scales would take as much as they save."""
@@ -23,6 +28,8 @@ _CLIPS = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
 _AFFINE_CLIPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72)
 _CHUNK_WEIGHTS = 1 << 18
 """Weights worked on at once: the working copies in f32 stay in the cache."""
+_NATIVE_CHUNK_WEIGHTS = 1 << 24
+"""The same for the native kernels, which make no copies. Each chunk waits for all threads twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +75,17 @@ def fit_scheme(scheme: Scheme, num_columns: int) -> Scheme | None:
     return replace(scheme, group_size=fitting[-1]) if fitting else INT8
 
 
-def quantize_weight(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None) -> QuantizedWeight:
+def quantize_weight(
+    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None, is_forgotten: bool = False
+) -> QuantizedWeight:
     """Return a weight quantised by a scheme that fits its columns; no calibration, deterministic.
 
     weight       [O, K] float, of any dtype
     scale_dtype  what the scales will be stored in; None: as the kernels hold them, see `round_scales`
+    is_forgotten the weight comes from a checkpoint's loader and will not be read soon: pages of a mapped file are given back
 
-    For each row (int8) or group (the others), with x its weights in f32:
+    For each row (int8) or group (the others), with x its weights in f32, times the power of two that brings the largest
+    magnitude into [1, 2), so that no square leaves the range of f32:
 
     int8       scale = max|x| / 127, codes = round(x / scale), halves to even.
     linear and nonlinear, over ascending levels L
@@ -89,22 +100,41 @@ def quantize_weight(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | N
          range of x, in its middle; scale and offset are the line that fits q to x by least squares.
       2. Those of the smallest squared error are rounded as they will be stored, and the codes are round((x - offset) / scale).
 
-    nearest(y) is the level after as many midpoints of neighbouring levels as are less than y. A scale of zero makes 1 / scale
-    zero.
+    nearest(y) is the level after as many midpoints of neighbouring levels as are less than y. A scale of zero has the codes of
+    zeros. Sums over a group add its halves, then the halves of that, and so on. A group with a weight that is not finite has
+    NaN as its scale (and, through round_scales, its row), and the codes of zeros, so that it is seen in what is computed.
+
+    The native kernels give the same bits; torch is used where they are absent or no faster, and off the CPU.
     """
-    stop = weight.shape[0]
-    num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
-    parts = [_quantize_rows(weight[row : row + num_rows].float(), scheme, scale_dtype) for row in range(0, stop, num_rows)]
-    codes, scales, offsets = zip(*parts, strict=True)
-    levels = {"linear": LINEAR_LEVELS, "nonlinear": NONLINEAR_LEVELS, "affine": AFFINE_LEVELS}.get(scheme.kind)
-    offset = torch.cat([part for part in offsets if part is not None]) if scheme.kind == "affine" else None
-    return QuantizedWeight(torch.cat(codes), torch.cat(scales), offset, levels)
+    num_rows, num_columns = weight.shape
+    size = num_columns if scheme.kind == "int8" else scheme.group_size
+    scale = torch.empty(num_rows, num_columns // size, device=weight.device)
+    offset = torch.empty_like(scale) if scheme.kind == "affine" else None
+    codes = torch.empty(num_rows, num_columns, dtype=torch.int8, device=weight.device)
+    native = load_native() if weight.device.type == "cpu" else None
+    # Torch has vectors where the kernels are plain C++.
+    if native is None or native.isa() == "portable":
+        search, encode, num_at_once = partial(_search, scheme), partial(_encode, scheme), _CHUNK_WEIGHTS
+    else:
+        quantizer = native_quantizer(native, scheme)
+        search, num_at_once = quantizer.search, _NATIVE_CHUNK_WEIGHTS
+        encode = partial(quantizer.encode, is_forgotten=is_forgotten)
+    step = max(1, num_at_once // num_columns)
+    for first in range(0, num_rows, step):
+        rows = slice(first, first + step)
+        x = weight[rows]
+        values = search(x)
+        scale[rows] = _round(values[0], scale_dtype)
+        if offset is not None:
+            offset[rows] = _round(values[1], scale_dtype)
+        encode(x, scale[rows], None if offset is None else offset[rows], codes[rows])
+    return QuantizedWeight(codes, scale, offset, None if scheme.kind == "int8" else _LEVELS[scheme.kind])
 
 
 def round_scales(scale: Tensor) -> Tensor:
     """Return scales [O, G] as the kernels hold them: an f16 share of the largest magnitude of the row, times that in f32."""
     largest = scale.abs().amax(dim=1, keepdim=True)
-    return (scale * _reciprocal(largest)).half().float() * largest
+    return torch.where(largest == 0, scale, scale / largest).half().float() * largest
 
 
 def sqnr_db(weight: Tensor, quantized: QuantizedWeight) -> float:
@@ -118,62 +148,107 @@ def sqnr_db(weight: Tensor, quantized: QuantizedWeight) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def _quantize_rows(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes, scale and offset of some rows."""
-    num_rows, num_columns = weight.shape
-    size = num_columns if scheme.kind == "int8" else scheme.group_size
-    x = weight.view(num_rows, num_columns // size, size)
+def _search(scheme: Scheme, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the scales [O, G] of some rows before they are rounded and, if affine, the offsets."""
+    x = _grouped(weight, scheme)
+    magnitude = x.abs().amax(dim=2)
+    is_finite = torch.isfinite(magnitude)
     if scheme.kind == "int8":
-        scale = _round(x.abs().amax(dim=2) / 127, scale_dtype)
-        codes, offset = (x * _reciprocal(scale)[:, :, None]).round().clamp(-127, 127), None
-    elif scheme.kind == "affine":
-        scale, offset = (_round(part, scale_dtype) for part in _search_affine(x))
-        codes = ((x - offset[:, :, None]) * _reciprocal(scale)[:, :, None]).round().clamp(0, 15)
+        return (torch.where(is_finite, magnitude / 127, math.nan),)
+    power, back = (part[:, :, None] for part in _unit_powers(magnitude))
+    x = torch.where(is_finite[:, :, None], x, 0.0) * power
+    if scheme.kind == "affine":
+        found = _search_affine(x)
     else:
-        levels = LINEAR_LEVELS if scheme.kind == "linear" else NONLINEAR_LEVELS
-        table = _nearest_table(levels)
-        scale, offset = _round(_search_scale(x, levels[0], table), scale_dtype), None
-        codes = _nearest(x * _reciprocal(scale)[:, :, None], table)
-    return codes.to(torch.int8).view(num_rows, num_columns), scale, offset
+        levels = _LEVELS[scheme.kind]
+        found = (_search_scale(x, levels[0], nearest_table(levels)),)
+    return tuple(torch.where(is_finite, part * back.squeeze(2), math.nan) for part in found)
+
+
+def _encode(scheme: Scheme, weight: Tensor, scale: Tensor, offset: Tensor | None, codes: Tensor) -> None:
+    """Write the codes [O, K] of some rows from their scales and offsets [O, G]."""
+    power, _ = _unit_powers(scale.abs())
+    x, has_scale = _grouped(weight, scheme), torch.isfinite(scale) & (scale != 0)
+    if offset is not None:
+        x = x - offset[:, :, None]
+        has_scale &= torch.isfinite(offset)
+    y = torch.where(has_scale[:, :, None], x * power[:, :, None] * _reciprocal(scale * power)[:, :, None], 0.0)
+    if scheme.kind == "int8":
+        y = y.round().clamp(-127, 127)
+    elif scheme.kind == "affine":
+        y = y.round().clamp(0, 15)
+    else:
+        y = _nearest(y, nearest_table(_LEVELS[scheme.kind]))
+    codes.copy_(y.view(codes.shape))
+
+
+def native_quantizer(native: ModuleType, scheme: Scheme, isa: str = "") -> NativeQuantizer:
+    """Return the native kernels of a scheme, of one instruction set or of the best one."""
+    levels = _LEVELS.get(scheme.kind, (0,))
+    clips = [clip / 15 for clip in _AFFINE_CLIPS] if scheme.kind == "affine" else list(_CLIPS)
+    table = nearest_table(levels) if scheme.kind == "nonlinear" else None
+    return NativeQuantizer(native, scheme.kind, scheme.group_size, torch.tensor(clips), levels[0], table, isa)
+
+
+def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
+    """Return rows [O, K] as [O, G, size] f32."""
+    size = weight.shape[1] if scheme.kind == "int8" else scheme.group_size
+    return weight.float().reshape(len(weight), -1, size)
+
+
+def _unit_powers(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the powers of two that bring magnitudes into [1, 2), or near it at both ends of the range, and the inverses."""
+    exponent = (magnitude.view(torch.int32) >> 23).clamp(1, 253)
+    return ((254 - exponent) << 23).view(torch.float32), (exponent << 23).view(torch.float32)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Return the sums [O, G, 1] over groups [O, G, size] in the order that `quantize_weight` says."""
+    while x.shape[2] > 1:
+        half = x.shape[2] // 2
+        x = x[:, :, :half] + x[:, :, half:]
+    return x
 
 
 def _search_scale(x: Tensor, lowest: int, table: Tensor) -> Tensor:
     """Return the scale [O, G] of the groups x [O, G, size]; the lowest level is the farthest from zero."""
     extreme = x.gather(2, x.abs().argmax(dim=2, keepdim=True))
     unit = lowest * _reciprocal(extreme)
-    best = torch.full(x.shape[:2], -1.0)
+    best = torch.full_like(extreme, -1.0)
     scale = torch.zeros_like(best)
     for clip in _CLIPS:
         level = _nearest(x * (unit * clip), table)
-        fit, power = (x * level).sum(dim=2), level.square().sum(dim=2)
-        score = fit.square() * _reciprocal(power)
+        fit, inverse = _sum(x * level), _reciprocal(level.square().sum(dim=2, keepdim=True))
+        score = fit.square() * inverse
         is_better = score > best
         best = torch.where(is_better, score, best)
-        scale = torch.where(is_better, fit * _reciprocal(power), scale)
-    return scale
+        scale = torch.where(is_better, fit * inverse, scale)
+    return scale.squeeze(2)
 
 
 def _search_affine(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and offset [O, G] of the groups x [O, G, size]."""
     low, high = x.amin(dim=2, keepdim=True), x.amax(dim=2, keepdim=True)
-    mean = x.mean(dim=2, keepdim=True)
+    size = x.shape[2]
+    mean = _sum(x) / size
     best = torch.full_like(low, math.inf)
     scale, offset = torch.zeros_like(low), mean
     for clip in _AFFINE_CLIPS:
         step = (high - low) * (clip / 15)
         start = (high + low) / 2 - 7.5 * step
         q = ((x - start) * _reciprocal(step)).round().clamp(0, 15)
-        spread = q - q.mean(dim=2, keepdim=True)
-        slope = (spread * (x - mean)).sum(dim=2, keepdim=True) * _reciprocal(spread.square().sum(dim=2, keepdim=True))
-        base = mean - slope * q.mean(dim=2, keepdim=True)
-        error = (x - base - slope * q).square().sum(dim=2, keepdim=True)
+        middle = _sum(q) / size
+        spread = q - middle
+        slope = _sum(spread * (x - mean)) * _reciprocal(_sum(spread.square()))
+        base = mean - slope * middle
+        error = _sum((x - base - slope * q).square())
         is_better = error < best
         best = torch.where(is_better, error, best)
         scale, offset = torch.where(is_better, slope, scale), torch.where(is_better, base, offset)
     return scale.squeeze(2), offset.squeeze(2)
 
 
-def _nearest_table(levels: tuple[int, ...]) -> Tensor:
+def nearest_table(levels: tuple[int, ...]) -> Tensor:
     """Return the nearest level [512] f32 of y by ceil(2 * y) + 256: midpoints are halves of integers, so this is exact."""
     ordered = torch.tensor(levels, dtype=torch.float32)
     return ordered[torch.bucketize(torch.arange(-256, 256) / 2, (ordered[1:] + ordered[:-1]) / 2)]
@@ -181,7 +256,7 @@ def _nearest_table(levels: tuple[int, ...]) -> Tensor:
 
 def _nearest(y: Tensor, table: Tensor) -> Tensor:
     index = (y * 2).ceil_().clamp_(-256, 255).add_(256).int()
-    return table.index_select(0, index.flatten()).view(y.shape)
+    return table.to(y.device).index_select(0, index.flatten()).view(y.shape)
 
 
 def _reciprocal(y: Tensor) -> Tensor:

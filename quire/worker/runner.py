@@ -16,7 +16,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
-from quire.quant.policy import POLICIES, quantize_parameters
+from quire.quant.policy import POLICIES
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.worker.input_batch import InputBatch, Row, StepInput
@@ -60,9 +60,8 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     for line in report.memory.describe().splitlines():
         logger.info(line)
     parameters = load_parameters(report.folder, report.spec)
-    if config.quantization is not None:
-        parameters = quantize_parameters(parameters, report.spec, POLICIES[config.quantization])
-    decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size)
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config)), report
 
 

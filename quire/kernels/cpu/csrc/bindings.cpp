@@ -23,6 +23,9 @@ void bind_elementwise(nb::module_& m);
 #ifdef QUIRE_WITH_SAMPLER
 void bind_sampler(nb::module_& m);
 #endif
+#ifdef QUIRE_WITH_QUANTIZE
+void bind_quantize(nb::module_& m);
+#endif
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of quire.";
@@ -48,5 +51,8 @@ NB_MODULE(_native, m) {
 #endif
 #ifdef QUIRE_WITH_SAMPLER
     bind_sampler(m);
+#endif
+#ifdef QUIRE_WITH_QUANTIZE
+    bind_quantize(m);
 #endif
 }

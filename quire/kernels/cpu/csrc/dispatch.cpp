@@ -71,7 +71,12 @@ Level best_level() {
 #else
 #define SAMPLER(isa) nullptr
 #endif
-#define KERNELS(isa) {#isa, LINEAR(isa), ATTENTION(isa), ELEMENTWISE(isa), SAMPLER(isa)}
+#ifdef QUIRE_WITH_QUANTIZE
+#define QUANTIZE(isa) &isa::quantize_table
+#else
+#define QUANTIZE(isa) nullptr
+#endif
+#define KERNELS(isa) {#isa, LINEAR(isa), ATTENTION(isa), ELEMENTWISE(isa), SAMPLER(isa), QUANTIZE(isa)}
 
 const Kernels all_kernels[] = {
     KERNELS(portable),

@@ -24,6 +24,8 @@
 //   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the table is
 //                          code_table(), made once. load_quarters: 64 bytes from four places
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
+//   to_i32_up         to the next integer that is not below
+//   Steps, at_step    f(n) of integers -256 <= n < 256 that changes at most once in each [16i, 16i + 16); make_steps takes its 512 values
 //   prefetch, prefetch_l2  into the first, the second cache; more lines can be on their way to the second
 //   compress_store    writes the chosen lanes one after the other and returns their number; may write anything behind them, 16 values in all
 #pragma once

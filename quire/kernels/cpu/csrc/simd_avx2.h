@@ -109,6 +109,10 @@ QUIRE_INLINE Mask operator<(I32 x, I32 y) {
 }
 QUIRE_INLINE F32 to_f32(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 QUIRE_INLINE I32 to_i32(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+QUIRE_INLINE I32 to_i32_up(F32 x) { return {_mm256_cvtps_epi32(_mm256_ceil_ps(x.a)), _mm256_cvtps_epi32(_mm256_ceil_ps(x.b))}; }
+struct Steps { const float* values; };
+QUIRE_INLINE Steps make_steps(const float* values) { return {values + 256}; }
+QUIRE_INLINE F32 at_step(const Steps& steps, I32 n) { return {_mm256_i32gather_ps(steps.values, n.a, 4), _mm256_i32gather_ps(steps.values, n.b, 4)}; }
 QUIRE_INLINE F32 as_f32(I32 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 QUIRE_INLINE I32 as_i32(F32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 

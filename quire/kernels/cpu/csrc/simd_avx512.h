@@ -74,6 +74,28 @@ QUIRE_INLINE Mask operator==(I32 a, I32 b) { return {_mm512_cmpeq_epi32_mask(a.v
 QUIRE_INLINE Mask operator<(I32 a, I32 b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 QUIRE_INLINE F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 QUIRE_INLINE I32 to_i32(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
+QUIRE_INLINE I32 to_i32_up(F32 a) { return {_mm512_cvt_roundps_epi32(a.v, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC)}; }
+// For each sixteen of n: the value at its start and at its end, and the last n of the first. In registers: a gather is slow here.
+struct Steps { __m512 first[2], last[2]; __m512i change[2]; };
+QUIRE_INLINE Steps make_steps(const float* values) {
+    float first[32], last[32];
+    i32 change[32];
+    for (i32 i = 0; i < 32; ++i) {
+        // A permutation takes the low five bits of its index: n from 0 on comes first.
+        const i32 start = 16 * (i < 16 ? i : i - 32);
+        const float* at = values + 256 + start;
+        i32 same = 1;
+        while (same < 16 && at[same] == at[0]) ++same;
+        first[i] = at[0], last[i] = at[15], change[i] = start + same - 1;
+    }
+    return {{_mm512_loadu_ps(first), _mm512_loadu_ps(first + 16)}, {_mm512_loadu_ps(last), _mm512_loadu_ps(last + 16)},
+            {_mm512_loadu_si512(change), _mm512_loadu_si512(change + 16)}};
+}
+QUIRE_INLINE F32 at_step(const Steps& s, I32 n) {
+    const __m512i i = _mm512_srai_epi32(n.v, 4), change = _mm512_permutex2var_epi32(s.change[0], i, s.change[1]);
+    const __m512 first = _mm512_permutex2var_ps(s.first[0], i, s.first[1]), last = _mm512_permutex2var_ps(s.last[0], i, s.last[1]);
+    return {_mm512_mask_blend_ps(_mm512_cmpgt_epi32_mask(n.v, change), first, last)};
+}
 QUIRE_INLINE F32 as_f32(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 QUIRE_INLINE I32 as_i32(F32 a) { return {_mm512_castps_si512(a.v)}; }
 

@@ -28,6 +28,7 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_UNARY("sqrt", sqrt(floats(a))),
     QUIRE_UNARY("round", round(floats(a))),
     QUIRE_UNARY("to_i32", to_i32(floats(a))),
+    QUIRE_UNARY("to_i32_up", to_i32_up(floats(a))),
     QUIRE_UNARY("to_f32", to_f32(ints(a))),
     QUIRE_UNARY("silu", activate(Activation::silu, floats(a))),
     QUIRE_UNARY("gelu", activate(Activation::gelu, floats(a))),
@@ -95,6 +96,7 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_OPERATION("unpack_nibbles", 64, 16, 0, 128, Bytes low; Bytes high;
                     unpack_nibbles(load_bytes(a), load_table(static_cast<const u8*>(b)), low, high);
                     store_bytes(out, low); store_bytes(static_cast<u8*>(out) + 64, high)),
+    QUIRE_OPERATION("at_step", 64, 2048, 0, 64, put(out, at_step(make_steps(static_cast<const float*>(b)), ints(a)))),
     QUIRE_OPERATION("set1_bytes", 4, 0, 0, 64, store_bytes(out, set1_bytes(*static_cast<const u32*>(a)))),
 };
 

@@ -81,6 +81,16 @@ QUIRE_INLINE I32 select(Mask m, I32 yes, I32 no) { QUIRE_EACH if (has(m, i)) no.
 QUIRE_INLINE F32 to_f32(I32 a) { F32 r; QUIRE_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
 QUIRE_INLINE i32 nearest(float x) { return x >= -2147483648.0f && x < 2147483648.0f ? static_cast<i32>(lrintf(x)) : wrapped(0x80000000u); }
 QUIRE_INLINE I32 to_i32(F32 a) { I32 r; QUIRE_EACH r.v[i] = nearest(a.v[i]); return r; }
+// Without ceilf: a call for each value, where the machine has no instruction for it.
+QUIRE_INLINE i32 next_up(float x) {
+    const float y = x >= -2147483648.0f && x < 2147483648.0f ? x : -2147483648.0f;
+    const i32 t = static_cast<i32>(y);
+    return t + (static_cast<float>(t) < y ? 1 : 0);
+}
+QUIRE_INLINE I32 to_i32_up(F32 a) { I32 r; QUIRE_EACH r.v[i] = next_up(a.v[i]); return r; }
+struct Steps { const float* values; };
+QUIRE_INLINE Steps make_steps(const float* values) { return {values + 256}; }
+QUIRE_INLINE F32 at_step(const Steps& steps, I32 n) { F32 r; QUIRE_EACH r.v[i] = steps.values[n.v[i]]; return r; }
 QUIRE_INLINE F32 as_f32(I32 a) { F32 r; memcpy(r.v, a.v, 64); return r; }
 QUIRE_INLINE I32 as_i32(F32 a) { I32 r; memcpy(r.v, a.v, 64); return r; }
 

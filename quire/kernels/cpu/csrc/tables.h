@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "elementwise.h"
+#include "quantize.h"
 #include "sampler.h"
 #include "team.h"
 #include "weight.h"
@@ -25,6 +26,7 @@ struct Kernels {
     const AttentionTable* attention;
     const ElementwiseTable* elementwise;
     const SamplerTable* sampler;
+    const QuantizeTable* quantize;
 };
 
 // The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if it is no higher.
@@ -38,6 +40,7 @@ const Kernels* kernels_named(const char* name);
     extern const AttentionTable attention_table; \
     extern const ElementwiseTable elementwise_table; \
     extern const SamplerTable sampler_table;     \
+    extern const QuantizeTable quantize_table;   \
     }
 QUIRE_DECLARE(portable)
 QUIRE_DECLARE(avx2)
