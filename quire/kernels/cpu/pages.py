@@ -14,8 +14,8 @@ _MIN_BYTES = 1 << 16
 def is_file_view(tensor: Tensor) -> bool:
     """Return whether all of a tensor's storage lies in mapped files, as the system sees it.
 
-    Pages given back there come again from the file, as long as nobody wrote to them, which loading never does; other memory would
-    turn to zeros, so nothing less than the system's own list of mappings is asked.
+    Pages given back there come again from the file, as long as nobody wrote to them, which loading never does; other
+    memory would turn to zeros, so nothing less than the system's own list of mappings is asked.
     """
     storage = tensor.untyped_storage()
     if storage.resizable() or storage.nbytes() < _MIN_BYTES or not _MAPS.exists():
