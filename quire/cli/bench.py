@@ -1,4 +1,4 @@
-"""`quire bench`: measure whole runs."""
+"""`quire bench`: measure whole runs, or single kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.cli import options
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its kinds."""
-    parser = commands.add_parser("bench", help="measure throughput, latency or perplexity", description=__doc__)
+    parser = commands.add_parser("bench", help="measure throughput, latency, perplexity or kernels", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     throughput = kinds.add_parser("throughput", **options.PARSER, help="many requests at once: requests and tokens per second")
     _add_workload(throughput, input_len=256, output_len=64)
@@ -30,6 +30,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_perplexity(perplexity)
     perplexity.set_defaults(run=run_perplexity)
+    kernels = kinds.add_parser("kernels", **options.PARSER, help="single native kernels beside what the machine can do")
+    _add_kernels(kernels)
+    kernels.set_defaults(run=run_kernels)
 
 
 def _add_workload(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
@@ -67,6 +70,21 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     options.add_common_options(parser)
 
 
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="qwen3-0.6b", help="whose shapes: a folder, hub id or bundled model")
+    parser.add_argument("--isa", help="instruction set: portable, avx2 or avx512; the best one, if not given")
+    parser.add_argument("--threads", type=int, help="threads to compute with")
+    kinds = ("linear", "attention", "norm", "sampler")
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="kernels")
+    parser.add_argument("--rows", nargs="+", type=int, default=(1, 4, 16, 64, 512), help="rows of a call, but of attention")
+    parser.add_argument("--lengths", nargs="+", type=int, default=(128, 1024, 4096), help="tokens of a context or prompt")
+    parser.add_argument("--seconds", type=float, default=0.3, help="per kernel and shape")
+    parser.add_argument("--working-set-bytes", type=int, help="data to rotate over; four times the largest cache, if not given")
+    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    options.add_common_options(parser)
+
+
 def run_throughput(args: argparse.Namespace) -> int:
     """Measure and print throughput."""
     from quire.bench.throughput import measure_throughput
@@ -97,6 +115,25 @@ def run_perplexity(args: argparse.Namespace) -> int:
     windows = Windows(args.context, args.stride, args.max_tokens)
     text = _read_text(args.text)
     record = compare_perplexity(options.engine_config(args), text, args.text.name, windows, args.against, args.progress)
+    return _report(record.describe(), record.to_json(), args.output_json)
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    """Measure and print single kernels."""
+    from quire.bench.kernels import KernelOptions, measure_kernels
+
+    _check_output(args.output_json)
+    wanted = KernelOptions(
+        model=args.model,
+        isa=args.isa,
+        num_threads=args.threads,
+        only=tuple(args.only),
+        rows=tuple(args.rows),
+        lengths=tuple(args.lengths),
+        seconds=args.seconds,
+        working_set_bytes=args.working_set_bytes,
+    )
+    record = measure_kernels(wanted, args.progress)
     return _report(record.describe(), record.to_json(), args.output_json)
 
 

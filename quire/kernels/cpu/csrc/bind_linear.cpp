@@ -71,11 +71,13 @@ struct LinearCall {
     i64 x_stride;
     LinearJob job;
     Packed packed;
+    int num_threads;  // that came, perhaps fewer than asked for
 };
 
 void linear_call(void* argument, Worker& worker) {
     LinearCall& call = *static_cast<LinearCall*>(argument);
     const LinearTable& table = *call.kernels->linear;
+    if (worker.rank == 0) call.num_threads = worker.size;
     for (i64 row = next(worker, call.packed.m, 1); row < call.packed.m; row = next(worker, call.packed.m, 1))
         table.pack_row(call.packed, static_cast<i32>(row), call.x + row * call.x_stride);
     barrier(worker);
@@ -108,7 +110,7 @@ void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_
     if (call.job.finish != Finish::best) return;
     for (i32 row = 0; row < m; ++row) {
         float value;
-        reinterpret_cast<i32*>(best_index)[row] = best_of(values.data() + row * num_threads, indices.data() + row * num_threads, num_threads, value);
+        reinterpret_cast<i32*>(best_index)[row] = best_of(values.data() + row * call.num_threads, indices.data() + row * call.num_threads, call.num_threads, value);
     }
 }
 
@@ -119,7 +121,8 @@ i32 best_of(const float* values, const i32* indices, i32 count, float& value) {
     for (i32 i = 0; i < count; ++i) {
         if (indices[i] < 0) continue;
         const bool is_nan = values[i] != values[i], was_nan = best >= 0 && value != value;
-        if (best < 0 || (is_nan && !was_nan) || values[i] > value || (values[i] == value && indices[i] < best)) value = values[i], best = indices[i];
+        const bool is_lower = indices[i] < best && (values[i] == value || (is_nan && was_nan));
+        if (best < 0 || (is_nan && !was_nan) || values[i] > value || is_lower) value = values[i], best = indices[i];
     }
     return best;
 }
@@ -149,6 +152,7 @@ NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i
     const i32 step = weight.format == Format::u4 ? 8 : 4;
     if (n < 1 || k < 1) throw std::invalid_argument("a weight has at least one row and one column");
     if (is_quantized && (group < 1 || (group % step != 0 && group < k))) throw std::invalid_argument("group must be a multiple of " + std::to_string(step));
+    if (input_group == 0) input_group = group;
     if (is_quantized && (input_group < group || (input_group % group != 0 && input_group < k)))
         throw std::invalid_argument("input_group must be a multiple of group or the whole row");
     if (is_quantized && k > 60000) throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
@@ -196,7 +200,7 @@ void bind_linear(nb::module_& m) {
     using namespace quire;
     nb::class_<NativeWeight>(m, "Weight")
         .def(nb::init<const std::string&, i32, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0, "input_group"_a = 0,
-             "An empty packed weight [n, k]: format bf16, f16, f32, u8 or u4; group, input_group: see Weight in weight.h.")
+             "An empty packed weight [n, k]: format bf16, f16, f32, u8 or u4; group, input_group (0: group): see Weight in weight.h.")
         .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
              nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
         .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0,

@@ -10,22 +10,13 @@
 
 namespace nb = nanobind;
 
-#ifdef QUIRE_WITH_LINEAR
 void bind_linear(nb::module_& m);
 void bind_plan(nb::module_& m);
-#endif
-#ifdef QUIRE_WITH_ATTENTION
 void bind_attention(nb::module_& m);
-#endif
-#ifdef QUIRE_WITH_ELEMENTWISE
 void bind_elementwise(nb::module_& m);
-#endif
-#ifdef QUIRE_WITH_SAMPLER
 void bind_sampler(nb::module_& m);
-#endif
-#ifdef QUIRE_WITH_QUANTIZE
 void bind_quantize(nb::module_& m);
-#endif
+void bind_peak(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of quire.";
@@ -39,20 +30,11 @@ NB_MODULE(_native, m) {
             return names;
         },
         "The instruction sets that this machine can run, from the lowest.");
-#ifdef QUIRE_WITH_LINEAR
     bind_linear(m);
     bind_plan(m);
-#endif
-#ifdef QUIRE_WITH_ATTENTION
     bind_attention(m);
-#endif
-#ifdef QUIRE_WITH_ELEMENTWISE
     bind_elementwise(m);
-#endif
-#ifdef QUIRE_WITH_SAMPLER
     bind_sampler(m);
-#endif
-#ifdef QUIRE_WITH_QUANTIZE
     bind_quantize(m);
-#endif
+    bind_peak(m);
 }

@@ -51,32 +51,8 @@ Level best_level() {
     return best;
 }
 
-#ifdef QUIRE_WITH_LINEAR
-#define LINEAR(isa) &isa::linear_table
-#else
-#define LINEAR(isa) nullptr
-#endif
-#ifdef QUIRE_WITH_ATTENTION
-#define ATTENTION(isa) &isa::attention_table
-#else
-#define ATTENTION(isa) nullptr
-#endif
-#ifdef QUIRE_WITH_ELEMENTWISE
-#define ELEMENTWISE(isa) &isa::elementwise_table
-#else
-#define ELEMENTWISE(isa) nullptr
-#endif
-#ifdef QUIRE_WITH_SAMPLER
-#define SAMPLER(isa) &isa::sampler_table
-#else
-#define SAMPLER(isa) nullptr
-#endif
-#ifdef QUIRE_WITH_QUANTIZE
-#define QUANTIZE(isa) &isa::quantize_table
-#else
-#define QUANTIZE(isa) nullptr
-#endif
-#define KERNELS(isa) {#isa, LINEAR(isa), ATTENTION(isa), ELEMENTWISE(isa), SAMPLER(isa), QUANTIZE(isa)}
+#define KERNELS(isa) \
+    {#isa, &isa::linear_table, &isa::attention_table, &isa::elementwise_table, &isa::sampler_table, &isa::quantize_table, &isa::peak_table}
 
 const Kernels all_kernels[] = {
     KERNELS(portable),

@@ -190,7 +190,7 @@ QUIRE_INLINE void tile_grouped(const Tile& t) {
             dot_group<R, P, IS_NIBBLES>(t, begin, end, t.input + begin * R * (IS_NIBBLES ? 2 : 1), table, acc);
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) {
-                const F32 scale = load_f16(t.scales[p] + g * 16);
+                const F32 scale = t.scales[p] == nullptr ? set1(1.0f) : load_f16(t.scales[p] + g * 16);
 #pragma GCC unroll 32
                 for (int r = 0; r < R; ++r) sum[p][r] = fma(to_f32(acc[p][r]), scale, sum[p][r]);
             }
@@ -215,7 +215,7 @@ QUIRE_INLINE void tile_grouped(const Tile& t) {
 
 template <int R, int P, bool IS_NIBBLES>
 void tile_integer(const Tile& t) {
-    if (t.scales[0] == nullptr)
+    if (t.scales[0] == nullptr && t.offsets[0] == nullptr)
         tile_rowwise<R, P, IS_NIBBLES>(t);
     else
         tile_grouped<R, P, IS_NIBBLES>(t);
@@ -293,7 +293,7 @@ QUIRE_INLINE void set_input(Tile& tile, const Packed& x, TilePlace place) {
 
 QUIRE_INLINE void set_weight(Tile& tile, const Weight& w) {
     tile.table = w.table;
-    tile.steps = w.format == Format::f16 ? w.k : static_cast<i32>(w.panel_bytes / 64);
+    tile.steps = w.format == Format::f16 ? w.k : w.format == Format::u8 ? ceil_div(w.k, 4) : static_cast<i32>(w.panel_bytes / 64);
     tile.group_steps = w.format == Format::u8 ? ceil_div(w.group, 4) : ceil_div(w.group, 8);
     tile.groups_per_scale = w.group == 0 ? 1 : ceil_div(w.input_group, w.group);
 }
@@ -464,8 +464,11 @@ void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, 
     float* scales = x.scales + first * groups_of(x.k, x.input_group) + r;
     i32* starts = x.starts + first * groups_of(x.k, x.group) + r;
     float* sums = x.sums + first * groups_of(x.k, x.group) + r;
-    for (i32 block = 0; block < words; block += block_words, scales += rows) {
-        const i32 stop = block + block_words < words ? block + block_words : words;
+    const i32 num_blocks = groups_of(x.k, x.input_group);
+    for (i32 b = 0; b < num_blocks; ++b, scales += rows) {
+        // The last group takes the padding of K, however long that makes it.
+        const i32 block = b * block_words, stop = b + 1 < num_blocks ? block + block_words : words;
+        const i32 used = (b + 1 < num_blocks ? stop * 4 : x.k) - block * 4, num_groups = ceil_div(used, x.group);
         F32 peak = zero();
         Mask broken = {0};
         for (i32 j = 4 * block; j < 4 * stop; j += 16) {
@@ -476,8 +479,9 @@ void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, 
         const float largest = max_lanes(peak);
         *scales = bits(broken) != 0 ? __builtin_nanf("") : largest / 127.0f;
         const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-        for (i32 begin = block; begin < stop; begin += group_words, starts += rows, sums += rows) {
-            const i32 sum = pack_group(x, values, data + r, rows, begin, begin + group_words < stop ? begin + group_words : stop, inverse);
+        for (i32 g = 0; g < num_groups; ++g, starts += rows, sums += rows) {
+            const i32 begin = block + g * group_words, end = g + 1 < num_groups ? begin + group_words : stop;
+            const i32 sum = pack_group(x, values, data + r, rows, begin, end, inverse);
             *starts = -128 * sum;
             *sums = static_cast<float>(sum);
         }
@@ -527,7 +531,7 @@ void unpack_row(const Weight& w, i32 n, float* out) {
                 __builtin_memcpy(&word, panel + static_cast<i64>(k) * 64 + lane * 4, 4);
             else
                 __builtin_memcpy(reinterpret_cast<u8*>(&word) + 2, panel + static_cast<i64>(k / 2) * 64 + lane * 4 + (k % 2) * 2, 2);
-            __builtin_memcpy(out + k, &word, 4);
+            __builtin_memcpy(out + (w.columns == nullptr ? k : w.columns[k]), &word, 4);
         }
         return;
     }

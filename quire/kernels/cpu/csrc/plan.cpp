@@ -122,8 +122,8 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         attention_scratch_ = Memory(attention);
         attention_bytes_ = attention;
     }
-    if (num_tokens <= capacity_) return;
-    const i64 rows = std::max(num_tokens, std::min(2 * capacity_, 4096));
+    if (num_tokens <= capacity_ && num_threads <= row_threads_) return;
+    const i64 rows = std::max(num_tokens, num_tokens <= capacity_ ? capacity_ : std::min(2 * capacity_, 4096));
     const i64 pairs = rows * max_top_k_;
     // Twice: first to add up sizes, then to hand out addresses.
     for (int pass = 0; pass < 2; ++pass) {
@@ -158,6 +158,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         }
     }
     capacity_ = static_cast<i32>(rows);
+    row_threads_ = num_threads;
 }
 
 i64 Plan::scratch_bytes() const { return arena_.bytes + attention_scratch_.bytes; }

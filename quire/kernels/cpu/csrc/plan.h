@@ -105,6 +105,7 @@ private:
     i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site
     // Memory of a step, made for capacity_ rows and grown when a step is larger.
     i32 capacity_ = 0;
+    int row_threads_ = 0;  // that row_ has room for
     i64 attention_bytes_ = 0;
     Memory arena_{0}, attention_scratch_{0};
     float *x_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr, *extra_ = nullptr, *normed_ = nullptr, *row_ = nullptr;

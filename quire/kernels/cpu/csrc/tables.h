@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "quantize.h"
+#include "peak.h"
 #include "sampler.h"
 #include "team.h"
 #include "weight.h"
@@ -27,6 +28,7 @@ struct Kernels {
     const ElementwiseTable* elementwise;
     const SamplerTable* sampler;
     const QuantizeTable* quantize;
+    const PeakTable* peak;
 };
 
 // The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if it is no higher.
@@ -41,6 +43,7 @@ const Kernels* kernels_named(const char* name);
     extern const ElementwiseTable elementwise_table; \
     extern const SamplerTable sampler_table;     \
     extern const QuantizeTable quantize_table;   \
+    extern const PeakTable peak_table;           \
     }
 QUIRE_DECLARE(portable)
 QUIRE_DECLARE(avx2)

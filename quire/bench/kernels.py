@@ -1,0 +1,261 @@
+"""Kernels one by one, beside what the machine can do in the same moment."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.bench.kernel_cases import KERNELS, QWEN3_0_6B, KernelCase, ModelShapes, Setup, make_cases, shapes_of
+from quire.bench.provenance import Provenance, find_provenance
+from quire.kernels.native import load_native
+from quire.model.config_reader import read_model_spec
+from quire.model.resolve import resolve_model
+
+DEFAULT_MODEL = "qwen3-0.6b"
+_READ_BYTES = 16 << 20
+"""What a measurement of the bandwidth reads at once, of a buffer as large as the working set."""
+_MIN_SAMPLE_S = 1e-4
+_MIN_SAMPLES, _MAX_SAMPLES = 5, 200
+_NUM_WARM_UP = 3
+_PEAK_S = 1e-3
+_CACHE_FACTOR = 4
+_LEAST_WORKING_SET = 64 << 20
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFigure:
+    """One kernel at one shape.
+
+    Times and rates are those that the fastest tenth of the samples reached, of the kernel as of the machine: others on the
+    machine make single samples slow, of one or of the other.
+
+    seconds          of a call; median_seconds says how long one took in the middle
+    bandwidth_share  bytes per second over what plain reads reached between the calls; above 1 where a cache helps
+    compute_share    operations per second over what products in registers reached between the calls; 0: not counted
+    """
+
+    kernel: str
+    number_format: str
+    shape: str
+    seconds: float
+    median_seconds: float
+    bytes_per_s: float
+    operations_per_s: float
+    bandwidth_share: float
+    compute_share: float
+    machine_bytes_per_s: float
+    machine_operations_per_s: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """The figures of a run and where it was made."""
+
+    model: str
+    isa: str
+    num_threads: int
+    working_set_bytes: int
+    results: tuple[KernelFigure, ...]
+    provenance: Provenance
+
+    def describe(self) -> str:
+        """Return the figures as a table for people."""
+        wide = max([len(result.shape) for result in self.results], default=0)
+        lines = [
+            f"{self.model}, {self.isa}, {self.num_threads} threads; {self.provenance.machine}, {self.provenance.commit}",
+            f"{'kernel':<10}{'format':<7}{'shape':<{wide}}{'time':>12}{'GB/s':>8}{'of reads':>9}{'GFLOP/s':>9}{'of peak':>9}",
+        ]
+        for result in self.results:
+            share = f"{result.compute_share:.0%}" if result.compute_share else "-"
+            lines.append(
+                f"{result.kernel:<10}{result.number_format:<7}{result.shape:<{wide}}{result.seconds * 1e6:>9.1f} us"
+                f"{result.bytes_per_s / 1e9:>8.1f}{result.bandwidth_share:>9.0%}"
+                f"{result.operations_per_s / 1e9:>9.1f}{share:>9}"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """What to measure. Raises ConfigError.
+
+    model              a folder, a hub id or a bundled model whose shapes are taken; DEFAULT_MODEL: no files
+    isa                instruction set; None: the one of this process
+    num_threads        None: torch's
+    only               kernels, of KERNELS
+    rows, lengths      see kernel_cases.Setup
+    seconds            per kernel and shape
+    working_set_bytes  None: four times the largest cache, at least 64 MiB
+    """
+
+    model: str = DEFAULT_MODEL
+    isa: str | None = None
+    num_threads: int | None = None
+    only: tuple[str, ...] = KERNELS
+    rows: tuple[int, ...] = (1, 4, 16, 64, 512)
+    lengths: tuple[int, ...] = (128, 1024, 4096)
+    seconds: float = 0.3
+    working_set_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        numbers: dict[str, tuple[int | None, ...]] = {"rows": self.rows, "lengths": self.lengths}
+        numbers |= {"threads": (self.num_threads,), "working_set_bytes": (self.working_set_bytes,)}
+        for name, values in numbers.items():
+            if not values or any(value is not None and value < 1 for value in values):
+                raise ConfigError(f"{name} must be at least 1, got {values}")
+        if not self.seconds > 0:
+            raise ConfigError(f"seconds must be positive, got {self.seconds}")
+        unknown = sorted(set(self.only) - set(KERNELS))
+        if unknown:
+            raise ConfigError(f"only takes {', '.join(KERNELS)}, got {', '.join(unknown)}")
+
+
+def measure_kernels(options: KernelOptions, show_progress: bool = False) -> KernelRecord:
+    """Measure every case. Raises ConfigError where the native kernels are not there, and what reading a model raises."""
+    native = load_native()
+    if native is None or not hasattr(native, "peak"):
+        raise ConfigError(
+            "`quire bench kernels` measures the native kernels, which are not built with their component `peak` here; "
+            "install quire from its source, and leave QUIRE_NATIVE unset"
+        )
+    isa = options.isa or native.isa()
+    if isa not in native.supported_isas():
+        raise ConfigError(f"isa must be one of {', '.join(native.supported_isas())} on this machine, got {isa!r}")
+    shapes = _shapes(options.model)
+    num_threads = options.num_threads or torch.get_num_threads()
+    working_set = options.working_set_bytes or default_working_set()
+    setup = Setup(native, isa, num_threads, working_set, options.rows, options.lengths)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        meter = Meter(setup)
+        cases = make_cases(setup, shapes, options.only)
+        results = tuple(meter.measure(case, options.seconds) for case in _progress(cases, show_progress))
+        provenance = find_provenance()
+    finally:
+        torch.set_num_threads(before)
+    return KernelRecord(options.model, isa, num_threads, working_set, results, provenance)
+
+
+def _shapes(model: str) -> ModelShapes:
+    return QWEN3_0_6B if model == DEFAULT_MODEL else shapes_of(read_model_spec(resolve_model(model, None)))
+
+
+def default_working_set(caches: Path = _CACHES) -> int:
+    """Return four times the size of the largest cache of this machine, at least 64 MiB."""
+    largest = 0
+    for file in caches.glob("index*/size"):
+        text = file.read_text().strip()
+        if text[:-1].isdigit() and text[-1] in _UNITS:
+            largest = max(largest, int(text[:-1]) * _UNITS[text[-1]])
+    return max(_LEAST_WORKING_SET, _CACHE_FACTOR * largest)
+
+
+class Meter:
+    """Measures kernels, and between their calls the machine: what others do on it slows both down alike."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._native, self._num_threads = setup.native, setup.num_threads
+        self._window = min(_READ_BYTES, setup.working_set_bytes // 256 * 256 or 256)
+        size = -(-setup.working_set_bytes // self._window) * self._window
+        # On huge pages where the system grants them, as the packed weights are.
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        self._at = 0
+        self._iterations = {kind: self._calibrate(kind) for kind in ("f32", "bf16", "u8")}
+
+    def _calibrate(self, kind: str) -> int:
+        """Return the iterations that take about _PEAK_S."""
+        iterations = 1000
+        while True:
+            begin = time.perf_counter()
+            self._native.peak(kind, self._num_threads, iterations)
+            elapsed = time.perf_counter() - begin
+            if elapsed >= _PEAK_S / 2:
+                return max(1, int(iterations * _PEAK_S / elapsed))
+            iterations *= 2
+
+    def _seconds_per_byte(self) -> float:
+        """Return what it took to read the next part of the buffer."""
+        begin = time.perf_counter()
+        self._native.read_memory(self._buffer.data_ptr() + self._at, self._window, self._num_threads)
+        elapsed = time.perf_counter() - begin
+        self._at = (self._at + self._window) % len(self._buffer)
+        return elapsed / self._window
+
+    def _seconds_per_operation(self, kind: str) -> float:
+        begin = time.perf_counter()
+        num_operations = self._native.peak(kind, self._num_threads, self._iterations[kind])
+        return (time.perf_counter() - begin) / num_operations
+
+    def measure(self, case: KernelCase, seconds: float) -> KernelFigure:
+        """Call a kernel on one copy of its data after the other for about `seconds`."""
+        numbers = self._copies(case.num_copies)
+        first = min(self._call(case, numbers, 1) for _ in range(_NUM_WARM_UP))
+        calls = max(1, int(_MIN_SAMPLE_S / first))
+        each = first * calls + _PEAK_S + self._window * self._seconds_per_byte()
+        num_samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, int(seconds / each)))
+        times: list[float] = []
+        reads: list[float] = []
+        peaks: list[float] = []
+        for _ in range(num_samples):
+            times.append(self._call(case, numbers, calls) / calls)
+            reads.append(self._seconds_per_byte())
+            peaks.append(self._seconds_per_operation(case.peak_kind))
+        took, read, peak = _fastest_tenth(times), 1 / _fastest_tenth(reads), 1 / _fastest_tenth(peaks)
+        return KernelFigure(
+            kernel=case.kernel,
+            number_format=case.number_format,
+            shape=case.shape,
+            seconds=took,
+            median_seconds=statistics.median(times),
+            bytes_per_s=case.num_bytes / took,
+            operations_per_s=case.num_operations / took,
+            bandwidth_share=case.num_bytes / took / read,
+            compute_share=case.num_operations / took / peak,
+            machine_bytes_per_s=read,
+            machine_operations_per_s=peak,
+            num_samples=num_samples,
+        )
+
+    @staticmethod
+    def _copies(count: int) -> Iterator[int]:
+        while True:
+            yield from range(count)
+
+    @staticmethod
+    def _call(case: KernelCase, numbers: Iterator[int], calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            case.run(next(numbers))
+        return time.perf_counter() - begin
+
+
+def _fastest_tenth(values: list[float]) -> float:
+    """Return the value below which a tenth of them lie."""
+    return sorted(values)[len(values) // 10]
+
+
+def _progress(cases: Iterable[KernelCase], is_shown: bool) -> Iterable[KernelCase]:
+    if not is_shown:
+        return cases
+    from tqdm import tqdm
+
+    return tqdm(cases, desc="Kernels", unit="case", dynamic_ncols=True)

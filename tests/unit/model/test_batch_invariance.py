@@ -1,0 +1,180 @@
+"""Logits of the native decoder depend on nothing but the sequence: to the bit the same alone, in chunks and in any batch."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+import torch
+
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import Dtype
+from quire.kernels.native import load_native
+from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
+from quire.model.checkpoint import load_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.native_decoder import NativeDecoder
+from quire.model.resolve import resolve_model
+from quire.quant.policy import POLICIES, quantize_parameters
+
+pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+
+BLOCK_SIZE = 16
+# Attention takes the softmax of 256 cached tokens at once: shorter, as long, and longer.
+LENGTHS = (1, 5, 16, 33, 90, 256, 275)
+CHUNKS = (1, 1, 1, 1, 2, 3, 7, 13, 16, 17, 29, 64, 200)
+PRECISIONS = {
+    "f32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "int8": ("bfloat16", "int8"),
+    "int4": ("bfloat16", "int4"),
+    "f32-int8": ("float32", "int8"),
+}
+
+
+@pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def build(folder, precision):
+    dtype, quantization = PRECISIONS[precision]
+    spec = read_model_spec(folder, dtype)
+    parameters = load_parameters(folder, spec)
+    if quantization is not None:
+        parameters = quantize_parameters(parameters, spec, POLICIES[quantization])
+    return NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS))
+
+
+class Bench:
+    """Sequences and a cache whose blocks are dealt out in a random order; what is computed is remembered per position."""
+
+    def __init__(self, decoder, sequences, rng, kv_dtype=None):
+        self.decoder, self.sequences = decoder, sequences
+        shape = KvSpec.of(decoder.spec, BLOCK_SIZE, cast("Dtype", kv_dtype or decoder.spec.dtype))
+        counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
+        order = list(range(sum(counts)))
+        rng.shuffle(order)
+        self.kv = KvPool(shape, len(order))
+        self.tables = torch.zeros(len(sequences), max(counts), dtype=torch.int64)
+        for index, count in enumerate(counts):
+            self.tables[index, :count] = torch.tensor([order.pop() for _ in range(count)])
+        self.done = [0] * len(sequences)
+        self.logits = [{} for _ in sequences]
+
+    def step(self, parts, is_wanted=lambda: True):
+        """Compute the next `count` tokens of sequence `index` for each (index, count), in this order."""
+        tokens, positions, starts, wanted = [], [], [0], []
+        for index, count in parts:
+            first = self.done[index]
+            tokens += self.sequences[index][first : first + count]
+            positions += range(first, first + count)
+            wanted += [(starts[-1] + i, index, first + i) for i in range(count) if is_wanted()]
+            starts.append(starts[-1] + count)
+            self.done[index] += count
+        indices = [index for index, _ in parts]
+        owners = torch.tensor(indices).repeat_interleave(torch.tensor([count for _, count in parts]))
+        where = torch.tensor(positions)
+        slots = self.tables[owners, where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
+        lengths = [self.done[index] for index in indices]
+        step = AttentionInput(slots, starts, lengths, self.tables[indices])
+        logits = self.decoder.step(torch.tensor(tokens), where, step, self.kv, [row for row, _, _ in wanted])
+        for (_, index, position), row in zip(wanted, logits, strict=True):
+            self.logits[index][position] = row
+
+    def unfinished(self):
+        return [index for index, tokens in enumerate(self.sequences) if self.done[index] < len(tokens)]
+
+    def left(self, index):
+        return len(self.sequences[index]) - self.done[index]
+
+
+def random_sequences(vocab_size, rng):
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def logits_alone(decoder, sequences, rng, kv_dtype=None):
+    """Return the logits [T, vocab_size] of each sequence computed by itself, all its tokens at once."""
+    found = []
+    for tokens in sequences:
+        bench = Bench(decoder, [tokens], rng, kv_dtype)
+        bench.step([(0, len(tokens))])
+        found.append(torch.stack([bench.logits[0][position] for position in range(len(tokens))]))
+    return found
+
+
+def assert_same(bench, alone):
+    for index, found in enumerate(bench.logits):
+        for position, logits in found.items():
+            assert torch.equal(logits, alone[index][position]), (LENGTHS[index], position)
+
+
+def check_mixtures(decoder, seed, kv_dtype=None):
+    """Compare whole sequences alone with random chunks of random batches, of which all rows or a few are asked for."""
+    rng = random.Random(seed)
+    sequences = random_sequences(decoder.spec.vocab_size, rng)
+    alone = logits_alone(decoder, sequences, rng, kv_dtype)
+    assert all(logits.isfinite().all() for logits in alone)
+    bench = Bench(decoder, sequences, rng, kv_dtype)
+    while waiting := bench.unfinished():
+        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+        parts = [(index, min(rng.choice(CHUNKS), bench.left(index))) for index in chosen]
+        share = rng.choice((0.1, 1.0, 1.0))
+        bench.step(parts, lambda share=share: rng.random() < share)
+    assert sum(map(len, bench.logits)) > sum(LENGTHS) / 3
+    assert_same(bench, alone)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logits_are_the_same_to_the_bit_in_random_batches(tiny_family, precision, threads):
+    check_mixtures(build(tiny_family, precision), seed=threads)
+
+
+@pytest.mark.parametrize("model, precision", [("demo", "bf16"), ("demo", "int4"), ("demo-moe", "bf16"), ("demo-moe", "int8")])
+def test_logits_of_bundled_models_are_the_same_to_the_bit_in_random_batches(model, precision, threads):
+    check_mixtures(build(resolve_model(model), precision), seed=threads)
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_logits_are_the_same_to_the_bit_when_the_cache_is_int8(tiny_family, precision):
+    check_mixtures(build(tiny_family, precision), seed=3, kv_dtype="int8")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logits_are_the_same_to_the_bit_when_decoded_token_by_token(tiny_family, precision):
+    decoder, rng = build(tiny_family, precision), random.Random(4)
+    sequences = random_sequences(decoder.spec.vocab_size, rng)
+    alone = logits_alone(decoder, sequences, rng)
+    bench = Bench(decoder, sequences, rng)
+    while waiting := bench.unfinished():
+        bench.step([(index, 1) for index in waiting])
+    assert_same(bench, alone)
+
+
+def test_logits_are_the_same_to_the_bit_when_the_number_of_threads_changes_between_steps(tiny_family, threads):
+    decoder, rng = build(tiny_family, "bf16"), random.Random(5)
+    sequences = random_sequences(decoder.spec.vocab_size, rng)
+    alone = logits_alone(decoder, sequences, rng)
+    bench = Bench(decoder, sequences, rng)
+    while waiting := bench.unfinished():
+        torch.set_num_threads(rng.randint(1, 3))
+        bench.step([(index, min(40, bench.left(index))) for index in waiting])
+    assert_same(bench, alone)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_logits_asked_for_later_are_those_of_the_step(tiny_family, precision):
+    decoder, rng = build(tiny_family, precision), random.Random(6)
+    sequences = random_sequences(decoder.spec.vocab_size, rng)[3:5]
+    alone = torch.cat(logits_alone(decoder, sequences, rng))
+    bench = Bench(decoder, sequences, rng)
+    step = decoder.step
+    decoder.step = lambda *arguments: step(*arguments, keeps_all=True)
+    bench.step([(0, len(sequences[0])), (1, len(sequences[1]))], lambda: False)
+    for first, last in ((0, 1), (30, 40), (0, len(alone))):
+        assert torch.equal(decoder.logits_at(first, last), alone[first:last])
