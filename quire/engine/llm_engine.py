@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterable
@@ -50,6 +51,8 @@ class LLMEngine:
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
         runner, report = build_runner(config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+        # What is there now stays: the collector need not walk through it again in every step.
+        gc.freeze()
         self.config = config
         self.report = report
         self.tokenizer = tokenizer

@@ -353,8 +353,17 @@ struct Unit {
     i32 first, count;
 };
 
-// Put panel p of a weight into a slot of the tile. Passes over the same panel share the work of fetching the panel `stride` further on.
-QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, const Weight& w, i32 p, i32 stride, i32 pass) {
+// The panels that a unit computes side by side: slot i of step s. Each slot walks panels that follow one another in memory, so that
+// what is prefetched past the end of one is the beginning of the next.
+struct Walk {
+    i32 first, count, steps;
+
+    i32 panel(int slot, i32 step) const { return first + slot * steps + step; }
+};
+
+// Put panel p of a weight into a slot of the tile. With one pass over the panel the lines ahead are fetched; several passes over the
+// same panels share the fetching of the ones that follow.
+QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, const Weight& w, i32 p, i32 pass) {
     const i64 groups = groups_of(w.k, w.group);
     const i32 num_passes = ceil_div(unit.job.input->m, unit.job.input->tile_rows);
     tile.panels[slot] = w.data + p * w.panel_bytes;
@@ -367,68 +376,78 @@ QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, const Weight
     }
     i32 shift = 0;
     while ((1 << shift) < num_passes) ++shift;
-    tile.ahead[slot] = tile.panels[slot] + stride * w.panel_bytes + ((w.panel_bytes / 64) >> shift) * pass * 64;
+    tile.ahead[slot] = tile.panels[slot] + w.panel_bytes + ((w.panel_bytes / 64) >> shift) * pass * 64;
     tile.ahead_shift = shift;
 }
 
-// Compute panels [p, p + width) for the rows of a tile into `out` [width][R][16].
-void run_panels(const Unit& unit, Tile& tile, const Weight& w, i32 p, int width, TilePlace place, i32 pass, float* out) {
-    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, w, p + i, width, pass);
+// Compute the panels of a step for the rows of a tile into `out` [width][R][16].
+void run_panels(const Unit& unit, Tile& tile, const Weight& w, const Walk& walk, i32 step, int width, TilePlace place, i32 pass, float* out) {
+    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, w, walk.panel(i, step), pass);
     tile.out = out;
     run_tile(width, w.format, place.rows, tile);
 }
 
-// One or more passes over a few panels at a time: after the first they come from the caches.
-void run_unit(const Unit& unit) {
+// All rows of a few panels: one or more passes, after the first from the caches.
+void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int width) {
     alignas(64) float buffer[2 * MAX_FLOATS * 16];
     const LinearJob& job = unit.job;
     const Packed& x = *job.input;
     const bool is_gated = job.finish == Finish::gate;
-    const Format format = job.weight->format;
-    Tile tile;
-    set_weight(tile, *job.weight);
-    int width = panels_for(format, x.tile_rows);
-    if (is_gated && width > 1) width /= 2;
-    for (i32 p = unit.first; p < unit.first + unit.count; p += width) {
-        while (width > unit.first + unit.count - p) width /= 2;
-        for (i32 row = 0, pass = 0; row < x.m; row += x.tile_rows, ++pass) {
-            const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
-            set_input(tile, x, place);
-            const i64 half = static_cast<i64>(width) * place.rows * 16;
-            if (is_gated && 2 * width * place.rows <= max_accumulators(format)) {
-                // Gate and up side by side: twice the streams from memory.
-                for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, *job.second, p + i, width, pass);
-                for (int i = 0; i < width; ++i) set_panel(unit, tile, i, *job.weight, p + i, width, pass);
-                tile.out = buffer;
-                run_tile(2 * width, format, place.rows, tile);
-            } else {
-                run_panels(unit, tile, *job.weight, p, width, place, pass, buffer);
-                if (is_gated) run_panels(unit, tile, *job.second, p, width, place, pass, buffer + half);
-            }
-            for (int i = 0; i < width; ++i)
-                finish_panel(unit.worker, job, p + i, place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
+    for (i32 row = 0, pass = 0; row < x.m; row += x.tile_rows, ++pass) {
+        const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
+        set_input(tile, x, place);
+        const i64 half = static_cast<i64>(width) * place.rows * 16;
+        if (is_gated && 2 * width * place.rows <= max_accumulators(job.weight->format)) {
+            // Gate and up side by side: twice the streams from memory.
+            for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, *job.second, walk.panel(i, step), pass);
+            for (int i = 0; i < width; ++i) set_panel(unit, tile, i, *job.weight, walk.panel(i, step), pass);
+            tile.out = buffer;
+            run_tile(2 * width, job.weight->format, place.rows, tile);
+        } else {
+            run_panels(unit, tile, *job.weight, walk, step, width, place, pass, buffer);
+            if (is_gated) run_panels(unit, tile, *job.second, walk, step, width, place, pass, buffer + half);
         }
+        for (int i = 0; i < width; ++i)
+            finish_panel(unit.worker, job, walk.panel(i, step), place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
     }
 }
 
-QUIRE_INLINE i32 unit_panels(const LinearJob& job) {
-    return job.input->m > max_accumulators(job.weight->format) ? 8 : job.finish == Finish::gate ? 2 : 4;
+void run_unit(const Unit& unit) {
+    const Format format = unit.job.weight->format;
+    Tile tile;
+    set_weight(tile, *unit.job.weight);
+    int width = panels_for(format, unit.job.input->tile_rows);
+    if (unit.job.finish == Finish::gate && width > 1) width /= 2;
+    i32 done = 0;
+    for (; width > 0; width /= 2) {
+        const Walk walk = {unit.first + done, unit.count - done, (unit.count - done) / width};
+        for (i32 step = 0; step < walk.steps; ++step) run_step(unit, tile, walk, step, width);
+        done += walk.steps * width;
+    }
+}
+
+// Panels of a unit: many where the weight has many, so that threads seldom meet and streams are long, yet eight units or so a thread.
+QUIRE_INLINE i32 unit_panels(const LinearJob& job, int num_threads) {
+    if (job.input->m > max_accumulators(job.weight->format)) return 8;
+    const i32 share = panels_of(*job.weight) / (8 * num_threads) / 4 * 4;
+    const i32 most = job.finish == Finish::gate ? 8 : 16;
+    return share < 4 ? (job.finish == Finish::gate ? 2 : 4) : share < most ? share : most;
 }
 
 void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
     i64 total = 0;
     for (i32 j = 0; j < num_jobs; ++j)
-        if (jobs[j].input->m > 0) total += ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j]));
+        if (jobs[j].input->m > 0) total += ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j], worker.size));
     for (i64 unit = next(worker, total, 1); unit < total; unit = next(worker, total, 1)) {
         i64 left = unit;
         i32 j = 0;
         for (;; ++j) {
             if (jobs[j].input->m == 0) continue;
-            const i64 units = ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j]));
+            const i64 units = ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j], worker.size));
             if (left < units) break;
             left -= units;
         }
-        const i32 step = unit_panels(jobs[j]), first = static_cast<i32>(left) * step, panels = panels_of(*jobs[j].weight);
+        const i32 step = unit_panels(jobs[j], worker.size), first = static_cast<i32>(left) * step, panels = panels_of(*jobs[j].weight);
         run_unit({worker, jobs[j], first, step < panels - first ? step : panels - first});
     }
 }
