@@ -68,7 +68,7 @@ def measure_latency(
     latencies: list[float] = []
     first_s: list[float] = []
     per_token_s: list[float] = []
-    machine = measure_roofline(report.spec.dtype)
+    machine = measure_roofline(report)
     steps = 0
     for number in _progress(range(num_warm_up + num_runs), show_progress):
         prompts = workload.prompts(report.spec, first=number + 1)

@@ -61,7 +61,7 @@ def measure_throughput(config: EngineConfig, workload: Workload, show_progress: 
     workload.check(llm.llm_engine.report)
     warm_up = Workload(1, min(8, workload.input_len), min(4, workload.output_len), 0, True, workload.temperature)
     llm.generate(warm_up.prompts(spec, first=1), warm_up.sampling_params(), use_tqdm=False)
-    machine = measure_roofline(spec.dtype)
+    machine = measure_roofline(llm.llm_engine.report)
     prompts = workload.prompts(spec)
     steps_before = llm.llm_engine.stats.num_steps
     begin = time.perf_counter()

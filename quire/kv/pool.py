@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.contracts.kv_spec import KvSpec
+
+_MIN_HUGE_BYTES = 1 << 24
 
 
 class KvPool:
@@ -40,6 +43,13 @@ class KvPool:
 
 
 def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros that take no memory until they are written; torch.zeros would write, and so take, all of it now."""
+    """Return zeros that take no memory until they are written; torch.zeros would write, and so take, all of it now.
+
+    Large ones ask for huge pages: a token's keys and values are spread over many places.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    if num_bytes < _MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype).view(shape)

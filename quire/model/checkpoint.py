@@ -23,7 +23,7 @@ from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
 logger = get_logger(__name__)
 
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
-_LOOKED_UP = (_EMBED, "pos.weight")
+_LOOKED_UP = ("pos.weight",)
 _PROGRESS_DELAY_S = 3.0
 
 Stored = dict[str, Tensor | StoredWeight]
@@ -33,8 +33,8 @@ def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
     """Return canonical name -> tensor in the spec's dtype or quantised weight, as `parameter_shapes` lists them.
 
     A parameter that is stored as it is needed stays a view of the memory-mapped file. A weight that is stored as integers
-    stays quantised (a stack of experts: as a QuantizedStack), except where its pieces do not fit together and in embeddings,
-    which are tensors, as is what is stored in formats without integers. One weight at a time is unpacked.
+    stays quantised (a stack of experts: as a QuantizedStack), except where its pieces do not fit together and in position
+    embeddings, which are tensors, as is what is stored in formats without integers. One weight at a time is unpacked.
     The head follows what is stored, as in transformers: an lm_head.weight that differs from the embedding is returned even
     where the config says tied (the decoder uses it where it is there), and one that is missing is the embedding.
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.

@@ -26,17 +26,17 @@ class QuantizationPolicy:
 
     linears          of the projections of attention, MLPs and experts
     embedding, head  of the embedding and the output head; a tied model has the first alone. None: left as it is
-    min_head_columns embeddings and heads with fewer columns get int8: their few values carry more
     int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
     has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
+    min_head_columns embeddings and heads with fewer columns get int8: their few values carry more
     """
 
     linears: Scheme
     embedding: Scheme | None = INT8
     head: Scheme | None = INT8
-    min_head_columns: int = 0
     int8_linears: frozenset[str] = frozenset()
     has_int8_ends: bool = False
+    min_head_columns: int = 0
 
     def scheme_of(self, name: str, num_columns: int, num_layers: int) -> Scheme | None:
         """Return the scheme of a parameter by its canonical name, or None where it stays as it is."""
@@ -59,9 +59,7 @@ class QuantizationPolicy:
 
 POLICIES = {
     "int8": QuantizationPolicy(INT8),
-    "int4": QuantizationPolicy(
-        INT4, INT4, INT4, min_head_columns=256, int8_linears=frozenset({"k", "v"}), has_int8_ends=True
-    ),
+    "int4": QuantizationPolicy(INT4, INT4, INT4, min_head_columns=256, int8_linears=frozenset({"k", "v"}), has_int8_ends=True),
 }
 """What the engine's option `quantization` means. k and v are small where heads share them, and half of what 4 bits lose on a
 small model is lost in them and in the MLPs at both ends. A head of 4 bits costs a narrow model as much again, a wider one next

@@ -2,8 +2,10 @@
 
 import math
 
+import pytest
+
 from quire import EngineConfig
-from quire.bench.roofline import active_parameters, measure_roofline, needed_bytes, needed_flops
+from quire.bench.roofline import active_parameters, is_quantized, measure_roofline, needed_bytes, needed_flops
 from quire.worker.runner import inspect_model
 from tests.tiny_checkpoint import VOCAB_SIZE, write_checkpoint
 
@@ -29,7 +31,18 @@ def test_mixture_counts_only_the_experts_of_a_token(tmp_path):
     assert every == sum(math.prod(shape) for name, shape in report.parameters.items() if name != "embed.weight")
 
 
-def test_machine_rates_are_measured():
-    machine = measure_roofline("float32")
+@pytest.mark.parametrize("is_native", [True, False])
+def test_machine_rates_are_measured(tiny_model, monkeypatch, is_native):
+    if not is_native:
+        monkeypatch.setattr("quire.bench.roofline.load_native", lambda: None)
+    machine = measure_roofline(report_of(tiny_model))
     assert machine.bytes_per_s > 1e8
     assert machine.flops_per_s > 1e8
+
+
+def test_weights_are_counted_as_they_are_run(tiny_model):
+    pytest.importorskip("quire.kernels.cpu._native")
+    report = inspect_model(EngineConfig(model=str(tiny_model), num_kv_blocks=4, quantization="int8"))
+    assert is_quantized(report)
+    assert not is_quantized(report_of(tiny_model))
+    assert needed_bytes(report, 1) < needed_bytes(report_of(tiny_model), 1) / 2

@@ -54,8 +54,9 @@ struct AttentionTable {
     i64 (*scratch_bytes)(const AttentionJob& job, const Batch& batch, int num_threads);
     // Called by every thread; ends with a barrier: then out is complete.
     void (*attend)(Worker& worker, const AttentionJob& job, const Batch& batch);
-    // Write the key and value heads of one token ([kv_heads * head_dim] f32 each) into slot = block * block_size + offset.
-    void (*store)(const KvLayer& kv, i64 slot, const float* keys, const float* values);
+    // Write key and value heads [first_head, first_head + num_heads) of one token ([num_heads * head_dim] f32 each) into
+    // slot = block * block_size + offset.
+    void (*store)(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values);
 };
 
 }  // namespace quire

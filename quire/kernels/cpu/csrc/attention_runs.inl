@@ -203,11 +203,11 @@ static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
     return scale;
 }
 
-static void store_token(const KvLayer& kv, i64 slot, const float* keys, const float* values) {
+static void store_token(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values) {
     const i64 block = slot / kv.block_size;
     const i32 offset = static_cast<i32>(slot % kv.block_size), dim = kv.head_dim;
     const int token = offset % RUN;
-    for (i32 head = 0; head < kv.kv_heads; ++head, keys += dim, values += dim) {
+    for (i32 head = first_head; head < first_head + num_heads; ++head, keys += dim, values += dim) {
         const i64 run = run_element(kv, block, head, offset);
         if (kv.format == KvFormat::bf16) {
             store_bf16_head(dim, token, static_cast<u16*>(kv.keys) + run, static_cast<u16*>(kv.values) + run, keys, values);

@@ -114,7 +114,7 @@ void store_kv(const KvLayer& kv, uintptr_t slots, i64 num_tokens, uintptr_t keys
             const i64 width = static_cast<i64>(c.kv.kv_heads) * c.kv.head_dim;
             const i64 end = share_start(c.rows.num_tokens, worker.rank + 1, worker.size);
             for (i64 token = share_start(c.rows.num_tokens, worker.rank, worker.size); token < end; ++token)
-                c.table.store(c.kv, pointer<const i64>(c.rows.slots)[token], pointer<const float>(c.rows.keys) + token * width,
+                c.table.store(c.kv, pointer<const i64>(c.rows.slots)[token], 0, c.kv.kv_heads, pointer<const float>(c.rows.keys) + token * width,
                               pointer<const float>(c.rows.values) + token * width);
         },
         &call);

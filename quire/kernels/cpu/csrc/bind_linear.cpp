@@ -3,7 +3,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <string.h>
+
+#include <algorithm>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -20,6 +24,7 @@ namespace quire {
 namespace {
 
 constexpr i32 ROWS_PER_SHARE = 64;
+constexpr i64 SLAB_BYTES = 64 << 20;
 
 struct Packing {
     NativeWeight* weight;
@@ -146,7 +151,7 @@ PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
     packed.sums = sums.data();
 }
 
-NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group) : memory(0) {
+NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group) {
     weight.format = format_named(format);
     const bool is_quantized = weight.format == Format::u8 || weight.format == Format::u4;
     const i32 step = weight.format == Format::u4 ? 8 : 4;
@@ -162,7 +167,7 @@ NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i
     weight.group = is_quantized ? (group >= k ? whole : group) : 0;
     weight.input_group = is_quantized ? (input_group >= k ? (whole + weight.group - 1) / weight.group * weight.group : input_group) : 0;
     weight.panel_bytes = panel_lines(weight.format, k) * 64;
-    memory = Memory(panels_of(weight) * weight.panel_bytes);
+    memory = Part::of(panels_of(weight) * weight.panel_bytes);
     weight.data = memory.data;
 }
 
@@ -177,21 +182,41 @@ void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uint
 }
 
 void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns) {
-    const size_t width = static_cast<size_t>(panels_of(weight)) * 16, groups = groups_of(weight.k, weight.group);
-    const auto copy = [](auto& to, uintptr_t from, size_t count) {
-        using Value = typename std::remove_reference_t<decltype(to)>::value_type;
-        if (from != 0) to.assign(reinterpret_cast<const Value*>(from), reinterpret_cast<const Value*>(from) + count);
-        return from == 0 ? nullptr : to.data();
+    const i64 width = panels_of(weight) * 16, groups = groups_of(weight.k, weight.group);
+    const auto copy = [](Part& to, uintptr_t from, auto& pointer, i64 count) {
+        using Value = std::remove_const_t<std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>>;
+        pointer = nullptr;
+        if (from == 0) return;
+        to = Part::of(count * static_cast<i64>(sizeof(Value)));
+        memcpy(to.data, reinterpret_cast<const void*>(from), to.bytes);
+        pointer = reinterpret_cast<const Value*>(to.data);
     };
-    weight.group_scales = copy(scales, group_scales, width * groups);
-    weight.group_offsets = copy(offsets, group_offsets, width * groups);
-    weight.column_scale = copy(column_scales, column_scale, width);
-    weight.bias = copy(biases, bias, width);
-    weight.columns = copy(column_order, columns, weight.k);
+    copy(scales, group_scales, weight.group_scales, width * groups);
+    copy(offsets, group_offsets, weight.group_offsets, width * groups);
+    copy(column_scales, column_scale, weight.column_scale, width);
+    copy(biases, bias, weight.bias, width);
+    copy(column_order, columns, weight.columns, weight.k);
+}
+
+// The slab that takes weights now. It lives as long as they do.
+Part Part::of(i64 size) {
+    static std::mutex guard;
+    static std::weak_ptr<Memory> current;
+    static i64 used = 0;
+    const std::lock_guard<std::mutex> lock(guard);
+    std::shared_ptr<Memory> slab = current.lock();
+    if (slab == nullptr || used + size > slab->bytes) {
+        slab = std::make_shared<Memory>(std::max(size, SLAB_BYTES));
+        current = slab;
+        used = 0;
+    }
+    const Part part = {slab, slab->data + used, size};
+    used += (size + 127) / 128 * 128;
+    return part;
 }
 
 i64 NativeWeight::num_bytes() const {
-    return memory.bytes + static_cast<i64>(2 * (scales.size() + offsets.size()) + 4 * (column_scales.size() + biases.size() + column_order.size()));
+    return memory.bytes + scales.bytes + offsets.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
 }
 
 }  // namespace quire

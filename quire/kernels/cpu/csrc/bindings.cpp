@@ -20,6 +20,8 @@ void bind_peak(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of quire.";
+    // What an interpreter leaves behind when it ends is no leak of ours: objects that were frozen out of the collector stay.
+    nb::set_leak_warnings(false);
     m.def("isa", [] { return std::string(quire::kernels().name); }, "The instruction set whose kernels are used.");
     m.def(
         "supported_isas",

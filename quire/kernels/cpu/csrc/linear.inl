@@ -21,7 +21,7 @@ constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3;
 constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4;
 #endif
 constexpr int MAX_PANELS = 4;
-// How far ahead of use weights are asked for, in bytes of a panel.
+// How far ahead of use weights are asked for, in bytes of all panels that are read side by side.
 constexpr i64 PREFETCH_BYTES = 2048;
 
 struct Tile {
@@ -187,6 +187,8 @@ QUIRE_INLINE void tile_grouped(const Tile& t) {
             I32 acc[P][R];
             start_group<R, P, IS_NIBBLES>(t, g, acc);
             const i64 begin = g * t.group_steps, end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
+#pragma GCC unroll 32
+            for (int p = 0; p < P; ++p) prefetch(t.scales[p] + (g + 8) * 16);
             dot_group<R, P, IS_NIBBLES>(t, begin, end, t.input + begin * R * (IS_NIBBLES ? 2 : 1), table, acc);
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) {
@@ -363,14 +365,14 @@ struct Walk {
 
 // Put panel p of a weight into a slot of the tile. With one pass over the panel the lines ahead are fetched; several passes over the
 // same panels share the fetching of the ones that follow.
-QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, const Weight& w, i32 p, i32 pass) {
+QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, int num_slots, const Weight& w, i32 p, i32 pass) {
     const i64 groups = groups_of(w.k, w.group);
     const i32 num_passes = ceil_div(unit.job.input->m, unit.job.input->tile_rows);
     tile.panels[slot] = w.data + p * w.panel_bytes;
     tile.scales[slot] = w.group_scales == nullptr ? nullptr : w.group_scales + p * groups * 16;
     tile.offsets[slot] = w.group_offsets == nullptr ? nullptr : w.group_offsets + p * groups * 16;
     if (num_passes == 1) {
-        tile.ahead[slot] = tile.panels[slot] + PREFETCH_BYTES;
+        tile.ahead[slot] = tile.panels[slot] + PREFETCH_BYTES / num_slots;
         tile.ahead_shift = 0;
         return;
     }
@@ -382,7 +384,7 @@ QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, const Weight
 
 // Compute the panels of a step for the rows of a tile into `out` [width][R][16].
 void run_panels(const Unit& unit, Tile& tile, const Weight& w, const Walk& walk, i32 step, int width, TilePlace place, i32 pass, float* out) {
-    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, w, walk.panel(i, step), pass);
+    for (int i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, walk.panel(i, step), pass);
     tile.out = out;
     run_tile(width, w.format, place.rows, tile);
 }
@@ -399,8 +401,8 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
         const i64 half = static_cast<i64>(width) * place.rows * 16;
         if (is_gated && 2 * width * place.rows <= max_accumulators(job.weight->format)) {
             // Gate and up side by side: twice the streams from memory.
-            for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, *job.second, walk.panel(i, step), pass);
-            for (int i = 0; i < width; ++i) set_panel(unit, tile, i, *job.weight, walk.panel(i, step), pass);
+            for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, walk.panel(i, step), pass);
+            for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, walk.panel(i, step), pass);
             tile.out = buffer;
             run_tile(2 * width, job.weight->format, place.rows, tile);
         } else {

@@ -1,5 +1,6 @@
 // A packed weight with the memory that it points to.
 #pragma once
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -28,12 +29,19 @@ struct Memory {
     ~Memory() { release(data, bytes); }
 };
 
+// Memory of a weight: a part of a slab of huge pages that several weights share, so that small ones have huge pages too. A slab goes
+// when its last weight does.
+struct Part {
+    std::shared_ptr<Memory> slab;
+    u8* data = nullptr;
+    i64 bytes = 0;
+
+    static Part of(i64 size);
+};
+
 struct NativeWeight {
     Weight weight;
-    Memory memory;
-    std::vector<u16> scales, offsets;
-    std::vector<float> column_scales, biases;
-    std::vector<i32> column_order;
+    Part memory, scales, offsets, column_scales, biases, column_order;
 
     NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group);
     void pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);

@@ -8,6 +8,13 @@
 
 namespace quire {
 
+namespace {
+
+// Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
+constexpr i32 MAX_FETCHED_TOKENS = 64;
+
+}  // namespace
+
 // One thread's walk through a step. All threads take the same way; what they share lies in the plan.
 struct Stepper {
     Plan& plan;
@@ -104,38 +111,61 @@ struct Stepper {
         run(&j, 1);
     }
 
+    // Ask for the cache lines that the new tokens go to: a token touches many, and the products before that are long.
+    void fetch_cache(const PlanLayer& l) const {
+        const i64 width = l.kv.format == KvFormat::bf16 ? 2 : l.kv.format == KvFormat::f32 ? 4 : 1, run = 16 * l.head_dim * width;
+        for (i64 item = worker.rank; item < static_cast<i64>(in.batch.num_tokens) * l.num_kv_heads; item += worker.size) {
+            const i64 slot = in.slots[item / l.num_kv_heads], block = slot / l.kv.block_size, head = item % l.num_kv_heads;
+            const i64 at = ((block * l.num_kv_heads + head) * l.kv.block_size + slot % l.kv.block_size / 16 * 16) * l.head_dim * width;
+            for (i64 line = 0; line < run; line += 64) {
+                __builtin_prefetch(static_cast<const u8*>(l.kv.keys) + at + line, 1, 2);
+                __builtin_prefetch(static_cast<const u8*>(l.kv.values) + at + line, 1, 2);
+            }
+        }
+    }
+
     void project(const PlanLayer& l) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const i64 width = row_stride(qkv_size(l));
+        if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l);
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
         const LinearJob jobs[3] = {job(*l.q, q, Finish::store, plan.qkv_, width), job(*l.k, k, Finish::store, plan.qkv_ + q_size, width),
                                    job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width)};
         run(jobs, 3);
     }
 
-    void norm_heads(const PlanLayer& l, float* q, float* key) const {
-        if (!l.q_norm.is_present) return;
-        if (l.is_qk_norm_whole) {
-            kernels.elementwise->norm(l.q_norm.job, q, q);
-            kernels.elementwise->norm(l.k_norm.job, key, key);
-            return;
-        }
-        for (i32 h = 0; h < l.num_heads; ++h) kernels.elementwise->norm(l.q_norm.job, q + h * l.head_dim, q + h * l.head_dim);
-        for (i32 h = 0; h < l.num_kv_heads; ++h) kernels.elementwise->norm(l.k_norm.job, key + h * l.head_dim, key + h * l.head_dim);
-    }
-
     void rotate_and_store(const PlanLayer& l) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
-        each(in.batch.num_tokens, [&](i64 row) {
-            float* q = plan.qkv_ + row * row_stride(qkv_size(l));
-            norm_heads(l, q, q + q_size);
-            if (l.rope >= 0) {
-                const Plan::Angles& a = plan.angles_[l.rope];
-                const i64 at = in.positions[row] * a.half;
-                for (i32 h = 0; h < l.num_heads + l.num_kv_heads; ++h) kernels.elementwise->rotate(q + h * l.head_dim, 2 * a.half, a.cosine + at, a.sine + at);
-            }
-            kernels.attention->store(l.kv, in.slots[row], q + q_size, q + q_size + kv_size);
+        const bool is_whole = l.q_norm.is_present && l.is_qk_norm_whole;
+        if (is_whole) {
+            each(in.batch.num_tokens, [&](i64 row) {
+                float* q = plan.qkv_ + row * row_stride(qkv_size(l));
+                kernels.elementwise->norm(l.q_norm.job, q, q);
+                kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
+            });
+        }
+        // A few rows are cut by heads, so that all threads have some.
+        const i32 parts = in.batch.num_tokens < 4 * worker.size ? l.num_kv_heads : 1;
+        const i32 kv_heads = l.num_kv_heads / parts, heads = l.num_heads / parts;
+        each(static_cast<i64>(in.batch.num_tokens) * parts, [&](i64 item) {
+            const i64 row = item / parts;
+            const i32 part = static_cast<i32>(item % parts);
+            float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
+            float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
+            turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[row]);
+            turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
+            kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
         });
+    }
+
+    // Norm, where heads have one of their own, and rotate heads that follow one another.
+    void turn_heads(const PlanLayer& l, const Norm& norm, bool has_norm, float* heads, i32 count, i64 position) const {
+        for (float* head = heads; head < heads + count * l.head_dim; head += l.head_dim) {
+            if (norm.is_present && has_norm) kernels.elementwise->norm(norm.job, head, head);
+            if (l.rope < 0) continue;
+            const Plan::Angles& a = plan.angles_[l.rope];
+            kernels.elementwise->rotate(head, 2 * a.half, a.cosine + position * a.half, a.sine + position * a.half);
+        }
     }
 
     void attend(const PlanLayer& l) {
