@@ -11,6 +11,8 @@ from quire.bench.workload import Workload
 from quire.contracts.config import EngineConfig
 from quire.engine.llm import LLM
 
+_WARM_UP_TOKENS = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
@@ -54,12 +56,14 @@ class Throughput:
 
 
 def measure_throughput(config: EngineConfig, workload: Workload, show_progress: bool = False) -> Throughput:
-    """Run the workload once after a short warm-up. Raises QuireError as LLM does."""
+    """Run the workload once, after a few steps of as many tokens. Raises QuireError as LLM does."""
     llm = LLM(replace(config, skip_tokenizer_init=True))
     spec = llm.llm_engine.report.spec
     params = workload.sampling_params()
     workload.check(llm.llm_engine.report)
-    warm_up = Workload(1, min(8, workload.input_len), min(4, workload.output_len), 0, True, workload.temperature)
+    # Steps as large as those that are measured: the memory of a step is made when the first of its size comes.
+    num_warm = min(workload.num_prompts, 1 + _WARM_UP_TOKENS // workload.input_len)
+    warm_up = Workload(num_warm, workload.input_len, min(4, workload.output_len), 0, True, workload.temperature)
     llm.generate(warm_up.prompts(spec, first=1), warm_up.sampling_params(), use_tqdm=False)
     machine = measure_roofline(llm.llm_engine.report)
     prompts = workload.prompts(spec)

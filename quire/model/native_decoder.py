@@ -140,12 +140,22 @@ class NativeDecoder:
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32)
         names = (f"{prefix}experts.gate_up.weight", f"{prefix}experts.down.weight")
-        stacks = [self._parameters.pop(name) for name in names]
+        stacks = [self._alike(self._parameters.pop(name)) for name in names]
         inner = spec.expert.intermediate_size
         for index in range(spec.num_experts):
             both, down = (self._expert(name, stack, index) for name, stack in zip(names, stacks, strict=True))
             parts = (_rows(both, 0, inner), _rows(both, inner, 2 * inner), down)
             layer.add_expert(*(self._packer.pack(part) for part in parts))
+
+    def _alike(self, stack: Parameter) -> Parameter:
+        """Return a stack whose experts read their inputs in one form: dense where stored ones differ."""
+        if not isinstance(stack, QuantizedStack):
+            return stack
+        forms = {(w.group_size, w.levels, w.offset is None, w.is_token_quantized) for w in stack.weights}
+        first = stack.weights[0].columns
+        orders = [w.columns for w in stack.weights]
+        same_order = all(o is first or (o is not None and first is not None and torch.equal(o, first)) for o in orders)
+        return stack if len(forms) == 1 and same_order else stack.dequantize(self.dtype)
 
     def _expert(self, name: str, stack: Parameter, index: int) -> Tensor | QuantizedWeight:
         weight = self._quantized(name, _entry(stack, index))

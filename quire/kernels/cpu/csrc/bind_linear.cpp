@@ -84,7 +84,7 @@ void linear_call(void* argument, Worker& worker) {
     const LinearTable& table = *call.kernels->linear;
     if (worker.rank == 0) call.num_threads = worker.size;
     for (i64 row = next(worker, call.packed.m, 1); row < call.packed.m; row = next(worker, call.packed.m, 1))
-        table.pack_row(call.packed, static_cast<i32>(row), call.x + row * call.x_stride);
+        table.pack_row(call.packed, static_cast<i32>(row), call.x + row * call.x_stride, 0, call.packed.k);
     barrier(worker);
     table.linear(worker, &call.job, 1);
     barrier(worker);

@@ -480,13 +480,14 @@ i32 pack_group(const Packed& x, const float* values, u32* data, i32 rows, i32 be
 }
 
 // `data` is where the row's words start, `rows` apart; `r` its place in the tile, whose first row is `first`.
-void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, i32 rows, i32 r) {
+void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, i32 rows, i32 r, i32 begin_input, i32 end_input) {
     const i32 words = steps_of(Format::u8, x.k), group_words = ceil_div(x.group, 4), block_words = ceil_div(x.input_group, 4);
-    float* scales = x.scales + first * groups_of(x.k, x.input_group) + r;
-    i32* starts = x.starts + first * groups_of(x.k, x.group) + r;
-    float* sums = x.sums + first * groups_of(x.k, x.group) + r;
-    const i32 num_blocks = groups_of(x.k, x.input_group);
-    for (i32 b = 0; b < num_blocks; ++b, scales += rows) {
+    const i32 num_blocks = groups_of(x.k, x.input_group), first_block = begin_input / x.input_group;
+    const i64 first_group = static_cast<i64>(first_block) * (x.input_group / x.group);
+    float* scales = x.scales + first * num_blocks + static_cast<i64>(first_block) * rows + r;
+    i32* starts = x.starts + first * groups_of(x.k, x.group) + first_group * rows + r;
+    float* sums = x.sums + first * groups_of(x.k, x.group) + first_group * rows + r;
+    for (i32 b = first_block; b < num_blocks && b * x.input_group < end_input; ++b, scales += rows) {
         // The last group takes the padding of K, however long that makes it.
         const i32 block = b * block_words, stop = b + 1 < num_blocks ? block + block_words : words;
         const i32 used = (b + 1 < num_blocks ? stop * 4 : x.k) - block * 4, num_groups = ceil_div(used, x.group);
@@ -509,15 +510,15 @@ void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, 
     }
 }
 
-void pack_row(const Packed& x, i32 row, const float* values) {
+void pack_row(const Packed& x, i32 row, const float* values, i32 begin, i32 end) {
     const i32 first = row / x.tile_rows * x.tile_rows, r = row - first;
     const i32 rows = x.tile_rows < x.m - first ? x.tile_rows : x.m - first;
     u32* data = x.data + static_cast<i64>(first) * steps_of(x.kind, x.k);
     if (x.kind == Format::u8 || x.kind == Format::u4) {
-        pack_quantized(x, values, data, first, rows, r);
+        pack_quantized(x, values, data, first, rows, r, begin, end);
         return;
     }
-    for (i32 j = 0; j < x.k; j += 16) {
+    for (i32 j = begin; j < end; j += 16) {
         const F32 v = inputs_at(x, values, j);
         u32 words[16];
         const bool is_bf16 = x.kind == Format::bf16;

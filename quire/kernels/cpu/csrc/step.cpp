@@ -13,6 +13,19 @@ namespace {
 // Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
 
+// Tokens that share cache lines of the cache.
+constexpr i32 RUN_TOKENS = 16;
+
+// Up to so many rows are packed in parts of so many inputs.
+constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
+
+// Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
+bool are_alike(const Weight& a, const Weight& b) {
+    return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group &&
+           (a.group_scales == nullptr) == (b.group_scales == nullptr) && (a.group_offsets == nullptr) == (b.group_offsets == nullptr) &&
+           memcmp(a.table, b.table, sizeof(a.table)) == 0;
+}
+
 }  // namespace
 
 // One thread's walk through a step. All threads take the same way; what they share lies in the plan.
@@ -23,12 +36,16 @@ struct Stepper {
     Worker& worker;
     i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
 
-    // Call body(row) for every row, shared by the team, and wait for all.
+    // Call body(item) for every item, shared by the team in runs of `grain`, and wait for all.
     template <class Body>
-    void each(i64 count, Body body) {
-        for (i64 item = next(worker, count, 1); item < count; item = next(worker, count, 1)) body(item);
+    void each(i64 count, Body body, i64 grain = 1) {
+        for (i64 first = next(worker, count, grain); first < count; first = next(worker, count, grain))
+            for (i64 item = first; item < first + grain && item < count; ++item) body(item);
         barrier(worker);
     }
+
+    // Rows that one thread packs: those of a tile, whose words lie side by side, where there are tiles enough.
+    i64 pack_grain(const Site& site) const { return num_rows > MAX_CUT_ROWS ? kernels.linear->tile_rows(site.forms[0].kind, num_rows) : 1; }
 
     i64 hidden_stride() const { return row_stride(plan.hidden_); }
     float* x(i64 row) const { return plan.x_ + row * hidden_stride(); }
@@ -63,7 +80,26 @@ struct Stepper {
     }
 
     void pack(const Site& site, i64 row, const float* values) const {
-        for (size_t f = 0; f < site.forms.size(); ++f) kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values);
+        for (size_t f = 0; f < site.forms.size(); ++f)
+            kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
+    }
+
+    // Pack all rows. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
+    void pack_all(const Site& site, const float* values, i64 stride) {
+        bool is_cut = num_rows > 1 && num_rows <= MAX_CUT_ROWS;
+        for (const InputForm& form : site.forms) is_cut = is_cut && (form.input_group == 0 || CUT_INPUTS % form.input_group == 0);
+        if (!is_cut) {
+            each(num_rows, [&](i64 row) { pack(site, row, values + row * stride); }, pack_grain(site));
+            return;
+        }
+        const i32 k = site.forms[0].k;
+        each(ceil_div(k, CUT_INPUTS), [&](i64 part) {
+            const i32 begin = static_cast<i32>(part) * CUT_INPUTS, end = k - begin < CUT_INPUTS ? k : begin + CUT_INPUTS;
+            for (size_t f = 0; f < site.forms.size(); ++f) {
+                const Packed input = packed(site, static_cast<i32>(f), num_rows);
+                for (i32 row = 0; row < num_rows; ++row) kernels.linear->pack_row(input, row, values + row * stride, begin, end);
+            }
+        });
     }
 
     static LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) {
@@ -155,7 +191,7 @@ struct Stepper {
             turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[row]);
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
-        });
+        }, parts == 1 ? RUN_TOKENS : 1);
     }
 
     // Norm, where heads have one of their own, and rotate heads that follow one another.
@@ -204,14 +240,14 @@ struct Stepper {
         rotate_and_store(l);
         attend(l);
         if (is_last && !in.keeps_all) keep_logit_rows(width);
-        each(num_rows, [&](i64 row) { pack(l.o_site, row, plan.attended_ + row * width); });
+        pack_all(l.o_site, plan.attended_, width);
         run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
     }
 
     void activate(const PlanLayer& l) {
         const i64 inner = row_stride(l.up->weight.n);
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
-        const bool is_joint = l.gate && l.gate_form == l.up_form && l.gate->weight.format == l.up->weight.format;
+        const bool is_joint = l.gate && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
         LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
         first.second = is_joint ? &l.up->weight : nullptr;
         first.activation = l.activation;
@@ -228,14 +264,14 @@ struct Stepper {
             const float* values = normed(l.mlp_in, row, to);
             if (l.router && values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
             pack(l.mlp_site, row, values);
-        });
+        }, pack_grain(l.mlp_site));
         if (l.router) {
             mixture(l);
             return;
         }
         activate(l);
         const i64 inner = row_stride(l.up->weight.n);
-        each(num_rows, [&](i64 row) { pack(l.down_site, row, plan.inner_ + row * inner); });
+        pack_all(l.down_site, plan.inner_, inner);
         run_to_residual(*l.down, packed(l.down_site, l.down_form, num_rows), l.mlp_out, l.residual_scale);
     }
 
@@ -270,7 +306,7 @@ struct Stepper {
     void run_experts(const PlanLayer& l, const InputForm& form, Values values, Make make) {
         each(static_cast<i64>(num_rows) * l.top_k, [&](i64 place) {
             const i32 e = expert_at(l, place);
-            kernels.linear->pack_row(expert_input(form, e), static_cast<i32>(place) - plan.expert_start_[e], values(place));
+            kernels.linear->pack_row(expert_input(form, e), static_cast<i32>(place) - plan.expert_start_[e], values(place), 0, form.k);
         });
         const i32 num_experts = static_cast<i32>(l.experts.size());
         if (worker.rank == 0) {
@@ -325,7 +361,7 @@ struct Stepper {
             each(num_rows, [&](i64 row) {
                 if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
                 pack(l.attn_site, row, normed(l.attn_in, row, own_row()));
-            });
+            }, pack_grain(l.attn_site));
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);

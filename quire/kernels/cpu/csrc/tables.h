@@ -13,8 +13,9 @@ namespace quire {
 struct LinearTable {
     // Rows of a tile for m rows of an input of this kind.
     i32 (*tile_rows)(Format kind, i32 m);
-    // Write row `row` of a packed input from k f32 values (before `columns`).
-    void (*pack_row)(const Packed& packed, i32 row, const float* values);
+    // Write inputs [begin, end) of row `row` of a packed input from its k f32 values (before `columns`); both are multiples of 16 and
+    // of the input group, or end is k.
+    void (*pack_row)(const Packed& packed, i32 row, const float* values, i32 begin, i32 end);
     // Run linear layers side by side; called by every thread, no barrier inside.
     void (*linear)(Worker& worker, const LinearJob* jobs, i32 num_jobs);
     // Write row n of a weight as f32 (an embedding lookup).
