@@ -24,6 +24,9 @@ constexpr int MAX_PANELS = 4;
 // How far ahead of use weights are asked for, in bytes of all panels that are read side by side.
 constexpr i64 PREFETCH_BYTES = 2048;
 
+// How far ahead inputs are asked for, in 32-bit words.
+constexpr i64 INPUT_WORDS_AHEAD = 128;
+
 struct Tile {
     const u8* panels[MAX_PANELS];
     const u8* ahead[MAX_PANELS];  // prefetched line by line, every 2^ahead_shift steps a new one
@@ -114,6 +117,8 @@ template <int R, int P, bool IS_NIBBLES>
 QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes& table, I32 (&acc)[P][R]) {
     for (i64 s = begin; s < end; ++s) {
         prefetch_ahead<P>(t, s);
+        // A long panel and its inputs do not fit into the first-level cache together.
+        if (R > 2) prefetch(x + INPUT_WORDS_AHEAD);
         if constexpr (IS_NIBBLES) {
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) {
