@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvariantError
+from quire.base.logging import get_logger
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies
@@ -16,6 +19,8 @@ from quire.kv.pool import KvPool
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.quant.parameters import Parameter, QuantizedStack
 from quire.quant.weight import QuantizedWeight
+
+logger = get_logger(__name__)
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
@@ -61,6 +66,9 @@ class NativeDecoder:
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         self._layers = self._build(list(ropes))
         self._kv: KvPool | None = None
+        self._process = os.getpid()
+        if self._parameters:
+            raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
 
     @property
     def weight_bytes(self) -> int:
@@ -155,7 +163,10 @@ class NativeDecoder:
         first = stack.weights[0].columns
         orders = [w.columns for w in stack.weights]
         same_order = all(o is first or (o is not None and first is not None and torch.equal(o, first)) for o in orders)
-        return stack if len(forms) == 1 and same_order else stack.dequantize(self.dtype)
+        if len(forms) == 1 and same_order:
+            return stack
+        logger.warning("the experts of a layer are quantised in different forms: they are kept in %s", self.spec.dtype)
+        return stack.dequantize(self.dtype)
 
     def _expert(self, name: str, stack: Parameter, index: int) -> Tensor | QuantizedWeight:
         weight = self._quantized(name, _entry(stack, index))
@@ -194,10 +205,15 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         """
+        if os.getpid() != self._process:
+            raise InvariantError(
+                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
+            )
         self._bind(kv)
         longest = max(step.context_lens)
-        if self._angles and longest > len(self._angles[0].cos):
-            self._extend_angles(max(longest, 2 * len(self._angles[0].cos)))
+        known = min((len(angles.cos) for angles in self._angles), default=longest)
+        if longest > known:
+            self._extend_angles(max(longest, 2 * known))
         starts = torch.tensor(step.query_starts, dtype=torch.int32)
         lengths = torch.tensor(step.context_lens, dtype=torch.int32)
         tables = step.block_tables.to(torch.int32).contiguous()

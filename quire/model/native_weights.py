@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.logging import get_logger
 from quire.kernels.cpu.pages import is_file_view
 from quire.quant.weight import QuantizedWeight
+
+logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 4096
 """Rows that are converted to another dtype at once, when the stored one is not what is packed."""
@@ -17,6 +20,9 @@ _ROWS_AT_ONCE = 4096
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INPUT_GROUP = 128
 """Inputs that share a scale when they are quantised for a weight with one scale per row."""
+
+_MAX_OFFSET = 32768.0
+"""The largest offset of a group, in units of its row's scale."""
 
 NativeWeight = Any
 """`_native.Weight`: an extension type, which no type checker sees."""
@@ -33,12 +39,16 @@ class WeightPacker:
         self._native = native
         self._dtype = dtype
         self.num_bytes = 0
+        self._has_warned = False
 
     def pack(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> NativeWeight:
         """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way."""
         if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
+            if not self._has_warned:
+                logger.warning("some quantised weights do not fit the native layouts and are kept in %s", self._dtype)
+            self._has_warned = True
             weight = weight.dequantize(self._dtype)
         if isinstance(weight, QuantizedWeight):
             packed = self._pack_codes(weight, bias)
@@ -69,8 +79,9 @@ class WeightPacker:
         group, input_group = _groups(weight)
         packed = self._native.Weight("u4" if is_nibble else "u8", num_rows, num_columns, group, input_group)
         levels = torch.tensor(weight.levels if is_nibble else (), dtype=torch.int8)
+        codes = weight.codes.contiguous()
         packed.pack(
-            weight.codes.contiguous().data_ptr(),
+            codes.data_ptr(),
             num_columns,
             0,
             num_rows,
@@ -80,8 +91,8 @@ class WeightPacker:
         )
         column_scale = weight.scale.abs().amax(1)
         if weight.offset is not None:
-            # A row without any scale can still have offsets.
-            column_scale = torch.where(column_scale > 0, column_scale, weight.offset.abs().amax(1))
+            # Offsets beside small scales, or none, must stay within what f16 holds.
+            column_scale = torch.maximum(column_scale, weight.offset.abs().amax(1) / _MAX_OFFSET)
         divisor = torch.where(column_scale > 0, column_scale, torch.ones_like(column_scale))[:, None]
         needs_scales = num_groups > 1 or weight.offset is not None
         self._set_extras(

@@ -74,6 +74,13 @@ class BitsAndBytesConfig:
 QuantizationConfig = GptqConfig | AwqConfig | CompressedTensorsConfig | Fp8Config | BitsAndBytesConfig
 
 
+def has_integer_form(config: QuantizationConfig) -> bool:
+    """Return whether all quantised weights of a checkpoint stay integers when they are loaded; others are made dense."""
+    if isinstance(config, CompressedTensorsConfig):
+        return all(scheme.layout != "float-quantized" for _, scheme in config.groups)
+    return isinstance(config, GptqConfig | AwqConfig)
+
+
 def read_quantization(values: object, where: str, default_method: str | None = None) -> QuantizationConfig:
     """Return a quantisation config.
 

@@ -15,6 +15,7 @@ from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.build import runs_natively
 from quire.model.config_reader import read_quantization_config
 from quire.model.stored_tensors import stored_bytes
+from quire.quant.config import has_integer_form
 from quire.quant.policy import POLICIES, quantized_bytes
 
 _KV_SHARE = 0.5
@@ -71,8 +72,10 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
     if config.quantization is not None:
         return quantized_bytes(shapes, spec, POLICIES[config.quantization])
     stored = stored_bytes(folder)
-    is_quantized = is_gguf(folder) or read_quantization_config(folder) is not None
-    return min(dense, stored) if is_quantized else dense
+    quantization = None if is_gguf(folder) else read_quantization_config(folder)
+    # What has no integer form is made dense when it is loaded.
+    is_integer = is_gguf(folder) or (quantization is not None and has_integer_form(quantization))
+    return min(dense, stored) if is_integer else dense
 
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:

@@ -125,6 +125,9 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
     if (num_tokens <= capacity_ && num_threads <= row_threads_) return;
     const i64 rows = std::max(num_tokens, num_tokens <= capacity_ ? capacity_ : std::min(2 * capacity_, 4096));
     const i64 pairs = rows * max_top_k_;
+    // Until all addresses are new none is valid: an allocation that fails leaves a plan that makes them again.
+    capacity_ = 0;
+    row_threads_ = 0;
     // Twice: first to add up sizes, then to hand out addresses.
     for (int pass = 0; pass < 2; ++pass) {
         i64 used = 0;

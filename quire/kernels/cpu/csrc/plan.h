@@ -1,6 +1,7 @@
 // A decoder as data: everything that a step needs to run all layers in one call.
 #pragma once
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "native_weight.h"
@@ -93,6 +94,7 @@ private:
     void finish_layer(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
 
+    std::mutex guard_;  // one step at a time: its memory is the plan's
     i32 hidden_, vocab_;
     bool is_bf16_;
     std::shared_ptr<NativeWeight> embed_, position_embed_, head_;

@@ -413,12 +413,14 @@ void logits_body(void* argument, Worker& worker) {
 }  // namespace
 
 void Plan::step(const StepInput& input) {
+    const std::lock_guard<std::mutex> lock(guard_);
     reserve(input.batch.num_tokens, input.batch);
     Call call = {this, &input, nullptr, 0, nullptr};
     run_team(num_threads, step_body, &call);
 }
 
 void Plan::logits(const i32* rows, i32 count, float* out) {
+    const std::lock_guard<std::mutex> lock(guard_);
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
     const StepInput none;
     Call call = {this, &none, rows, count, out};
