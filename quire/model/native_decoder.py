@@ -64,7 +64,7 @@ class NativeDecoder:
         self._angles = [_Angles(rope, max_model_len, self.dtype) for rope in ropes]
         self._rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
-        self._layers = self._build(list(ropes))
+        self._layers = self._build()
         self._kv: KvPool | None = None
         self._process = os.getpid()
         if self._parameters:
@@ -75,7 +75,7 @@ class NativeDecoder:
         """Bytes of the packed weights."""
         return self._packer.num_bytes
 
-    def _build(self, ropes: list[RopeSpec]) -> list[Any]:
+    def _build(self) -> list[Any]:
         spec, plan = self.spec, self._plan
         embedding = self._parameters["embed.weight"]
         embed = self._pack("embed")

@@ -62,10 +62,10 @@ class WeightPacker:
         packed = self._native.Weight(_FORMATS[dtype], num_rows, num_columns)
         is_view = weight.dtype == dtype and weight.is_contiguous()
         step = num_rows if is_view else _ROWS_AT_ONCE
+        # Only what lies in a mapped file comes back when it is read again; giving back other memory would zero it.
+        is_mapped = is_view and is_file_view(weight)
         for first in range(0, num_rows, step):
             rows = weight[first : first + step].to(dtype).contiguous()
-            # Only what lies in a mapped file comes back when it is read again; `forget` would zero other memory.
-            is_mapped = is_view and is_file_view(weight)
             packed.pack(
                 rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()
             )

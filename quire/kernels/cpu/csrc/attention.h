@@ -21,6 +21,16 @@ struct KvLayer {
     float* value_scales = nullptr;
 };
 
+// Tokens of a run.
+constexpr int RUN = 16;
+
+static inline i64 element_bytes(KvFormat format) { return format == KvFormat::bf16 ? 2 : format == KvFormat::f32 ? 4 : 1; }
+
+// The first element of the run that holds the token at `offset` of a block.
+static inline i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset) {
+    return ((block * kv.kv_heads + head) * kv.block_size + offset / RUN * RUN) * kv.head_dim;
+}
+
 // Where the tokens of one step stand: sequence s owns rows [query_starts[s], query_starts[s + 1]) of q and the cached tokens
 // [0, context_lens[s]), of which its rows are the last. block_tables [num_sequences][table_stride].
 struct Batch {

@@ -6,12 +6,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-QUIRE_INLINE i64 element_bytes(KvFormat format) { return format == KvFormat::bf16 ? 2 : format == KvFormat::f32 ? 4 : 1; }
-
-// The first element of the run that holds the token at `offset` of a block, and its place among the scales.
-QUIRE_INLINE i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset) {
-    return ((block * kv.kv_heads + head) * kv.block_size + offset / RUN * RUN) * kv.head_dim;
-}
+// The place of the token at `offset` of a block among the scales.
 QUIRE_INLINE i64 scale_element(const KvLayer& kv, i64 block, i32 head, i32 offset) {
     return (block * kv.kv_heads + head) * kv.block_size + offset;
 }

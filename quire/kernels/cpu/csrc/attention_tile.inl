@@ -9,7 +9,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int RUN = 16;          // tokens of a run
 constexpr int CHUNK_RUNS = 16;   // runs of a chunk, whose softmax is taken at once
 constexpr int CHUNK = RUN * CHUNK_RUNS;
 constexpr int GROUP = 4;         // runs whose keys, or values, are held in the first cache while all rows pass

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "tables.h"
+#include "binding.h"
 
 namespace nb = nanobind;
 using namespace quire;
@@ -19,10 +19,7 @@ T* pointer(uintptr_t address) {
 }
 
 const AttentionTable& attention_of(const std::string& isa) {
-    const Kernels* chosen = isa.empty() ? &kernels() : kernels_named(isa.c_str());
-    if (chosen == nullptr)
-        throw std::invalid_argument("this machine cannot run instruction set '" + isa + "'; see supported_isas()");
-    return *chosen->attention;
+    return *kernels_for(isa).attention;
 }
 
 KvFormat format_of(const std::string& name) {

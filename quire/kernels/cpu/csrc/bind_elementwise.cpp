@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "tables.h"
+#include "binding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -15,9 +15,7 @@ using namespace quire;
 namespace {
 
 const ElementwiseTable& table_of(const std::string& isa) {
-    const Kernels* chosen = isa.empty() ? &kernels() : kernels_named(isa.c_str());
-    if (chosen == nullptr) throw std::invalid_argument("isa: got '" + isa + "', which this machine cannot run; see supported_isas()");
-    return *chosen->elementwise;
+    return *kernels_for(isa).elementwise;
 }
 
 template <class T>

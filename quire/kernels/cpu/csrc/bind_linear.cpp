@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "binding.h"
 #include "native_weight.h"
-#include "tables.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -63,13 +63,6 @@ Format format_named(const std::string& name) {
     throw std::invalid_argument("format must be bf16, f16, f32, u8 or u4, got " + name);
 }
 
-const Kernels& kernels_or_default(const std::optional<std::string>& isa) {
-    if (!isa) return kernels();
-    const Kernels* found = kernels_named(isa->c_str());
-    if (found == nullptr) throw std::invalid_argument("this machine cannot run the instruction set " + *isa);
-    return *found;
-}
-
 struct LinearCall {
     const Kernels* kernels;
     const float* x;
@@ -93,7 +86,7 @@ void linear_call(void* argument, Worker& worker) {
 void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out, i64 out_stride,
                 i32 finish, i32 activation, float factor, uintptr_t best_index, i32 num_threads, const std::optional<std::string>& isa) {
     LinearCall call = {};
-    call.kernels = &kernels_or_default(isa);
+    call.kernels = &kernels_for(isa.value_or(""));
     call.x = reinterpret_cast<const float*>(x);
     call.x_stride = x_stride;
     const Weight& w = weight.weight;
@@ -234,7 +227,7 @@ void bind_linear(nb::module_& m) {
         .def_prop_ro("n", [](const NativeWeight& w) { return w.weight.n; })
         .def_prop_ro("k", [](const NativeWeight& w) { return w.weight.k; })
         .def("unpack_row", [](const NativeWeight& w, i32 n, uintptr_t out, std::optional<std::string> isa) {
-            kernels_or_default(isa).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
+            kernels_for(isa.value_or("")).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
         }, "n"_a, "out"_a, "isa"_a = nb::none());
     m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
           "factor"_a = 1.0f, "best_index"_a = 0, "num_threads"_a = 1, "isa"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "tables.h"
+#include "binding.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -17,9 +17,7 @@ namespace {
 constexpr i64 SHARE_BYTES = 512 << 10;
 
 const PeakTable& peak_of(const std::string& isa) {
-    const Kernels* chosen = isa.empty() ? &kernels() : kernels_named(isa.c_str());
-    if (chosen == nullptr) throw std::invalid_argument("this machine cannot run instruction set '" + isa + "'; see supported_isas()");
-    return *chosen->peak;
+    return *kernels_for(isa).peak;
 }
 
 Format format_of(const std::string& name) {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "pack.h"
-#include "tables.h"
+#include "binding.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -100,9 +100,7 @@ struct Rows {
 };
 
 const QuantizeTable* table_of(const std::string& isa) {
-    const Kernels* chosen = isa.empty() ? &kernels() : kernels_named(isa.c_str());
-    if (chosen == nullptr) throw std::invalid_argument("isa: got '" + isa + "', which this machine cannot run; see supported_isas()");
-    return chosen->quantize;
+    return kernels_for(isa).quantize;
 }
 
 void search(const Rows& rows, uintptr_t scale, uintptr_t offset, int num_threads, const std::string& isa) {

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "tables.h"
+#include "binding.h"
 
 namespace nb = nanobind;
 using namespace quire;
@@ -22,9 +22,7 @@ namespace {
 using Isa = std::optional<std::string>;
 
 const SamplerTable& table_of(const Isa& isa) {
-    const Kernels* found = isa ? kernels_named(isa->c_str()) : &kernels();
-    if (found == nullptr) throw nb::value_error("this machine cannot run the instruction set asked for");
-    return *found->sampler;
+    return *kernels_for(isa.value_or("")).sampler;
 }
 
 // Kept from call to call: fresh pages cost as much as a row. One per calling thread.

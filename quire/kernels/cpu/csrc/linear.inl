@@ -143,7 +143,7 @@ QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, con
     }
 }
 
-template <int R, int P, bool IS_NIBBLES>
+template <int R, int P>
 QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
 #pragma GCC unroll 32
     for (int p = 0; p < P; ++p)
@@ -163,7 +163,7 @@ QUIRE_INLINE void tile_rowwise(const Tile& t) {
     i64 g = 0;
     for (i64 begin = 0; begin < t.steps; begin += t.group_steps, ++g) {
         I32 acc[P][R];
-        start_group<R, P, IS_NIBBLES>(t, g, acc);
+        start_group<R, P>(t, g, acc);
         const i64 end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
         dot_group<R, P, IS_NIBBLES>(t, begin, end, t.input + begin * R * (IS_NIBBLES ? 2 : 1), table, acc);
 #pragma GCC unroll 32
@@ -190,7 +190,7 @@ QUIRE_INLINE void tile_grouped(const Tile& t) {
             for (int r = 0; r < R; ++r) sum[p][r] = zero();
         for (i64 g = first; g < last; ++g) {
             I32 acc[P][R];
-            start_group<R, P, IS_NIBBLES>(t, g, acc);
+            start_group<R, P>(t, g, acc);
             const i64 begin = g * t.group_steps, end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) prefetch(t.scales[p] + (g + 8) * 16);
@@ -277,7 +277,7 @@ i32 tile_rows(Format kind, i32 m) {
     // Up to all accumulators one pass over the weights is worth more than reusing inputs; beyond, f32 tiles are two panels wide.
     const i32 most = max_accumulators(kind);
     if (m <= most) return m;
-    const i32 wide = is_integer(kind) || MAX_FLOATS < 4 ? most : most / 2;
+    const i32 wide = is_integer(kind) ? most : most / 2;
     return ceil_div(m, ceil_div(m, wide));
 }
 
@@ -334,7 +334,7 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
     const Mask lanes = first_lanes(w.n - panel * 16);
     for (i32 r = 0; r < place.rows; ++r) {
         const F32 value = scaled(w, panel, y + r * 16);
-        const i32 row = job.rows == nullptr ? place.first_row + r : job.rows[place.first_row + r];
+        const i32 row = place.first_row + r;
         if (job.finish == Finish::best) {
             const i64 at = static_cast<i64>(row) * worker.size + worker.rank;
             // Almost every panel holds nothing better.

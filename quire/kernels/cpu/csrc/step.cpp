@@ -13,9 +13,6 @@ namespace {
 // Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
 
-// Tokens that share cache lines of the cache.
-constexpr i32 RUN_TOKENS = 16;
-
 // Up to so many rows are packed in parts of so many inputs.
 constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
 
@@ -149,10 +146,11 @@ struct Stepper {
 
     // Ask for the cache lines that the new tokens go to: a token touches many, and the products before that are long.
     void fetch_cache(const PlanLayer& l) const {
-        const i64 width = l.kv.format == KvFormat::bf16 ? 2 : l.kv.format == KvFormat::f32 ? 4 : 1, run = 16 * l.head_dim * width;
+        const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width;
         for (i64 item = worker.rank; item < static_cast<i64>(in.batch.num_tokens) * l.num_kv_heads; item += worker.size) {
-            const i64 slot = in.slots[item / l.num_kv_heads], block = slot / l.kv.block_size, head = item % l.num_kv_heads;
-            const i64 at = ((block * l.num_kv_heads + head) * l.kv.block_size + slot % l.kv.block_size / 16 * 16) * l.head_dim * width;
+            const i64 slot = in.slots[item / l.num_kv_heads];
+            const i32 head = static_cast<i32>(item % l.num_kv_heads), offset = static_cast<i32>(slot % l.kv.block_size);
+            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, offset) * width;
             for (i64 line = 0; line < run; line += 64) {
                 __builtin_prefetch(static_cast<const u8*>(l.kv.keys) + at + line, 1, 2);
                 __builtin_prefetch(static_cast<const u8*>(l.kv.values) + at + line, 1, 2);
@@ -191,7 +189,7 @@ struct Stepper {
             turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[row]);
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
-        }, parts == 1 ? RUN_TOKENS : 1);
+        }, parts == 1 ? RUN : 1);
     }
 
     // Norm, where heads have one of their own, and rotate heads that follow one another.

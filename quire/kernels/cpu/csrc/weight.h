@@ -69,7 +69,7 @@ enum class Finish : i32 {
 };
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
 
-// One linear layer over packed rows. `rows` maps packed row to row of out (null: the same). Best needs best_value, best_index of
+// One linear layer over packed rows. Best needs best_value, best_index of
 // [m][num_threads].
 struct LinearJob {
     const Weight* weight = nullptr;
@@ -80,7 +80,6 @@ struct LinearJob {
     float factor = 1.0f;
     float* out = nullptr;
     i64 out_stride = 0;
-    const i32* rows = nullptr;
     float* best_value = nullptr;
     i32* best_index = nullptr;
 };
