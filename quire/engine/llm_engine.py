@@ -19,7 +19,7 @@ from quire.contracts.step import StepPlan, StepResult
 from quire.engine.config import make_config
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.output import OutputKind, OutputStream
-from quire.engine.request_factory import PromptLike, RequestFactory
+from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
@@ -69,7 +69,7 @@ class LLMEngine:
             )
         )
         self._runner = runner
-        self._factory = RequestFactory(report.spec, tokenizer, config)
+        self._factory = RequestFactory(RequestRules.of(report.spec, config), tokenizer)
         self._streams: dict[str, OutputStream] = {}
         self._request_indices = itertools.count()
         self._undelivered: list[RequestOutput] = []

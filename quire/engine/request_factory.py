@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
@@ -26,13 +27,34 @@ def check_request_id(request_id: object) -> None:
         raise RequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRules:
+    """What a request is checked against: of the model its vocabulary and its end, of the engine what it allows."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    seed: int
+    max_logprobs: int
+    scheduling_policy: str
+
+    @classmethod
+    def of(cls, spec: ModelSpec, config: EngineConfig) -> Self:
+        """Return the rules of a model in an engine."""
+        return cls(
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            seed=config.seed,
+            max_logprobs=config.max_logprobs,
+            scheduling_policy=config.scheduling_policy,
+        )
+
+
 class RequestFactory:
     """Tokenises prompts and checks everything about a request that depends on the model. Safe to call from any thread."""
 
-    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-        self._spec = spec
+    def __init__(self, rules: RequestRules, tokenizer: Tokenizer | None) -> None:
+        self._rules = rules
         self._tokenizer = tokenizer
-        self._config = config
 
     def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams) -> Request:
         """Return the request, or raise RequestError with the field at fault.
@@ -44,7 +66,7 @@ class RequestFactory:
             raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_params(params)
-        seed = mix_seed(self._config.seed, index) if params.seed is None else params.seed % 2**64
+        seed = mix_seed(self._rules.seed, index) if params.seed is None else params.seed % 2**64
         bad_words = ()
         if params.bad_words:
             bad_words = self._need_tokenizer("bad_words").bad_word_token_ids(params.bad_words)
@@ -54,7 +76,7 @@ class RequestFactory:
             params=params,
             seed=seed,
             prompt=text,
-            eos_token_ids=self._spec.eos_token_ids,
+            eos_token_ids=self._rules.eos_token_ids,
             bad_word_token_ids=bad_words,
             arrival_time_s=time.monotonic(),
             cache_salt=cache_salt,
@@ -99,7 +121,7 @@ class RequestFactory:
     def _check_token_ids(self, token_ids: list[int] | tuple[int, ...], param: str) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty: at least one token is needed", param)
-        size = self._spec.vocab_size
+        size = self._rules.vocab_size
         for position, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < size:
                 raise RequestError(
@@ -107,12 +129,12 @@ class RequestFactory:
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
-        size = self._spec.vocab_size
+        size = self._rules.vocab_size
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= size:
                     raise RequestError(f"{name}: token ids must be below {size}, got {token_id}", name)
-        max_logprobs = self._config.max_logprobs
+        max_logprobs = self._rules.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and max_logprobs != -1 and not 0 <= value <= max_logprobs:
@@ -121,7 +143,7 @@ class RequestFactory:
                     "-1 takes it away",
                     name,
                 )
-        if params.priority != 0 and self._config.scheduling_policy != "priority":
+        if params.priority != 0 and self._rules.scheduling_policy != "priority":
             raise RequestError(
                 f"priority is {params.priority}, but the engine runs with scheduling_policy 'fcfs', which knows none; "
                 "leave it 0 or start the engine with scheduling_policy 'priority'",

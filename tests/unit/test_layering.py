@@ -20,10 +20,12 @@ MAY_IMPORT = {
     "worker": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model"},
     "engine": {"base", "contracts", "text", "kv", "worker"},
     "engine/scheduling": {"base", "contracts"},
-    "bench": {"base", "contracts", "kernels", "model", "engine"},
-    "cli": {"base", "contracts", "model", "engine", "bench"},
+    "api": {"base", "contracts"},
+    "serving": {"base", "contracts", "text", "api", "engine"},
+    "bench": {"base", "contracts", "kernels", "text", "model", "engine"},
+    "cli": {"base", "contracts", "text", "model", "engine", "serving", "bench"},
 }
-WITHOUT_TORCH = {"base", "contracts", "text", "engine/scheduling", "cli"}
+WITHOUT_TORCH = {"base", "contracts", "text", "engine/scheduling", "api", "serving", "cli"}
 DATA_FOLDERS = {"demo_models"}
 
 

@@ -1,0 +1,124 @@
+"""ServerConfig: every option of the server; the engine's own are in EngineConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.base.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One client of the server.
+
+    name                 in logs, metrics of the log, and as the owner of files and batches
+    sha256               of the key itself, which is not kept
+    max_concurrent       requests in flight at once; None for no limit
+    requests_per_minute  None for no limit
+    tokens_per_minute    prompt and output tokens; None for no limit
+    weight               share of the engine beside other keys under load
+    """
+
+    name: str
+    sha256: bytes
+    max_concurrent: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    weight: float = 1.0
+    is_admin: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of `quire serve`. Raises ConfigError, naming the option, when one is invalid.
+
+    api_keys              none: everybody may ask; the server then only answers to known Host names
+    served_model_names    what clients may call the model; the first is what answers say; empty: the name of the checkpoint
+    allowed_origins       origins that browsers may call from; none by default
+    allowed_hosts         Host headers that are answered while there are no keys (against DNS rebinding)
+    data_dir              files, batches and stored responses; None keeps them in memory, and says so
+    max_queued_requests   sequences (n counts) that may wait or run; over it 503
+    max_queued_tokens     prompt tokens that may wait; over it 503
+    max_queue_wait_s      a request whose estimated wait is longer is refused with 503
+    default_timeout_s     deadline of requests that state none
+    drain_grace_s         after SIGTERM: still listening, refusing new work with 503
+    drain_timeout_s       then: time for running requests to end
+    watchdog_timeout_s    an engine without progress for so long is killed and started again
+    max_restarts          restarts within restart_window_s before the server gives up and exits
+    tool_call_parser      a format of quire.text.parsing, "auto" (from the chat template) or "none"
+    reasoning_parser      likewise
+    strict                refuse unknown fields of a body instead of naming them in x-quire-ignored-params
+    slo_ttft_s            a request within all given thresholds counts as SLO-met (goodput)
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[ApiKey, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+    data_dir: Path | None = None
+    max_body_bytes: int = 32 * MIB
+    max_file_bytes: int = 200 * MIB
+    max_n: int = 16
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 2_000_000
+    max_queue_wait_s: float = 60.0
+    default_timeout_s: float = 600.0
+    keep_alive_comment_s: float = 10.0
+    slow_reader_bytes: int = 256 << 10
+    slow_reader_s: float = 30.0
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    drain_grace_s: float = 5.0
+    drain_timeout_s: float = 25.0
+    watchdog_timeout_s: float = 60.0
+    start_timeout_s: float = 900.0
+    max_restarts: int = 5
+    restart_window_s: float = 600.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_page: bool = True
+    enable_metrics: bool = True
+    strict: bool = False
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    slo_e2e_s: float | None = None
+    otlp_endpoint: str | None = None
+    log_format: str = "text"
+    metric_labels: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
+        for name in ("max_body_bytes", "max_file_bytes", "max_n", "max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("drain_grace_s", "drain_timeout_s", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in (
+            "max_queue_wait_s",
+            "default_timeout_s",
+            "keep_alive_comment_s",
+            "slow_reader_bytes",
+            "slow_reader_s",
+            "head_timeout_s",
+            "body_timeout_s",
+            "watchdog_timeout_s",
+            "start_timeout_s",
+            "restart_window_s",
+            "slo_ttft_s",
+            "slo_tpot_s",
+            "slo_e2e_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format must be 'text' or 'json', got {self.log_format!r}")
+        if len({key.name for key in self.api_keys}) < len(self.api_keys):
+            raise ConfigError("api_keys: two keys have the same name")

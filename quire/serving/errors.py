@@ -1,0 +1,137 @@
+"""ApiError: what a client is told when a request cannot be served, in the shape of either API."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from quire.base.errors import QuireError, RequestError, UnsupportedError
+
+# status -> (OpenAI type, Anthropic type)
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("invalid_request_error", "authentication_error"),
+    403: ("invalid_request_error", "permission_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout", "timeout_error"),
+    409: ("conflict", "conflict_error"),
+    413: ("request_too_large", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    431: ("invalid_request_error", "invalid_request_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("timeout", "timeout_error"),
+}
+MAX_MESSAGE_LENGTH = 2000
+MAX_RETRY_AFTER_S = 120  # clients take a longer wait as "do not retry"
+
+
+class ApiError(Exception):
+    """An answer with an error status.
+
+    code           a stable word for programs, such as "context_length_exceeded"
+    param          the field at fault, as a path: "messages[2].content[0].type"
+    retry_after_s  when to come back; sent with 429 and 503, between 1 and 120 seconds
+    should_retry   overrides what clients conclude from the status; None leaves it to them
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        should_retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}..."
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that belong to the error."""
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            seconds = min(max(self.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+            headers["retry-after"] = str(math.ceil(seconds))
+            headers["retry-after-ms"] = str(math.ceil(seconds * 1000))
+        if self.should_retry is not None:
+            headers["x-should-retry"] = "true" if self.should_retry else "false"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+    def openai_body(self) -> dict[str, Any]:
+        """Return {"error": {...}} as the OpenAI API has it."""
+        kind = _TYPES.get(self.status, ("server_error", "api_error"))[0]
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
+        """Return {"type": "error", ...} as the Anthropic API has it; the field at fault goes into the message."""
+        kind = _TYPES.get(self.status, ("server_error", "api_error"))[1]
+        message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+    def openai_event(self) -> bytes:
+        """Return the error as an event of a stream, [DONE] after it."""
+        return b"data: " + msgspec.json.encode(self.openai_body()) + b"\n\ndata: [DONE]\n\n"
+
+    def anthropic_event(self, request_id: str | None = None) -> bytes:
+        """Return the error as an event of a stream."""
+        return b"event: error\ndata: " + msgspec.json.encode(self.anthropic_body(request_id)) + b"\n\n"
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Return a 400: the client has to change the request."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """Return a 400 for a parameter that exists in the API and not here."""
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
+def not_found(message: str, code: str = "not_found", param: str | None = None) -> ApiError:
+    """Return a 404."""
+    return ApiError(404, message, code=code, param=param)
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    """Return a 503: the queue is full."""
+    return ApiError(503, message, code="overloaded", retry_after_s=retry_after_s)
+
+
+def rate_limited(message: str, retry_after_s: float) -> ApiError:
+    """Return a 429: this key is over its share or rate."""
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+def engine_unavailable(message: str, retry_after_s: float = 5.0) -> ApiError:
+    """Return a 503: the engine is not there (starting, restarting, draining or dead)."""
+    return ApiError(503, message, code="engine_unavailable", retry_after_s=retry_after_s)
+
+
+def deadline_exceeded(while_queued: bool) -> ApiError:
+    """Return a 408 for a deadline that passed in the queue, else a 504, which the same work would meet again."""
+    if while_queued:
+        return ApiError(408, "the deadline passed while the request waited in the queue", code="request_timeout")
+    return ApiError(504, "the deadline passed while the request ran", code="deadline_exceeded", should_retry=False)
+
+
+def from_quire_error(error: QuireError) -> ApiError:
+    """Return a 400 for what the client can change, else a 500."""
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if "max_model_len" in str(error) and error.param == "prompt" else "invalid_value"
+        return ApiError(400, str(error), code=code, param=error.param)
+    if isinstance(error, UnsupportedError):
+        return ApiError(400, str(error), code="unsupported_value")
+    return ApiError(500, str(error), code="internal_error")

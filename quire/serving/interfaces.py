@@ -1,0 +1,77 @@
+"""What the parts of the server hand to each other: who asks, what for, and the stream of what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from quire.contracts.request import Request
+from quire.serving.link.messages import RequestDelta
+
+PriorityClass = Literal["interactive", "default", "batch"]
+AbortReason = Literal["disconnect", "slow_reader", "deadline", "shutdown", "cancelled", "tool_cut"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Who sends a request; files, batches and stored responses belong to one.
+
+    name         of the API key, as the server's operator called it; "anonymous" without keys
+    cache_salt   keeps this tenant's prefix cache apart from all others'
+    is_admin     may see the live view with everybody's requests
+    """
+
+    name: str
+    cache_salt: str
+    is_admin: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request for the engine, and how it is to be treated on the way there.
+
+    deadline_s  of time.monotonic(); None for none
+    route       label of metrics: "/v1/chat/completions"
+    """
+
+    request: Request
+    owner: Owner
+    route: str
+    is_streaming: bool
+    priority: PriorityClass = "default"
+    deadline_s: float | None = None
+
+
+class GenerationStream(Protocol):
+    """The deltas of one job, an asynchronous iterator that is used once, inside `async with`.
+
+    Leaving `async with` before the last delta aborts the request, exactly once, whatever the cause. Iterating raises ApiError: a
+    deadline that passed, an engine that died, a request that the engine refused or that failed in a step.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+
+    def abort(self, reason: AbortReason) -> None:
+        """End the request; iteration then ends with its last delta (finish_reason "abort") or an ApiError."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[RequestDelta]: ...
+
+    async def __anext__(self) -> RequestDelta: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class Gateway(Protocol):
+    """The way to the engine: admission, the fair queue, the engine itself."""
+
+    def open(self, job: Job) -> GenerationStream:
+        """Queue a job. Raises ApiError at once where it is not admitted: 400, 429 or 503."""
+        ...
