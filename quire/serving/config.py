@@ -44,7 +44,7 @@ class ServerConfig:
     max_queued_tokens     prompt tokens that may wait; over it 503
     max_queue_wait_s      a request whose estimated wait is longer is refused with 503
     default_timeout_s     deadline of requests that state none
-    drain_grace_s         after SIGTERM: still listening, refusing new work with 503
+    drain_grace_s         after SIGTERM: still listening, refusing new work with 503, for balancers that are told late
     drain_timeout_s       then: time for running requests to end
     watchdog_timeout_s    an engine without progress for so long is killed and started again
     max_restarts          restarts within restart_window_s before the server gives up and exits
@@ -73,7 +73,7 @@ class ServerConfig:
     slow_reader_s: float = 30.0
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
-    drain_grace_s: float = 5.0
+    drain_grace_s: float = 0.0
     drain_timeout_s: float = 25.0
     watchdog_timeout_s: float = 60.0
     start_timeout_s: float = 900.0

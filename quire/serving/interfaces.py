@@ -47,8 +47,8 @@ class Job:
 class GenerationStream(Protocol):
     """The deltas of one job, an asynchronous iterator that is used once, inside `async with`.
 
-    Leaving `async with` before the last delta aborts the request, exactly once, whatever the cause. Iterating raises ApiError: a
-    deadline that passed, an engine that died, a request that the engine refused or that failed in a step.
+    Leaving `async with` before the last delta aborts the request, exactly once, whatever the cause. Iterating raises ApiError:
+    a deadline that passed, an engine that died, a request that the engine refused or that failed in a step.
     """
 
     @property

@@ -1,0 +1,181 @@
+"""The application: endpoints as routes, and around them request ids, keys, errors, metrics and the access log."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import quire
+from quire.base.logging import get_logger
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call, Endpoint
+from quire.serving.errors import ApiError
+from quire.serving.http.auth import Authenticator
+from quire.serving.http.openapi import document
+from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, error_answer, send_ready
+from quire.serving.interfaces import Owner
+
+access_logger = get_logger("quire.access")
+CLIENT_GONE = 499  # of the log and the metrics; nobody is there to receive it
+MAX_CLIENT_ID_LENGTH = 128
+
+
+def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
+    """Return the whole application for a list of endpoints."""
+    app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _framework_error)
+    for endpoint in endpoints:
+        app.add_api_route(
+            endpoint.path,
+            _route(context, endpoint),
+            methods=[endpoint.method],
+            response_model=None,
+            include_in_schema=False,
+        )
+    description = document("quire", quire.__version__, endpoints)
+    app.openapi = lambda: description  # type: ignore[method-assign]
+    wrapped: ASGIApp = app
+    if context.config.allowed_origins:
+        wrapped = CORSMiddleware(
+            wrapped,
+            allow_origins=list(context.config.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-timeout"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return Shell(context, endpoints, wrapped)
+
+
+def _route(context: ServerContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def run(request: Request) -> Response:
+        return _Answering(context, endpoint, request)
+
+    return run
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """Answer what no route takes: an unknown path, a wrong method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method[:20]} is not allowed here"}
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
+    answer = error_answer(api := ApiError(status, text.get(status, "bad request"), code=code), api.openai_body())
+    headers = dict(answer.headers)
+    if isinstance(error, HTTPException) and error.headers and "allow" in {name.lower() for name in error.headers}:
+        headers["allow"] = next(value for name, value in error.headers.items() if name.lower() == "allow")
+    return Response(answer.body, answer.status, headers, "application/json")
+
+
+class _Answering(Response):
+    """Runs a handler and sends its Answer, as the response of a route."""
+
+    def __init__(self, context: ServerContext, endpoint: Endpoint, request: Request) -> None:
+        super().__init__()
+        self._context = context
+        self._endpoint = endpoint
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, endpoint = self._context, self._endpoint
+        scope["quire.route"] = endpoint.path
+        call = Call(self._request, scope["quire.owner"], scope["quire.request_id"], context.config)
+        headers: dict[str, str] = {}
+
+        def error_body(error: ApiError) -> object:
+            return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
+
+        sender = Sender(scope, receive, send, error_body, context.config.keep_alive_comment_s, headers)
+        try:
+            answer = await endpoint.handler(context, call)
+        except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+            api_error = as_api_error(error)
+            if api_error.status == 413:  # the rest of the body is not read
+                headers["connection"] = "close"
+            await sender.send_error(api_error)
+            return
+        if call.ignored_params:
+            headers["x-quire-ignored-params"] = ",".join(name for name in call.ignored_params if name.isidentifier())[:500]
+            context.metrics.count_ignored_params(call.ignored_params)
+        await sender.send_answer(answer)
+
+
+class Shell:
+    """Everything around the routes. An ASGI application."""
+
+    def __init__(self, context: ServerContext, endpoints: Sequence[Endpoint], app: ASGIApp) -> None:
+        self._context = context
+        self._app = app
+        self._authenticator = Authenticator(context.config)
+        self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
+        self._anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        headers = Headers(scope=scope)
+        request_id = scope["quire.request_id"] = f"req_{secrets.token_hex(13)}"
+        status = 0
+
+        async def send_with_ids(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *self._id_headers(request_id, headers)]
+            await send(message)
+
+        try:
+            owner = scope["quire.owner"] = self._identify(scope, headers)
+            del owner
+            await self._app(scope, receive, send_with_ids)
+        except ApiError as error:
+            body = error.anthropic_body(request_id) if scope["path"] in self._anthropic_paths else error.openai_body()
+            await send_ready(send_with_ids, error_answer(error, body))
+        except ClientGoneError:
+            status = CLIENT_GONE
+        finally:
+            self._record(scope, status or 500, time.monotonic() - started_s)
+
+    def _identify(self, scope: Scope, headers: Headers) -> Owner:
+        if scope["path"] in self._open_paths or (scope["method"] == "OPTIONS" and self._context.config.allowed_origins):
+            return Owner(name="anonymous", cache_salt="")
+        return self._authenticator.identify(headers)
+
+    def _id_headers(self, request_id: str, headers: Headers) -> list[tuple[bytes, bytes]]:
+        value = request_id.encode()
+        found = [(b"x-request-id", value), (b"request-id", value)]
+        client_id = headers.get("x-request-id", "")
+        if 0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isascii() and client_id.isprintable():
+            found.append((b"x-client-request-id", client_id.encode()))
+        return found
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        route = scope.get("quire.route", "none")
+        self._context.metrics.count_http_request(route, status)
+        owner: Any = scope.get("quire.owner")
+        access_logger.info(
+            "%s %s %d %.1f ms %s %s",
+            scope["method"],
+            route,
+            status,
+            seconds * 1000,
+            scope["quire.request_id"],
+            owner.name if owner is not None else "-",
+            extra={
+                "request_id": scope["quire.request_id"],
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "duration_ms": round(seconds * 1000, 2),
+                "owner": owner.name if owner is not None else None,
+            },
+        )

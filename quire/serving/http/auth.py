@@ -1,0 +1,96 @@
+"""Who is asking: API keys, and without them, only this machine's own names and pages."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError
+from quire.serving.interfaces import Owner
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ANONYMOUS = Owner(name="anonymous", cache_salt="", is_admin=True)
+
+
+def hash_key(key: str) -> bytes:
+    """Return what is kept of an API key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host in LOOPBACK or host.startswith("127.")
+
+
+class Authenticator:
+    """Turns the headers of a request into its Owner.
+
+    With keys every tenant has a cache salt of its own, so that the time a prompt takes does not tell what others have sent.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        secret = secrets.token_bytes(32)
+        self._owners = [
+            (
+                key.sha256,
+                Owner(
+                    name=key.name,
+                    cache_salt=hmac.new(secret, key.name.encode(), "sha256").hexdigest(),
+                    is_admin=key.is_admin,
+                ),
+            )
+            for key in config.api_keys
+        ]
+        self._hosts = frozenset(config.allowed_hosts) | {config.host}
+
+    def identify(self, headers: Mapping[str, str]) -> Owner:
+        """Return who sends a request. Raises ApiError 401 without a valid key, 403 for a foreign page or host name."""
+        if not self._owners:
+            self._check_origin(headers)
+            return ANONYMOUS
+        key = _presented_key(headers)
+        if key is None:
+            raise ApiError(401, "an API key is needed: send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        digest = hash_key(key)
+        found = None
+        for known, owner in self._owners:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(known, digest):
+                found = owner
+        if found is None:
+            raise ApiError(401, "the API key is not valid", code="invalid_api_key")
+        return found
+
+    def _check_origin(self, headers: Mapping[str, str]) -> None:
+        """Refuse what a page of another origin, or a name that was made to point here, makes a browser send."""
+        host = headers.get("host", "")
+        name = urlsplit(f"//{host}").hostname or "" if _is_plain(host) else ""
+        if is_loopback(self._config.host) and name not in self._hosts:
+            raise ApiError(
+                403,
+                f"the Host header names {name[:100]!r}, which this server does not answer to; --allowed-hosts adds names",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is None or origin in self._config.allowed_origins or "*" in self._config.allowed_origins:
+            return
+        if not _is_plain(origin) or urlsplit(origin).netloc != host:
+            raise ApiError(
+                403, f"requests from the origin {origin[:100]!r} are not allowed; --allowed-origins adds them", code="origin"
+            )
+
+
+def _is_plain(text: str) -> bool:
+    """Whether urlsplit takes it without raising: brackets only as an IPv6 host has them."""
+    return text.isascii() and text.isprintable() and text.count("[") == text.count("]") <= 1 and "@" not in text
+
+
+def _presented_key(headers: Mapping[str, str]) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key") or None

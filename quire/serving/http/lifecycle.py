@@ -1,0 +1,191 @@
+"""The life of the server process: the socket, the engine, signals, the drain, the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.base.errors import ConfigError, QuireError
+from quire.base.logging import get_logger
+from quire.serving.config import ServerConfig
+from quire.serving.context import ServerContext
+from quire.serving.http.auth import is_loopback
+from quire.serving.http.protocol import KEEP_ALIVE_S, guarded_protocol
+
+logger = get_logger(__name__)
+
+SEND_BUFFER_BYTES = 64 << 10  # what the kernel may hold for a client that does not read
+BACKLOG = 2048
+LAG_INTERVAL_S = 0.25
+LAST_WORDS_S = 2.0  # for errors to reach their clients after the drain
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: ours decide what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return the listening socket. Raises ConfigError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by every connection.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        sock.bind((config.host, config.port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; give another --host or --port"
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Runs one server from its start to its exit status.
+
+    on_loaded  called when the engine is ready for the first time, before requests are taken
+    """
+
+    context: ServerContext
+    app: ASGIApp
+    sock: socket.socket
+    on_loaded: Callable[[], object]
+    _server: _Server | None = None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _hurrying: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_interrupted: bool = False
+
+    async def run(self) -> int:
+        """Serve until a signal or a failed engine ends it; return 0 after a drain, 1 after a failure."""
+        config = self.context.config
+        self._server = _Server(
+            uvicorn.Config(
+                self.app,
+                http=guarded_protocol(config),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                server_header=False,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self.context.client.on_state.append(self._on_engine_state)
+        serving = asyncio.create_task(self._server.serve(sockets=[self.sock]))
+        starting = asyncio.create_task(self._start_engine())
+        lag = asyncio.create_task(self._measure_lag())
+        self._announce()
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()
+        lag.cancel()
+        await self._drain(serving)
+        await asyncio.gather(starting, lag, stopping, return_exceptions=True)
+        return 1 if self.context.failure is not None else 0
+
+    def _announce(self) -> None:
+        host, port = self.sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("listening on http://%s:%d", shown, port)
+        if not self.context.config.api_keys and not is_loopback(self.context.config.host):
+            logger.warning(
+                "anyone who reaches %s can use this server: give --api-key, or --host 127.0.0.1", self.context.config.host
+            )
+
+    async def _start_engine(self) -> None:
+        try:
+            await self.context.client.start()
+            loaded = self.on_loaded()
+            if asyncio.iscoroutine(loaded):
+                await loaded
+        except QuireError as error:
+            self._fail(str(error))
+        except Exception as error:
+            logger.exception("the server could not start")
+            self._fail(f"{type(error).__name__}: {error}")
+        else:
+            # What is there now stays: the collector need not walk through it again.
+            gc.collect()
+            gc.freeze()
+            if self.context.phase == "starting":
+                self.context.phase = "serving"
+            logger.info("ready: %s", ", ".join(self.context.model.names))
+
+    def _fail(self, reason: str) -> None:
+        self.context.failure = reason
+        self.context.phase = "failed"
+        self._stopping.set()
+
+    def _on_engine_state(self, state: str) -> None:
+        if state == "failed" and self.context.phase in ("serving", "draining"):
+            self._fail(self.context.client.last_error or "the engine has failed")
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopping.is_set():
+            logger.warning("stopping at once")
+            self._hurrying.set()
+        self._is_interrupted = number == signal.SIGINT
+        self._stopping.set()
+
+    async def _drain(self, serving: asyncio.Task[None]) -> None:
+        """Refuse new work, let what runs end, tell the rest, and stop."""
+        context, config = self.context, self.context.config
+        if context.phase != "failed":
+            context.phase = "draining"
+            logger.info("draining: what runs may take %.0f s", config.drain_timeout_s)
+        context.gateway.start_drain()
+        if context.phase == "draining" and not self._is_interrupted:
+            await self._wait_unless_hurried(asyncio.sleep(config.drain_grace_s))
+        if self._server is not None:
+            self._server.should_exit = True  # closes the listening socket; what is open goes on
+        if context.phase == "draining":
+            await self._wait_unless_hurried(context.gateway.drained(config.drain_timeout_s))
+        context.gateway.fail_all("the server is shutting down")
+        for part in (context.batches, context.responses):
+            if part is not None:
+                await part.close()
+        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+        if self._server is not None:
+            self._server.force_exit = True
+        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await context.client.close()
+
+    async def _wait_unless_hurried(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        hurry = asyncio.create_task(self._hurrying.wait())
+        await asyncio.wait({task, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for part in (task, hurry):
+            part.cancel()
+        await asyncio.gather(task, hurry, return_exceptions=True)
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.context.metrics.observe_loop_lag(max(0.0, loop.time() - due_s))

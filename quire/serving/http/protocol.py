@@ -1,0 +1,120 @@
+"""GuardedProtocol: the HTTP parser with limits on what a client may send, and how slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.serving.config import MIB, ServerConfig
+from quire.serving.errors import ApiError
+
+MAX_HEAD_BYTES = 32 << 10
+MAX_HEADERS = 100
+KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections, so that they close first
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. The parser alone has no limit on headers and no timeout on what arrives slowly."""
+
+    head_timeout_s = 10.0
+    body_timeout_s = 30.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        self._is_in_head = True
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(self.head_timeout_s, "the request head did not arrive in time")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._timer is None:  # a further request on a kept connection
+                self._wait(self.head_timeout_s, "the request head did not arrive in time")
+        super().data_received(data)
+        # A body may have come with the head in one piece: only what is still a head counts.
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(ApiError(431, f"the request head may have {MAX_HEAD_BYTES} bytes", code="headers_too_large"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            raise ValueError(f"more than {MAX_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        super().on_headers_complete()
+        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        num_mib = int(length) / MIB if length.isdigit() and len(length) < 20 else 0.0
+        self._wait(self.body_timeout_s + num_mib, "the request body did not arrive in time")
+
+    def on_message_complete(self) -> None:
+        self._stop_waiting()
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        is_too_many = self.headers is not None and len(self.headers) > MAX_HEADERS
+        if is_too_many:
+            self._refuse(ApiError(431, f"a request may have {MAX_HEADERS} headers", code="headers_too_large"))
+        else:
+            self._refuse(ApiError(400, "this is not a valid HTTP request", code="bad_request"))
+
+    def _wait(self, seconds: float, message: str) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, self._time_out, message)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_out(self, message: str) -> None:
+        self._timer = None
+        if self._is_in_head and self._num_head_bytes == 0:  # a connection that was opened ahead and never used
+            self.transport.close()
+        else:
+            self._refuse(ApiError(408, message, code="request_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer outside of the application, unless it has begun to answer by itself, and close."""
+        self._is_refused = True
+        self._stop_waiting()
+        if not self.transport.is_closing() and self._may_answer():
+            body = msgspec.json.encode(error.openai_body())
+            self.transport.write(
+                STATUS_LINE[error.status]
+                + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+                + str(len(body)).encode()
+                + b"\r\n\r\n"
+                + body
+            )
+        self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether nothing of an answer to what is refused has gone out, and no earlier answer is still on its way."""
+        if self.cycle is None:
+            return True
+        return self.cycle.response_complete if self._is_in_head else not self.cycle.response_started
+
+
+def guarded_protocol(config: ServerConfig) -> Callable[..., GuardedProtocol]:
+    """Return the protocol class with the timeouts of a configuration."""
+    timeouts = {"head_timeout_s": config.head_timeout_s, "body_timeout_s": config.body_timeout_s}
+    return type("ConfiguredProtocol", (GuardedProtocol,), timeouts)

@@ -1,0 +1,198 @@
+"""How an Answer goes out: the work stops when the client goes, and no stream is cut without saying so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from quire.base.errors import QuireError
+from quire.base.logging import get_logger
+from quire.serving.answers import Answer, Ready, Stream, Unary
+from quire.serving.errors import ApiError, from_quire_error
+
+logger = get_logger(__name__)
+
+COMMENT = b": keep-alive\n\n"
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+INTERNAL_ERROR = "the server failed on this request; its log has the reason under the request id"
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return what the client is told of an exception: its own mistakes in full, the server's only by name."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QuireError):
+        return from_quire_error(error)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, INTERNAL_ERROR, code="internal_error")
+
+
+def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return headers as ASGI takes them."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+async def send_ready(send: Send, answer: Ready) -> None:
+    """Send an answer that is there as a whole."""
+    body = answer.body or b""
+    headers = {"content-type": answer.media_type, **answer.headers, "content-length": str(len(body))}
+    if answer.body is None:
+        del headers["content-type"]
+    await send({"type": "http.response.start", "status": answer.status, "headers": encode_headers(headers)})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_answer(error: ApiError, body: object) -> Ready:
+    """Return an error as an answer; `body` is it in the shape of the API that was asked."""
+    return Ready(msgspec.json.encode(body), error.status, error.headers())
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Sends the answer to one request.
+
+    error_body          the shape of errors before a stream has begun
+    comment_interval_s  a stream without an event for so long gets a comment, which keeps proxies from closing it
+    headers             are added to every answer
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    error_body: Callable[[ApiError], object]
+    comment_interval_s: float
+    headers: Mapping[str, str]
+
+    async def send_answer(self, answer: Answer) -> None:
+        """Send it. Raises ClientGoneError when the client goes first; then what made the answer has been stopped."""
+        if isinstance(answer, Ready):
+            await self._send_ready(answer)
+        elif isinstance(answer, Unary):
+            await self._until_gone(self._run_unary(answer))
+        else:
+            await self._until_gone(self._run_stream(answer))
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send an error as the whole answer."""
+        await self._send_ready(error_answer(error, self.error_body(error)))
+
+    async def _send_ready(self, answer: Ready) -> None:
+        await send_ready(self.send, Ready(answer.body, answer.status, {**self.headers, **answer.headers}, answer.media_type))
+
+    async def _until_gone(self, work: object) -> None:
+        """Run `work` while watching the connection; cancel it, and wait for it, when that closes."""
+        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        watcher = asyncio.ensure_future(self._wait_for_disconnect())
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGoneError
+        finally:
+            watcher.cancel()
+            if not task.done():
+                task.cancel()
+            # Whatever the work still does on its way out is done before the request counts as ended.
+            await asyncio.wait({task, watcher})
+        task.result()
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            continue
+
+    async def _run_unary(self, answer: Unary) -> None:
+        try:
+            ready = await answer.work()
+        except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+            await self.send_error(as_api_error(error))
+            return
+        await self._send_ready(ready)
+
+    async def _run_stream(self, answer: Stream) -> None:
+        frames = _StreamWriter(self.send, {**STREAM_HEADERS, **self.headers, **answer.headers}, self.comment_interval_s)
+        try:
+            await frames.write_all(answer.frames)
+        except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+            api_error = as_api_error(error)
+            if not frames.has_started:
+                await self.send_error(api_error)
+                return
+            await frames.write(answer.encode_error(api_error))
+        finally:
+            frames.stop_comments()
+            await _close(answer.frames)
+        await frames.end()
+
+
+async def _close(frames: AsyncIterator[bytes]) -> None:
+    close = getattr(frames, "aclose", None)
+    if close is not None:
+        await close()
+
+
+class _StreamWriter:
+    """The body of one stream: the start with the first frame, comments in long silences."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str], comment_interval_s: float) -> None:
+        self.has_started = False
+        self._send = send
+        self._headers = headers
+        self._interval_s = comment_interval_s
+        self._last_write_s = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    async def write_all(self, frames: AsyncIterator[bytes]) -> None:
+        """Send every frame as it comes."""
+        self._schedule(self._interval_s)
+        async for frame in frames:
+            await self.write(frame)
+        if not self.has_started:
+            await self._start()
+
+    async def write(self, frame: bytes) -> None:
+        """Send one frame, the headers before the first."""
+        if not self.has_started:
+            await self._start()
+        self._last_write_s = time.monotonic()
+        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def end(self) -> None:
+        """End the body."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def stop_comments(self) -> None:
+        """Send no more comments."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    async def _start(self) -> None:
+        self.has_started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": encode_headers(self._headers)})
+
+    def _schedule(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        silence_s = time.monotonic() - self._last_write_s
+        if silence_s < self._interval_s:
+            self._schedule(self._interval_s - silence_s)
+            return
+        # From the first comment on the status is 200, and an error can only be an event.
+        if self._comment is None or self._comment.done():
+            self._comment = asyncio.ensure_future(self.write(COMMENT))
+        self._schedule(self._interval_s)

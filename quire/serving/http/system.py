@@ -1,0 +1,87 @@
+"""What is asked about the server itself: is it alive, is it ready, which version, its metrics."""
+
+from __future__ import annotations
+
+import msgspec
+
+import quire
+from quire.serving.answers import Answer, Ready
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call, Endpoint
+from quire.serving.errors import invalid
+from quire.serving.http.openapi import document
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Ready:
+    return Ready(msgspec.json.encode(body), status, headers or {})
+
+
+async def health(context: ServerContext, call: Call) -> Answer:
+    """Whether the engine lives and moves; with the engine's own words where it does not."""
+    client = context.client
+    is_alive = client.state == "ready" and client.heartbeat_age_s < context.config.watchdog_timeout_s
+    body = {
+        "status": "ok" if is_alive else "unhealthy",
+        "phase": context.phase,
+        "engine": client.state,
+        "heartbeat_age_s": round(client.heartbeat_age_s, 3),
+        "error": context.failure or client.last_error,
+    }
+    return _json(body, 200 if is_alive else 503)
+
+
+async def ready(context: ServerContext, call: Call) -> Answer:
+    """Whether new requests would be taken: for load balancers."""
+    is_ready = context.phase == "serving" and context.client.state == "ready" and context.served is not None
+    if is_ready:
+        return _json({"status": "ready"})
+    reason = context.phase if context.phase != "serving" else f"engine {context.client.state}"
+    return _json({"status": "not ready", "reason": reason}, 503, {"retry-after": "1"})
+
+
+async def version(context: ServerContext, call: Call) -> Answer:
+    """The version of quire."""
+    return _json({"version": quire.__version__})
+
+
+async def metrics(context: ServerContext, call: Call) -> Answer:
+    """All metrics in Prometheus' text format."""
+    compat = call.query.get("compat")
+    if compat not in (None, "vllm"):
+        raise invalid(f"compat must be 'vllm' or absent, got {compat[:50]!r}", "compat")
+    body, media_type = context.metrics.render(compat=compat)
+    return Ready(body, media_type=media_type)
+
+
+def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tuple[Endpoint, ...]:
+    """Return the endpoints of this module; the OpenAPI description covers `others` too."""
+    compat = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
+    found = [
+        Endpoint(method="GET", path="/health", handler=health, summary="Whether the engine lives", tag="system", is_open=True),
+        Endpoint(method="GET", path="/ready", handler=ready, summary="Whether requests are taken", tag="system", is_open=True),
+        Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system"),
+    ]
+    if is_metrics_enabled:
+        found.append(
+            Endpoint(
+                method="GET",
+                path="/metrics",
+                handler=metrics,
+                summary="Prometheus metrics",
+                tag="system",
+                query=(compat,),
+                success_media_type="text/plain",
+            )
+        )
+    description: list[bytes] = []
+
+    async def openapi(context: ServerContext, call: Call) -> Answer:
+        if not description:
+            description.append(msgspec.json.encode(document("quire", quire.__version__, listed)))
+        return Ready(description[0])
+
+    found.append(
+        Endpoint(method="GET", path="/openapi.json", handler=openapi, summary="The description of this API", tag="system")
+    )
+    listed = (*others, *found)
+    return tuple(found)
