@@ -60,7 +60,7 @@ class Call:
         try:
             body, ignored = decode_body(data, kind)
         except RequestError as error:
-            raise invalid(str(error), error.param) from None
+            raise invalid(str(error), error.param, getattr(error, "code", "invalid_value")) from None
         if ignored and self.config.strict:
             raise ApiError(400, f"unknown parameters: {', '.join(ignored)}", code="unknown_parameter", param=ignored[0])
         self.ignored_params = ignored

@@ -6,9 +6,14 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from quire.serving.config import ServerConfig
+import msgspec
+
+from quire.base.errors import ConfigError
+from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.interfaces import Owner
 
@@ -94,3 +99,45 @@ def _presented_key(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     return headers.get("x-api-key") or None
+
+
+class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry of a key file; either the key or its SHA-256 in hexadecimal."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    key: str | None = None
+    sha256: str | None = None
+    max_concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    requests_per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    admin: bool = False
+
+
+def read_key_file(path: Path) -> list[ApiKey]:
+    """Return the keys in a JSON file, a list of objects with a name and a key (or its sha256), and perhaps limits.
+
+    Raises ConfigError, naming what is wrong, but never a key.
+    """
+    try:
+        entries = msgspec.json.decode(path.read_bytes(), type=list[_KeyEntry])
+        return [_as_key(entry) for entry in entries]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--api-key-file {path}: {error}") from None
+
+
+def _as_key(entry: _KeyEntry) -> ApiKey:
+    if (entry.key is None) == (entry.sha256 is None):
+        raise ValueError(f"the entry {entry.name!r} must have either key or sha256")
+    digest = bytes.fromhex(entry.sha256) if entry.sha256 is not None else hash_key(entry.key or "")
+    if len(digest) != hashlib.sha256().digest_size or entry.key == "":
+        raise ValueError(f"the entry {entry.name!r} must have a key, or a sha256 of 64 hexadecimal digits")
+    return ApiKey(
+        entry.name,
+        digest,
+        max_concurrent=entry.max_concurrent,
+        requests_per_minute=entry.requests_per_minute,
+        tokens_per_minute=entry.tokens_per_minute,
+        weight=entry.weight,
+        is_admin=entry.admin,
+    )

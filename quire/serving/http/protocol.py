@@ -15,6 +15,9 @@ from quire.serving.errors import ApiError
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
 KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections, so that they close first
+TOO_LARGE = ApiError(
+    431, f"a request may have {MAX_HEADERS} headers of {MAX_HEAD_BYTES} bytes together", code="headers_too_large"
+)
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -26,7 +29,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0
+        self._num_head_bytes = 0  # as they came, while the head is not complete
+        self._num_header_bytes = 0  # of the headers that were parsed
         self._is_in_head = True
         self._is_refused = False
 
@@ -48,17 +52,18 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         # A body may have come with the head in one piece: only what is still a head counts.
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse(ApiError(431, f"the request head may have {MAX_HEAD_BYTES} bytes", code="headers_too_large"))
+            self._refuse(TOO_LARGE)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
-            raise ValueError(f"more than {MAX_HEADERS} headers")
+        self._num_header_bytes += len(name) + len(value)
+        if self._is_head_too_large():
+            raise ValueError("the head is too large")  # the parser then asks for a 400 response
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         self._is_in_head = False
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_header_bytes = 0
         super().on_headers_complete()
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         num_mib = int(length) / MIB if length.isdigit() and len(length) < 20 else 0.0
@@ -70,11 +75,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        is_too_many = self.headers is not None and len(self.headers) > MAX_HEADERS
-        if is_too_many:
-            self._refuse(ApiError(431, f"a request may have {MAX_HEADERS} headers", code="headers_too_large"))
-        else:
-            self._refuse(ApiError(400, "this is not a valid HTTP request", code="bad_request"))
+        self._refuse(
+            TOO_LARGE if self._is_head_too_large() else ApiError(400, "this is not a valid HTTP request", code="bad_request")
+        )
+
+    def _is_head_too_large(self) -> bool:
+        return self.headers is not None and (len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEAD_BYTES)
 
     def _wait(self, seconds: float, message: str) -> None:
         self._stop_waiting()

@@ -23,6 +23,7 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+FRAMES_PER_TURN = 16  # then others get their turn
 INTERNAL_ERROR = "the server failed on this request; its log has the reason under the request id"
 
 
@@ -157,8 +158,12 @@ class _StreamWriter:
     async def write_all(self, frames: AsyncIterator[bytes]) -> None:
         """Send every frame as it comes."""
         self._schedule(self._interval_s)
+        num_frames = 0
         async for frame in frames:
             await self.write(frame)
+            num_frames += 1
+            if num_frames % FRAMES_PER_TURN == 0:  # neither frames that are there already nor a closed socket would wait
+                await asyncio.sleep(0)
         if not self.has_started:
             await self._start()
 

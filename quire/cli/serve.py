@@ -1,0 +1,148 @@
+"""`quire serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import ConfigError, UnsupportedError
+from quire.cli import options
+
+if TYPE_CHECKING:
+    from quire.serving.config import ServerConfig
+
+KEY_VARIABLE = "QUIRE_API_KEY"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser("serve", **options.PARSER, help="serve the OpenAI API over HTTP", description=__doc__)
+    options.add_model_argument(parser)
+    _add_http_options(parser)
+    _add_load_options(parser)
+    _add_answer_options(parser)
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_http_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("http")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; others than this machine's own need a key")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one, which is logged")
+    group.add_argument(
+        "--api-key", action="append", default=None, help=f"key that clients must send; may be repeated; also {KEY_VARIABLE}"
+    )
+    group.add_argument("--api-key-file", type=Path, help="JSON list of keys with names and limits")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=(), help="names of the model for clients; *: any name is taken"
+    )
+    group.add_argument("--allowed-origins", nargs="+", default=(), help="web origins that may call (CORS)")
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=("localhost", "127.0.0.1", "::1"),
+        help="Host names answered while there is no key",
+    )
+    group.add_argument("--data-dir", type=Path, help="where files, batches and responses are kept; without: in memory")
+    group.add_argument("--max-body-bytes", type=int, default=32 << 20, help="limit of a JSON body")
+    group.add_argument("--max-file-bytes", type=int, default=200 << 20, help="limit of an uploaded file")
+    group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
+    group.add_argument("--otlp-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    group.add_argument("--max-queued-requests", type=int, default=1024, help="requests waiting or running; over it 503")
+    group.add_argument("--max-queued-tokens", type=int, default=2_000_000, help="prompt tokens waiting; over it 503")
+    group.add_argument("--max-queue-wait", type=float, default=60.0, help="seconds of estimated wait; over it 503")
+    group.add_argument("--request-timeout", type=float, default=600.0, help="seconds, where a request does not say")
+    group.add_argument("--drain-grace", type=float, default=0.0, help="seconds to go on listening after SIGTERM")
+    group.add_argument("--drain-timeout", type=float, default=25.0, help="seconds that running requests get after SIGTERM")
+    group.add_argument("--watchdog-timeout", type=float, default=60.0, help="seconds without progress until a restart")
+    group.add_argument("--max-restarts", type=int, default=5, help="of the engine in ten minutes, before giving up")
+    group.add_argument(
+        "--goodput", nargs="+", default=(), metavar="KEY:MS", help="objectives, like ttft:500 tpot:50 e2el:10000"
+    )
+
+
+def _add_answer_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("answers")
+    group.add_argument("--tool-call-parser", default="auto", help="format of tool calls; auto: found in the chat template")
+    group.add_argument("--reasoning-parser", default="auto", help="format of reasoning; auto: found in the chat template")
+    group.add_argument("--max-n", type=int, default=16, help="choices a request may ask for")
+    group.add_argument("--strict", action="store_true", help="refuse unknown fields in bodies")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it; 0 after a graceful end."""
+    engine_config = options.engine_config(args)
+    try:
+        from quire.serving.http.main import serve
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"the server needs the package {error.name}, which is not installed: pip install 'quire[server]'"
+        ) from None
+    return serve(server_config(args), engine_config, args.log_level.upper())
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """Return the server's configuration that the options describe. Raises ConfigError."""
+    from quire.serving.config import ServerConfig
+
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_keys=_read_keys(args.api_key, args.api_key_file),
+        served_model_names=tuple(args.served_model_name),
+        allowed_origins=tuple(args.allowed_origins),
+        allowed_hosts=tuple(args.allowed_hosts),
+        data_dir=args.data_dir,
+        max_body_bytes=args.max_body_bytes,
+        max_file_bytes=args.max_file_bytes,
+        max_n=args.max_n,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        max_queue_wait_s=args.max_queue_wait,
+        default_timeout_s=args.request_timeout,
+        drain_grace_s=args.drain_grace,
+        drain_timeout_s=args.drain_timeout,
+        watchdog_timeout_s=args.watchdog_timeout,
+        max_restarts=args.max_restarts,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        enable_page=args.page,
+        strict=args.strict,
+        otlp_endpoint=args.otlp_endpoint,
+        log_format=args.log_format,
+        **_read_objectives(args.goodput),
+    )
+
+
+def _read_objectives(pairs: tuple[str, ...] | list[str]) -> dict[str, Any]:
+    names = {"ttft": "slo_ttft_s", "tpot": "slo_tpot_s", "e2el": "slo_e2e_s"}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            found[names[name]] = float(value) / 1000
+        except (KeyError, ValueError):
+            raise ConfigError(f"--goodput takes KEY:MILLISECONDS with the keys {', '.join(names)}, got {pair!r}") from None
+    return found
+
+
+def _read_keys(given: list[str] | None, path: Path | None) -> tuple[Any, ...]:
+    from quire.serving.config import ApiKey
+    from quire.serving.http.auth import hash_key, read_key_file
+
+    texts = given or []
+    if not texts and os.environ.get(KEY_VARIABLE):
+        texts = [os.environ[KEY_VARIABLE]]
+    if any(not text.strip() for text in texts):
+        raise ConfigError("--api-key: a key must not be empty")
+    names = ["default"] if len(texts) == 1 else [f"key-{number}" for number in range(1, len(texts) + 1)]
+    keys = [ApiKey(name, hash_key(text), is_admin=True) for name, text in zip(names, texts, strict=True)]
+    return (*keys, *(read_key_file(path) if path is not None else ()))

@@ -1,0 +1,81 @@
+"""A server in the test's own event loop, made of the real shell and handlers of the test."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import uvicorn
+
+from quire.serving.config import ServerConfig
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Endpoint
+from quire.serving.http.app import make_app
+from quire.serving.http.lifecycle import _Server, bind
+from quire.serving.http.protocol import guarded_protocol
+
+
+class Counts:
+    def __init__(self):
+        self.requests = []
+        self.ignored = []
+
+    def count_http_request(self, route, status):
+        self.requests.append((route, status))
+
+    def count_ignored_params(self, names):
+        self.ignored += names
+
+
+def make_context(config):
+    return ServerContext(config=config, gateway=SimpleNamespace(), client=SimpleNamespace(), metrics=Counts())
+
+
+def endpoint(path, handler, method="POST", **options):
+    return Endpoint(method=method, path=path, handler=handler, summary="s", tag="t", **options)
+
+
+@contextlib.asynccontextmanager
+async def running(endpoints, **options):
+    """Yield (port, context) of a running server."""
+    config = ServerConfig(port=0, **options)
+    context = make_context(config)
+    sock = bind(config)
+    server = _Server(
+        uvicorn.Config(
+            make_app(context, endpoints),
+            http=guarded_protocol(config),
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield sock.getsockname()[1], context
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def exchange(port, request, until_close=False):
+    """Send raw bytes and return everything that comes back (up to the end of one answer with a length)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        if until_close:
+            return await reader.read()
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines = head.lower().split(b"\r\n")
+        length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length")), 0)
+        return head + await reader.readexactly(length)
+    finally:
+        writer.close()
+
+
+def post(path, body=b"{}", *headers):
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {len(body)}"]
+    return "\r\n".join([*lines, *headers]).encode() + b"\r\n\r\n" + body
