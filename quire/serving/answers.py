@@ -44,4 +44,13 @@ class Stream:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-Answer = Ready | Unary | Stream
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Bytes that are sent as they are read. `headers` has the content-length; `pieces` is closed when the client goes."""
+
+    pieces: AsyncIterator[bytes]
+    headers: Mapping[str, str]
+    media_type: str = "application/octet-stream"
+
+
+Answer = Ready | Unary | Stream | Download

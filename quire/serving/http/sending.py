@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.base.errors import QuireError
 from quire.base.logging import get_logger
-from quire.serving.answers import Answer, Ready, Stream, Unary
+from quire.serving.answers import Answer, Download, Ready, Stream, Unary
 from quire.serving.errors import ApiError, from_quire_error
 
 logger = get_logger(__name__)
@@ -83,8 +83,10 @@ class Sender:
             await self._send_ready(answer)
         elif isinstance(answer, Unary):
             await self._until_gone(self._run_unary(answer))
-        else:
+        elif isinstance(answer, Stream):
             await self._until_gone(self._run_stream(answer))
+        else:
+            await self._until_gone(self._run_download(answer))
 
     async def send_error(self, error: ApiError) -> None:
         """Send an error as the whole answer."""
@@ -135,6 +137,16 @@ class Sender:
             frames.stop_comments()
             await _close(answer.frames)
         await frames.end()
+
+    async def _run_download(self, answer: Download) -> None:
+        headers = {"content-type": answer.media_type, **self.headers, **answer.headers}
+        await self.send({"type": "http.response.start", "status": 200, "headers": encode_headers(headers)})
+        try:
+            async for piece in answer.pieces:
+                await self.send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            await _close(answer.pieces)
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _close(frames: AsyncIterator[bytes]) -> None:

@@ -1,0 +1,294 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import msgspec
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from quire.serving.answers import Answer, Download, Ready
+from quire.serving.batch.records import is_id
+from quire.serving.batch.service import BatchService
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call, Endpoint, too_large
+from quire.serving.errors import ApiError, invalid, not_found
+
+PART_BYTES = 1 << 20
+FORM_OVERHEAD_BYTES = 64 << 10  # the fields and borders around a file
+MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 30 * 24 * 3600
+MAX_FILENAME_LENGTH = 255
+
+Lifetime = Annotated[int, msgspec.Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
+
+
+class ExpiresAfter(msgspec.Struct):
+    """When output files expire: so many seconds after they were made."""
+
+    anchor: Literal["created_at"]
+    seconds: Lifetime
+
+
+class CreateBatch(msgspec.Struct):
+    """The body of POST /v1/batches."""
+
+    input_file_id: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    endpoint: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+            msgspec.Meta(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def _service(context: ServerContext) -> BatchService:
+    if context.batches is None:
+        raise ApiError(503, "the batch store is not open yet", code="engine_unavailable", retry_after_s=1)
+    return context.batches
+
+
+def _json(body: object) -> Ready:
+    return Ready(msgspec.json.encode(body))
+
+
+def _id(call: Call, name: str, prefix: str) -> str:
+    """Return the id in the path; one that new_id cannot have made reaches no store and no folder."""
+    value = str(call.path_params[name])
+    if not is_id(value, prefix):
+        raise not_found(f"there is no {name.removesuffix('_id')} {value[:100]!r}", param=name)
+    return value
+
+
+def _limit(call: Call, default: int, highest: int) -> int:
+    text = call.query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= highest):
+        raise invalid(f"limit must be an integer from 1 to {highest}, got {text[:20]!r}", "limit")
+    return int(text)
+
+
+async def upload_file(context: ServerContext, call: Call) -> Answer:
+    """Store a file."""
+    context.check_accepting()
+    async with await _read_form(call) as form:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise invalid("file must be an uploaded file", "file", "missing_required_parameter")
+        if not isinstance(purpose, str):
+            raise invalid("purpose must be a string", "purpose", "missing_required_parameter")
+        if file.size is not None and file.size > context.config.max_file_bytes:
+            raise too_large(context.config.max_file_bytes)
+        record = await _service(context).add_file(call.owner.name, _filename(file), purpose, _parts(file), _lifetime(form))
+    return _json(record.as_json())
+
+
+def _filename(file: UploadFile) -> str:
+    """Return the name to show; it never becomes a path."""
+    name = "".join(character for character in file.filename or "file" if character.isprintable())
+    return name[:MAX_FILENAME_LENGTH] or "file"
+
+
+def _lifetime(form: FormData) -> int | None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise invalid("expires_after[anchor] must be 'created_at'", "expires_after[anchor]")
+    is_number = isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 10
+    if not is_number or not MIN_LIFETIME_S <= int(str(seconds)) <= MAX_LIFETIME_S:
+        raise invalid(
+            f"expires_after[seconds] must be an integer from {MIN_LIFETIME_S} to {MAX_LIFETIME_S}", "expires_after[seconds]"
+        )
+    return int(str(seconds))
+
+
+async def _parts(file: UploadFile) -> AsyncIterator[bytes]:
+    while part := await file.read(PART_BYTES):
+        yield part
+
+
+async def _read_form(call: Call) -> Any:
+    """Return the multipart form as an asynchronous context manager; it goes to the disk as it comes, up to the limit."""
+    request, limit = call.request, call.config.max_file_bytes + FORM_OVERHEAD_BYTES
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise ApiError(415, "content-type must be multipart/form-data", code="unsupported_media_type")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and len(length) < 20 and int(length) > limit:
+        raise too_large(call.config.max_file_bytes)
+
+    async def limited() -> AsyncIterator[bytes]:
+        num_bytes = 0
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > limit:
+                raise too_large(call.config.max_file_bytes)
+            yield part
+
+    try:
+        form = await MultiPartParser(request.headers, limited(), max_files=1, max_fields=10).parse()  # type: ignore[arg-type]
+    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+        raise invalid(f"this is not a valid form: {getattr(error, 'message', type(error).__name__)}") from None
+    except ClientDisconnect:
+        raise ApiError(408, "the body did not arrive in full", code="request_timeout") from None
+    return _Closing(form)
+
+
+class _Closing:
+    """Closes a form's files, whatever happens."""
+
+    def __init__(self, form: FormData) -> None:
+        self._form = form
+
+    async def __aenter__(self) -> FormData:
+        return self._form
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._form.close()
+
+
+async def list_files(context: ServerContext, call: Call) -> Answer:
+    """List the caller's files."""
+    order = call.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid(f"order must be 'asc' or 'desc', got {order[:20]!r}", "order")
+    found, has_more = await _service(context).files(
+        call.owner.name, call.query.get("purpose"), call.query.get("after"), _limit(call, 10_000, 10_000), order == "asc"
+    )
+    return _json(_page([record.as_json() for record in found], has_more))
+
+
+def _page(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
+
+
+async def get_file(context: ServerContext, call: Call) -> Answer:
+    """Describe a file."""
+    record = await _service(context).file(call.owner.name, _id(call, "file_id", "file-"))
+    return _json(record.as_json())
+
+
+async def get_file_content(context: ServerContext, call: Call) -> Answer:
+    """Return the bytes of a file."""
+    record, pieces = await _service(context).open_file(call.owner.name, _id(call, "file_id", "file-"))
+    disposition = f"attachment; filename*=UTF-8''{quote(record.filename, safe='')}"
+    headers = {"content-disposition": disposition, "content-length": str(record.num_bytes)}
+    return Download(pieces, headers)
+
+
+async def delete_file(context: ServerContext, call: Call) -> Answer:
+    """Delete a file."""
+    file_id = _id(call, "file_id", "file-")
+    await _service(context).delete_file(call.owner.name, file_id)
+    return _json({"id": file_id, "object": "file", "deleted": True})
+
+
+async def create_batch(context: ServerContext, call: Call) -> Answer:
+    """Enter a batch."""
+    context.check_accepting()
+    body = await call.body(CreateBatch)
+    key = call.request.headers.get("idempotency-key")
+    record = await _service(context).add_batch(
+        call.owner.name,
+        body.input_file_id,
+        body.endpoint,
+        metadata=body.metadata,
+        output_lifetime_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
+        idempotency_key=None if key is None else key[:256],
+    )
+    return _json(record.as_json())
+
+
+async def list_batches(context: ServerContext, call: Call) -> Answer:
+    """List the caller's batches."""
+    found, has_more = await _service(context).batches(call.owner.name, call.query.get("after"), _limit(call, 20, 100))
+    return _json(_page([record.as_json() for record in found], has_more))
+
+
+async def get_batch(context: ServerContext, call: Call) -> Answer:
+    """Describe a batch."""
+    record = await _service(context).batch(call.owner.name, _id(call, "batch_id", "batch_"))
+    return _json(record.as_json())
+
+
+async def cancel_batch(context: ServerContext, call: Call) -> Answer:
+    """Cancel a batch."""
+    record = await _service(context).cancel(call.owner.name, _id(call, "batch_id", "batch_"))
+    return _json(record.as_json())
+
+
+_UPLOAD = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": ["batch", "user_data"]},
+                },
+            }
+        }
+    },
+}
+
+
+def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+_AFTER = _query("after", {"type": "string"})
+_FILE_LIMIT = _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000})
+_BATCH_LIMIT = _query("limit", {"type": "integer", "minimum": 1, "maximum": 100})
+_ORDER = _query("order", {"type": "string", "enum": ["asc", "desc"]})
+_PURPOSE = _query("purpose", {"type": "string"})
+
+ENDPOINTS = (
+    Endpoint(method="POST", path="/v1/files", handler=upload_file, summary="Upload a file", tag="files", request_body=_UPLOAD),
+    Endpoint(
+        method="GET",
+        path="/v1/files",
+        handler=list_files,
+        summary="List files",
+        tag="files",
+        query=(_AFTER, _FILE_LIMIT, _ORDER, _PURPOSE),
+    ),
+    Endpoint(method="GET", path="/v1/files/{file_id}", handler=get_file, summary="Describe a file", tag="files"),
+    Endpoint(
+        method="GET",
+        path="/v1/files/{file_id}/content",
+        handler=get_file_content,
+        summary="Download a file",
+        tag="files",
+        success_media_type="application/octet-stream",
+    ),
+    Endpoint(method="DELETE", path="/v1/files/{file_id}", handler=delete_file, summary="Delete a file", tag="files"),
+    Endpoint(
+        method="POST",
+        path="/v1/batches",
+        handler=create_batch,
+        summary="Run a file of requests",
+        tag="batches",
+        body=CreateBatch,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/batches",
+        handler=list_batches,
+        summary="List batches",
+        tag="batches",
+        query=(_AFTER, _BATCH_LIMIT),
+    ),
+    Endpoint(method="GET", path="/v1/batches/{batch_id}", handler=get_batch, summary="Describe a batch", tag="batches"),
+    Endpoint(
+        method="POST", path="/v1/batches/{batch_id}/cancel", handler=cancel_batch, summary="Cancel a batch", tag="batches"
+    ),
+)

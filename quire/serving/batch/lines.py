@@ -1,0 +1,117 @@
+"""The lines of a batch's input: one JSON object each, checked as a whole file before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import msgspec
+
+from quire.serving.batch.records import BatchErrorItem
+from quire.serving.errors import ApiError
+
+MAX_LINES = 50_000
+MAX_LINE_BYTES = 8 << 20
+MAX_CUSTOM_ID_LENGTH = 512
+MAX_ERRORS = 100  # the rest is not worth reading
+
+
+class LineSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Where a line lies in its file, without its end. `number` counts lines from 1, blank ones too."""
+
+    number: int
+    custom_id: str
+    offset: int
+    num_bytes: int
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+CheckBody = Callable[[str, bytes], None]
+"""Checks the body of a line for an endpoint just as the online route does; raises ApiError."""
+
+
+class Validation(msgspec.Struct):
+    """What was found in a file: where its lines are, or what is wrong with them."""
+
+    spans: list[LineSpan]
+    errors: list[BatchErrorItem]
+
+
+def body_of(line: bytes) -> bytes:
+    """Return the body in a line that has been validated."""
+    return bytes(_decoder.decode(line).body)
+
+
+def validate(file: BinaryIO, endpoint: str, check_body: CheckBody) -> Validation:
+    """Read a whole input file. Nothing of it may run when there is any error; the first 100 are kept."""
+    found = Validation([], [])
+    seen: set[str] = set()
+    for number, offset, line in _iter_lines(file):
+        if len(found.errors) >= MAX_ERRORS:
+            break
+        if not line.strip():
+            continue
+        try:
+            custom_id = _check_line(line, endpoint, seen, check_body)
+        except _LineError as error:
+            found.errors.append(BatchErrorItem(error.code, error.message, number, error.param))
+            continue
+        seen.add(custom_id)
+        found.spans.append(LineSpan(number, custom_id, offset, len(line)))
+        if len(found.spans) > MAX_LINES:
+            found.errors.append(BatchErrorItem("too_many_lines", f"a batch may have {MAX_LINES} lines", number))
+            break
+    if not found.spans and not found.errors:
+        found.errors.append(BatchErrorItem("empty_file", "the input file has no lines"))
+    return found
+
+
+class _LineError(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+def _iter_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (number, offset, line without its end); of an endless line only so much that its check fails."""
+    offset = number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        yield number, offset, line.rstrip(b"\r\n")
+        offset += len(line)
+        while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
+            offset += len(line)
+
+
+def _check_line(line: bytes, endpoint: str, seen: set[str], check_body: CheckBody) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise _LineError("line_too_long", f"a line may have {MAX_LINE_BYTES} bytes")
+    try:
+        request = _decoder.decode(line)
+        line.decode()
+    except msgspec.ValidationError as error:
+        raise _LineError("invalid_line", f"not a batch request: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _LineError("invalid_json_line", f"not valid JSON: {type(error).__name__}") from None
+    if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_LENGTH:
+        raise _LineError("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID_LENGTH} characters", "custom_id")
+    if request.custom_id in seen:
+        raise _LineError("duplicate_custom_id", f"custom_id {request.custom_id[:100]!r} stands on an earlier line", "custom_id")
+    if request.method != "POST":
+        raise _LineError("invalid_method", f"method must be 'POST', got {request.method[:20]!r}", "method")
+    if request.url != endpoint:
+        raise _LineError("invalid_url", f"url must be the batch's endpoint {endpoint!r}, got {request.url[:100]!r}", "url")
+    try:
+        check_body(endpoint, bytes(request.body))
+    except ApiError as error:
+        param = "body" if error.param is None else f"body.{error.param}"
+        raise _LineError(error.code or "invalid_request", error.message[:200], param) from None
+    return request.custom_id

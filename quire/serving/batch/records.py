@@ -1,0 +1,132 @@
+"""FileRecord and BatchRecord: what the store keeps, and how the API shows it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+import msgspec
+
+FileStatus = Literal["uploading", "processed", "error"]
+BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+ID_LENGTH = 26
+
+
+def new_id(prefix: str) -> str:
+    """Return a random id, "file-" or "batch_" with 26 characters that need no quoting anywhere."""
+    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
+
+
+def is_id(text: str, prefix: str) -> bool:
+    """Whether a text has the form that new_id gives."""
+    rest = text[len(prefix) :]
+    return text.startswith(prefix) and len(rest) == ID_LENGTH and all(character in _ALPHABET for character in rest)
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One file; its bytes lie beside the database under its id. Times are seconds since the epoch."""
+
+    id: str
+    owner: str
+    purpose: str
+    filename: str
+    num_bytes: int
+    created_at: int
+    expires_at: int | None
+    status: FileStatus
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the file object of the API."""
+        shown = {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": self.status,
+        }
+        return shown if self.expires_at is None else {**shown, "expires_at": self.expires_at}
+
+
+class BatchErrorItem(msgspec.Struct, frozen=True):
+    """One finding of the validation; `line` counts from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch. The counts are of its lines; `end_status` is what it becomes when its files are written."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+    end_status: BatchStatus | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    errors: list[BatchErrorItem] | None = None
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the batch object of the API."""
+        errors = None
+        if self.errors is not None:
+            errors = {"object": "list", "data": [msgspec.to_builtins(error) for error in self.errors]}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": errors,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "in_progress_at": self.in_progress_at,
+            "expires_at": self.expires_at,
+            "finalizing_at": self.finalizing_at,
+            "completed_at": self.completed_at,
+            "failed_at": self.failed_at,
+            "expired_at": self.expired_at,
+            "cancelling_at": self.cancelling_at,
+            "cancelled_at": self.cancelled_at,
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_completed,
+                "failed": self.num_failed,
+            },
+            "metadata": self.metadata,
+            "usage": {
+                "input_tokens": self.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+                "total_tokens": self.input_tokens + self.output_tokens,
+            },
+        }

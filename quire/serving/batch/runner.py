@@ -1,0 +1,206 @@
+"""BatchRunner: runs the lines of batches in a window, beside the online requests and behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.base.logging import get_logger
+from quire.serving.answers import Ready
+from quire.serving.batch.lines import body_of
+from quire.serving.batch.records import BatchRecord
+from quire.serving.batch.store import NO_USAGE, BatchStore, LineResult, TodoLine, TokenUsage
+from quire.serving.errors import ApiError
+
+logger = get_logger(__name__)
+
+MAX_TRIES = 3  # lines that were in flight at so many deaths of the engine are taken to be the cause
+COMMIT_SIZE = 64
+COMMIT_INTERVAL_S = 0.05
+MAX_WAIT_S = 10.0
+ENGINE_DIED = "engine_error"
+
+
+class Execute(Protocol):
+    """Runs one body in the class of batches, as the online route would run it."""
+
+    def __call__(self, record: BatchRecord, body: bytes) -> Awaitable[Ready]:
+        """Return the route's answer. Raises ApiError; cancelling it aborts the request."""
+        ...
+
+
+class _Usage(msgspec.Struct):
+    """The tokens in an answer, whichever API it is of."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+    input_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
+    output_tokens_details: dict[str, Any] | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_read_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def error_line(custom_id: str, code: str, message: str) -> bytes:
+    """Return a line of the error file for a request that had no answer."""
+    line = {
+        "id": _request_id(),
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return msgspec.json.encode(line)
+
+
+def answer_line(custom_id: str, answer: Ready) -> bytes:
+    """Return a line of the output file, or of the error file where the status is not 200."""
+    line = {
+        "id": _request_id(),
+        "custom_id": custom_id,
+        "response": {
+            "status_code": answer.status,
+            "request_id": f"req_{secrets.token_hex(13)}",
+            "body": msgspec.Raw(answer.body or b"null"),
+        },
+        "error": None,
+    }
+    return msgspec.json.encode(line)
+
+
+def usage_of(body: bytes | None) -> TokenUsage:
+    """Return the tokens that an answer says it used."""
+    usage = _read_answer(body).usage if body else None
+    if usage is None:
+        return NO_USAGE
+    inputs = usage.prompt_tokens_details or usage.input_tokens_details or {}
+    outputs = usage.completion_tokens_details or usage.output_tokens_details or {}
+    return TokenUsage(
+        usage.prompt_tokens or usage.input_tokens,
+        inputs.get("cached_tokens") or 0,
+        usage.completion_tokens or usage.output_tokens,
+        outputs.get("reasoning_tokens") or 0,
+    )
+
+
+def _request_id() -> str:
+    return f"batch_req_{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class BatchRunner:
+    """Runs batches; one at a time fills the window, so that they end in the order in which they came.
+
+    call_store   runs a method of the store in its thread
+    max_running  how many lines may be in flight, asked anew for each
+    """
+
+    call_store: Callable[..., Awaitable[Any]]
+    execute: Execute
+    max_running: Callable[[], int]
+    _turn: asyncio.Lock | None = None
+
+    async def run(self, record: BatchRecord) -> None:
+        """Run every line of a batch that has not ended yet. When cancelled, what is running is aborted and stays to be run."""
+        if self._turn is None:
+            self._turn = asyncio.Lock()
+        async with self._turn:
+            saver = _Saver(self.call_store)
+            saving = asyncio.create_task(saver.run())
+            running: set[asyncio.Task[None]] = set()
+            try:
+                async for line in self._lines(record):
+                    while len(running) >= max(1, self.max_running()):
+                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                        _raise_failures(done)
+                    _raise_failures([saving] if saving.done() else [])
+                    running.add(asyncio.create_task(self._run_line(record, line, saver)))
+                if running:
+                    _raise_failures((await asyncio.wait(running))[0])
+                running = set()
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+                saver.finish()
+                await asyncio.shield(saving)
+
+    async def _lines(self, record: BatchRecord) -> AsyncIterator[TodoLine]:
+        after = -1
+        while lines := await self.call_store(BatchStore.todo, record.id, after, 256):
+            for line in lines:
+                yield line
+            after = lines[-1].n
+
+    async def _run_line(self, record: BatchRecord, line: TodoLine, saver: _Saver) -> None:
+        body = body_of(await self.call_store(BatchStore.read_line, record.input_file_id, line))
+        tries = line.tries
+        wait_s = 0.5
+        while True:
+            try:
+                answer = await self.execute(record, body)
+            except ApiError as error:
+                if error.code == ENGINE_DIED:
+                    tries = await self.call_store(BatchStore.count_try, record.id, line.n)
+                if (error.status in (429, 503) and error.code != ENGINE_DIED) or (
+                    error.code == ENGINE_DIED and tries < MAX_TRIES
+                ):
+                    await asyncio.sleep(min(error.retry_after_s or wait_s, wait_s))
+                    wait_s = min(MAX_WAIT_S, 2 * wait_s)
+                    continue
+                answer = Ready(msgspec.json.encode(error.openai_body()), error.status)
+            is_success = answer.status == 200
+            result = answer_line(line.custom_id, answer)
+            usage = usage_of(answer.body) if is_success else NO_USAGE
+            saver.add(LineResult(record.id, line.n, is_success, result, usage))
+            return
+
+
+def _raise_failures(tasks: Any) -> None:
+    for task in tasks:
+        if not task.cancelled() and task.exception() is not None:
+            raise task.exception()
+
+
+class _Saver:
+    """Commits results in groups: at 64, or 50 ms after the first."""
+
+    def __init__(self, call_store: Callable[..., Awaitable[Any]]) -> None:
+        self._call_store = call_store
+        self._pending: deque[LineResult] = deque()
+        self._wake = asyncio.Event()
+        self._is_finished = False
+
+    def add(self, result: LineResult) -> None:
+        """Take a result in; it is on the disk within 50 ms, or run ends with the error."""
+        self._pending.append(result)
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Save what is there, and end."""
+        self._is_finished = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Save until finish is called and nothing is left."""
+        while not self._is_finished or self._pending:
+            await self._wake.wait()
+            self._wake.clear()
+            if len(self._pending) < COMMIT_SIZE and not self._is_finished:
+                await asyncio.sleep(COMMIT_INTERVAL_S)
+            while self._pending:
+                group = [self._pending.popleft() for _ in range(min(COMMIT_SIZE, len(self._pending)))]
+                await self._call_store(BatchStore.save_results, group)

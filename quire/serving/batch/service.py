@@ -1,0 +1,363 @@
+"""BatchService: the life of files and batches, from upload to output file, across restarts of server and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from quire.base.logging import get_logger
+from quire.serving.batch.lines import CheckBody, validate
+from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, BatchStatus, FileRecord, new_id
+from quire.serving.batch.runner import BatchRunner, Execute, error_line
+from quire.serving.batch.store import BatchStore, LineResult
+from quire.serving.errors import ApiError, invalid, not_found
+
+logger = get_logger(__name__)
+
+CHECK_INTERVAL_S = 60.0
+FILE_LIFETIME_S = 30 * 24 * 3600
+WINDOW_S = 24 * 3600
+PURPOSES = ("batch", "user_data")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class BatchService:
+    """Everything of /v1/files and /v1/batches but HTTP.
+
+    execute      runs the body of a line as the online route would, in the class of batches
+    check_body   checks it without running
+    endpoints    urls that lines may have
+    max_running  lines in flight at once
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        execute: Execute,
+        check_body: CheckBody,
+        endpoints: tuple[str, ...],
+        max_running: Callable[[], int],
+    ) -> None:
+        self.endpoints = endpoints
+        self._check_body = check_body
+        # The one thread that touches the database and the disk.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-batch")
+        self._store = self._thread.submit(BatchStore, folder).result()
+        self._runner = BatchRunner(self.call_store, execute, max_running)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._housekeeper: asyncio.Task[None] | None = None
+
+    async def call_store(self, method: Callable[Concatenate[BatchStore, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a method of the store in its thread. A full or broken disk is an ApiError 503 storage_full."""
+
+        def call() -> R:
+            try:
+                return method(self._store, *args, **kwargs)
+            except OSError as error:
+                raise storage_failed(error) from error
+            except Exception as error:
+                if type(error).__module__ == "sqlite3":
+                    raise storage_failed(error) from error
+                raise
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def start(self) -> None:
+        """Take up what a former process left."""
+        await self.call_store(BatchStore.tidy, time.time())
+        for record in await self.call_store(BatchStore.unfinished):
+            self._launch(record)
+        self._housekeeper = asyncio.create_task(self._keep_house())
+
+    async def close(self) -> None:
+        """Stop working; what has not ended goes on when the server starts again."""
+        tasks = [*self._tasks.values(), *([self._housekeeper] if self._housekeeper is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        self._thread.shutdown()
+
+    # Files.
+
+    async def add_file(
+        self, owner: str, filename: str, purpose: str, parts: AsyncIterator[bytes], lifetime_s: int | None
+    ) -> FileRecord:
+        """Store an upload as it comes in. Raises ApiError; of an upload that fails nothing is left."""
+        if purpose not in PURPOSES:
+            raise invalid(f"purpose must be one of {', '.join(PURPOSES)}, got {purpose[:50]!r}", "purpose")
+        now = int(time.time())
+        if lifetime_s is None and purpose == "batch":
+            lifetime_s = FILE_LIFETIME_S
+        file_id = new_id("file-")
+        num_bytes = await self._write_parts(file_id, parts)
+        record = FileRecord(
+            id=file_id,
+            owner=owner,
+            purpose=purpose,
+            filename=filename,
+            num_bytes=num_bytes,
+            created_at=now,
+            expires_at=None if lifetime_s is None else now + lifetime_s,
+            status="processed",
+        )
+        await self.call_store(BatchStore.put_file, record)
+        return record
+
+    async def _write_parts(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
+        writing = self._store.writing(file_id)
+        file = await self.call_store(lambda _store: writing.__enter__())
+        num_bytes = 0
+        try:
+            async for part in parts:
+                num_bytes += len(part)
+                await self.call_store(lambda _store, part=part: file.write(part))
+        except BaseException as error:
+            failure = error
+            await asyncio.shield(self.call_store(lambda _store: _leave(writing, failure)))
+            raise
+        await self.call_store(lambda _store: _leave(writing, None))
+        return num_bytes
+
+    async def file(self, owner: str, file_id: str) -> FileRecord:
+        """Return a file. Raises ApiError 404."""
+        record = await self.call_store(BatchStore.file, owner, file_id)
+        if record is None:
+            raise not_found(f"there is no file {file_id[:100]!r}", param="file_id")
+        return record
+
+    async def files(
+        self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool
+    ) -> tuple[list[FileRecord], bool]:
+        """Return a page of files, and whether there are more."""
+        found = await self.call_store(BatchStore.files, owner, purpose, after, limit, ascending)
+        return found[:limit], len(found) > limit
+
+    async def open_file(self, owner: str, file_id: str) -> tuple[FileRecord, AsyncIterator[bytes]]:
+        """Return a file and its bytes in pieces. Raises ApiError 404."""
+        record = await self.file(owner, file_id)
+        try:
+            file = await self.call_store(lambda store: store.path_of(file_id).open("rb"))
+        except ApiError:
+            raise not_found(f"the content of the file {file_id!r} is gone", param="file_id") from None
+
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while piece := await self.call_store(lambda _store: file.read(1 << 20)):
+                    yield piece
+            finally:
+                file.close()
+
+        return record, pieces()
+
+    async def delete_file(self, owner: str, file_id: str) -> None:
+        """Delete a file. Raises ApiError 404, and 400 while a batch needs it."""
+        await self.file(owner, file_id)
+        if await self.call_store(BatchStore.is_in_use, file_id):
+            raise invalid(f"the file {file_id!r} is the input of a batch that has not ended", "file_id", "file_in_use")
+        await self.call_store(BatchStore.delete_file, file_id)
+
+    # Batches.
+
+    async def add_batch(
+        self,
+        owner: str,
+        input_file_id: str,
+        endpoint: str,
+        *,
+        metadata: dict[str, str] | None = None,
+        output_lifetime_s: int | None = None,
+        idempotency_key: str | None = None,
+        window_s: int = WINDOW_S,
+    ) -> BatchRecord:
+        """Enter a batch; its input is validated and run in the background. Raises ApiError."""
+        if endpoint not in self.endpoints:
+            raise invalid(f"endpoint must be one of {', '.join(self.endpoints)}, got {endpoint[:100]!r}", "endpoint")
+        file = await self.call_store(BatchStore.file, owner, input_file_id)
+        if file is None:
+            raise not_found(f"there is no file {input_file_id[:100]!r}", param="input_file_id")
+        if file.purpose != "batch":
+            raise invalid(f"the file's purpose must be 'batch', got {file.purpose!r}", "input_file_id")
+        now = int(time.time())
+        record = BatchRecord(
+            id=new_id("batch_"),
+            owner=owner,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=f"{WINDOW_S // 3600}h",
+            status="validating",
+            created_at=now,
+            expires_at=now + window_s,
+            metadata=metadata,
+            output_expires_after_s=output_lifetime_s,
+        )
+        added = await self.call_store(BatchStore.add_batch, record, idempotency_key)
+        if added.id == record.id:
+            self._launch(added)
+        return added
+
+    async def batch(self, owner: str, batch_id: str) -> BatchRecord:
+        """Return a batch. Raises ApiError 404."""
+        record = await self.call_store(BatchStore.batch, batch_id, owner)
+        if record is None:
+            raise not_found(f"there is no batch {batch_id[:100]!r}", param="batch_id")
+        return record
+
+    async def batches(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
+        """Return a page of batches, the newest first, and whether there are more."""
+        found = await self.call_store(BatchStore.batches, owner, after, limit)
+        return found[:limit], len(found) > limit
+
+    async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
+        """Cancel a batch: what runs is aborted, what is done is kept. Raises ApiError 400 when it has ended."""
+        record = await self.batch(owner, batch_id)
+        if record.status in ENDED or record.status in ("finalizing", "cancelling"):
+            raise invalid(f"a batch that is {record.status} cannot be cancelled", "batch_id", "batch_not_cancellable")
+        changed = await self.call_store(BatchStore.change_batch, batch_id, status="cancelling", cancelling_at=int(time.time()))
+        await self._restart(changed)
+        return changed
+
+    # The work.
+
+    def _launch(self, record: BatchRecord) -> None:
+        task = asyncio.create_task(self._work(record.id), name=record.id)
+        self._tasks[record.id] = task
+        task.add_done_callback(lambda done: self._tasks.pop(record.id, None) if self._tasks.get(record.id) is done else None)
+
+    async def _restart(self, record: BatchRecord) -> None:
+        task = self._tasks.get(record.id)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._launch(record)
+
+    async def _work(self, batch_id: str) -> None:
+        """Bring a batch to its end from wherever it stands; a disk that is full is waited for."""
+        while True:
+            try:
+                await self._advance(batch_id)
+                return
+            except ApiError as error:
+                logger.warning("batch %s waits: %s", batch_id, error.message)
+            except Exception:
+                logger.exception("batch %s failed; it is tried again", batch_id)
+            await asyncio.sleep(CHECK_INTERVAL_S / 12)
+
+    async def _advance(self, batch_id: str) -> None:
+        record = await self.call_store(BatchStore.batch, batch_id)
+        if record is None or record.status in ENDED:
+            return
+        if record.status == "validating":
+            record = await self._validate(record)
+            if record is None:
+                return
+        if record.status == "in_progress":
+            end_status = await self._run(record)
+            record = await self.call_store(
+                BatchStore.change_batch, batch_id, status="finalizing", finalizing_at=int(time.time()), end_status=end_status
+            )
+        await self._finalize(record, record.end_status or ("cancelled" if record.status == "cancelling" else "completed"))
+
+    async def _validate(self, record: BatchRecord) -> BatchRecord | None:
+        def read(store: BatchStore) -> BatchRecord | None:
+            try:
+                with store.path_of(record.input_file_id).open("rb") as file:
+                    found = validate(file, record.endpoint, self._check_body)
+            except FileNotFoundError:
+                store.fail_batch(record.id, [BatchErrorItem("file_not_found", "the content of the input file is gone")])
+                return None
+            if found.errors:
+                store.fail_batch(record.id, found.errors)
+                return None
+            return store.start_batch(record.id, found.spans)
+
+        return await self.call_store(read)
+
+    async def _run(self, record: BatchRecord) -> BatchStatus:
+        """Run the lines that are left; return what the batch becomes."""
+        remaining_s = record.expires_at - time.time()
+        try:
+            async with asyncio.timeout(max(0.0, remaining_s)):
+                await self._runner.run(record)
+        except TimeoutError:
+            return "expired"
+        return "completed"
+
+    async def _finalize(self, record: BatchRecord, end_status: BatchStatus) -> None:
+        await self.call_store(finalize, record, end_status)
+        logger.info("batch %s is %s", record.id, end_status)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            try:
+                await self.call_store(BatchStore.tidy, time.time())
+            except ApiError as error:
+                logger.warning("the batch store could not be tidied: %s", error.message)
+
+
+def finalize(store: BatchStore, record: BatchRecord, end_status: BatchStatus) -> BatchRecord:
+    """Write the output files of a batch and end it. What was interrupted is done again under the same names."""
+    if end_status in ("expired", "cancelled"):
+        code = f"batch_{end_status}"
+        message = {"expired": "the batch expired before this line ran", "cancelled": "the batch was cancelled"}[end_status]
+        lines = store.todo(record.id, after=-1, limit=1 << 31)
+        store.save_results([LineResult(record.id, line.n, False, error_line(line.custom_id, code, message)) for line in lines])
+    now = int(time.time())
+    outputs: dict[str, str] = {}
+    files: list[FileRecord] = []
+    for field, is_success in (("output_file_id", True), ("error_file_id", False)):
+        if not store.has_results(record.id, is_success):
+            continue
+        # The id follows from the batch's, so that a second attempt writes the same file.
+        file_id = "file-" + _mirror(record.id, is_success)
+        num_bytes = 0
+        with store.writing(file_id) as file:
+            for result in store.iter_results(record.id, is_success):
+                num_bytes += file.write(result + b"\n")
+        lifetime_s = record.output_expires_after_s or FILE_LIFETIME_S
+        outputs[field] = file_id
+        files.append(
+            FileRecord(
+                id=file_id,
+                owner=record.owner,
+                purpose="batch_output",
+                filename=f"{record.id}_{'output' if is_success else 'error'}.jsonl",
+                num_bytes=num_bytes,
+                created_at=now,
+                expires_at=now + lifetime_s,
+                status="processed",
+            )
+        )
+    changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
+    return store.end_batch(record.id, files, changes)
+
+
+def _mirror(batch_id: str, is_success: bool) -> str:
+    """Return the 26 characters of a batch's output id: its own, the first one changed."""
+    text = batch_id.removeprefix("batch_")
+    alphabet = "0123456789abcdefghijklmnopqrstuvwxyz"
+    return alphabet[(alphabet.index(text[0]) + (1 if is_success else 2)) % len(alphabet)] + text[1:]
+
+
+def _leave(manager: Any, error: BaseException | None) -> None:
+    """Leave a context manager of the store; with an error it removes what it had written."""
+    if error is None:
+        manager.__exit__(None, None, None)
+        return
+    try:
+        manager.__exit__(type(error), error, error.__traceback__)
+    except type(error) as raised:
+        if raised is not error:
+            raise
+
+
+def storage_failed(error: BaseException) -> ApiError:
+    """Return a 503 for a disk that is full or broken; online requests go on."""
+    logger.error("the batch store failed: %s", error)
+    return ApiError(503, "the server cannot store files now", code="storage_full", retry_after_s=60)

@@ -1,0 +1,376 @@
+"""BatchStore: files, batches and lines in SQLite; the rows are the truth, output files are made from them.
+
+A line is done when its row says so; what is running is known only to the process, so a crash leaves nothing to repair.
+Not thread-safe: one thread calls it (see service.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
+from quire.serving.batch.lines import LineSpan
+from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, FileRecord, is_id
+
+logger = get_logger(__name__)
+
+SCHEMA_VERSION = 1
+ORPHAN_AGE_S = 3600
+TODO, SUCCEEDED, FAILED = 0, 1, 2
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS file(
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER, record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS file_by_owner ON file(owner, created_at);
+CREATE TABLE IF NOT EXISTS batch(
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, status TEXT NOT NULL, idempotency_key TEXT,
+  record BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS batch_by_owner ON batch(owner, created_at);
+CREATE UNIQUE INDEX IF NOT EXISTS batch_by_key ON batch(owner, idempotency_key) WHERE idempotency_key IS NOT NULL;
+CREATE TABLE IF NOT EXISTS line(
+  batch_id TEXT NOT NULL, n INTEGER NOT NULL, custom_id TEXT NOT NULL, offset INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+  state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, result BLOB,
+  input_tokens INTEGER DEFAULT 0, cached_tokens INTEGER DEFAULT 0, output_tokens INTEGER DEFAULT 0,
+  reasoning_tokens INTEGER DEFAULT 0,
+  PRIMARY KEY(batch_id, n)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS line_todo ON line(batch_id, n) WHERE state = 0;
+"""
+_encode = msgspec.json.encode
+_decode_file = msgspec.json.Decoder(FileRecord).decode
+_decode_batch = msgspec.json.Decoder(BatchRecord).decode
+
+
+class TokenUsage(msgspec.Struct, frozen=True):
+    """The tokens of one line."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+NO_USAGE = TokenUsage()
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """How a line ended: the JSON that goes into the output file, or, where is_success is False, into the error file."""
+
+    batch_id: str
+    n: int
+    is_success: bool
+    result: bytes
+    usage: TokenUsage = NO_USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class TodoLine:
+    """A line that is to be run. tries: how often it was in flight when the engine died."""
+
+    batch_id: str
+    n: int
+    custom_id: str
+    offset: int
+    num_bytes: int
+    tries: int
+
+
+class BatchStore:
+    """See the module. folder None keeps all in memory and in a temporary folder, which goes with the store."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="quire-files-") if folder is None else None
+        base = Path(self._temporary.name) if self._temporary is not None else Path(folder or "")
+        self._files = base / "files"
+        try:
+            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(":memory:" if folder is None else base / "batches.sqlite", isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA busy_timeout=5000")
+            self._check_version(base)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"data_dir {base}: {error}") from None
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _check_version(self, base: Path) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA_VERSION):
+            raise ConfigError(f"data_dir {base} was written by another version of quire (schema {version}): give another one")
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # Files.
+
+    def path_of(self, file_id: str) -> Path:
+        """Return where the bytes of a file are; only for ids that new_id made."""
+        if not is_id(file_id, "file-"):
+            raise ValueError("not a file id")
+        return self._files / file_id
+
+    @contextlib.contextmanager
+    def writing(self, file_id: str) -> Iterator[BinaryIO]:
+        """Open the bytes of a new file; they are there under their id only when all have reached the disk."""
+        path = self.path_of(file_id)
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_folder(self._files)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def put_file(self, record: FileRecord) -> None:
+        """Enter a file, or write it anew."""
+        with self._transaction():
+            self._put_file(record)
+
+    def _put_file(self, record: FileRecord) -> None:
+        self._db.execute(
+            "INSERT INTO file VALUES(?,?,?,?,?) "
+            "ON CONFLICT(id) DO UPDATE SET record=excluded.record, expires_at=excluded.expires_at",
+            (record.id, record.owner, record.created_at, record.expires_at, _encode(record)),
+        )
+
+    def file(self, owner: str, file_id: str) -> FileRecord | None:
+        """Return a file of an owner; None if there is none of this id."""
+        row = self._db.execute("SELECT record FROM file WHERE id=? AND owner=?", (file_id, owner)).fetchone()
+        return None if row is None else _decode_file(row[0])
+
+    def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[FileRecord]:
+        """Return up to limit + 1 files of an owner, so that the caller sees whether there are more."""
+        rows = self._page("file", owner, after, ascending)
+        found: list[FileRecord] = []
+        for (blob,) in rows:
+            record = _decode_file(blob)
+            if purpose is None or record.purpose == purpose:
+                found.append(record)
+            if len(found) > limit:
+                break
+        return found
+
+    def _page(self, table: str, owner: str, after: str | None, ascending: bool) -> Iterable[tuple[bytes]]:
+        order, sign = ("ASC", ">") if ascending else ("DESC", "<")
+        where, values = "owner=?", [owner]
+        if after is not None:
+            where += f" AND (created_at, id) {sign} (SELECT created_at, id FROM {table} WHERE id=? AND owner=?)"
+            values += [after, owner]
+        return self._db.execute(
+            f"SELECT record FROM {table} WHERE {where} ORDER BY created_at {order}, id {order}",
+            values,
+        )
+
+    def is_in_use(self, file_id: str) -> bool:
+        """Whether a batch that has not ended reads this file."""
+        rows = self._db.execute("SELECT record FROM batch WHERE status NOT IN ('failed','completed','expired','cancelled')")
+        return any(_decode_batch(blob).input_file_id == file_id for (blob,) in rows)
+
+    def delete_file(self, file_id: str) -> None:
+        """Forget a file and remove its bytes."""
+        with self._transaction():
+            self._db.execute("DELETE FROM file WHERE id=?", (file_id,))
+        self.path_of(file_id).unlink(missing_ok=True)
+
+    # Batches.
+
+    def add_batch(self, record: BatchRecord, idempotency_key: str | None) -> BatchRecord:
+        """Enter a batch; of two with one idempotency key the first one is returned."""
+        with self._transaction():
+            if idempotency_key is not None:
+                row = self._db.execute(
+                    "SELECT record FROM batch WHERE owner=? AND idempotency_key=?", (record.owner, idempotency_key)
+                ).fetchone()
+                if row is not None:
+                    return _decode_batch(row[0])
+            self._db.execute(
+                "INSERT INTO batch VALUES(?,?,?,?,?,?)",
+                (record.id, record.owner, record.created_at, record.status, idempotency_key, _encode(record)),
+            )
+        return record
+
+    def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord | None:
+        """Return a batch with the counts of now; None if there is none of this id, or it is another owner's."""
+        row = self._db.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
+        record = None if row is None else _decode_batch(row[0])
+        if record is None or (owner is not None and record.owner != owner):
+            return None
+        return record if record.status in ENDED else self._with_counts(record)
+
+    def batches(self, owner: str, after: str | None, limit: int) -> list[BatchRecord]:
+        """Return up to limit + 1 batches of an owner, the newest first."""
+        found: list[BatchRecord] = []
+        for (blob,) in self._page("batch", owner, after, ascending=False):
+            record = _decode_batch(blob)
+            found.append(record if record.status in ENDED else self._with_counts(record))
+            if len(found) > limit:
+                break
+        return found
+
+    def unfinished(self) -> list[BatchRecord]:
+        """Return the batches of all owners that have not ended, the oldest first."""
+        rows = self._db.execute(
+            "SELECT record FROM batch WHERE status NOT IN ('failed','completed','expired','cancelled') ORDER BY created_at, id"
+        )
+        return [_decode_batch(blob) for (blob,) in rows.fetchall()]
+
+    def change_batch(self, batch_id: str, **changes: Any) -> BatchRecord:
+        """Change fields of a batch and return it."""
+        with self._transaction():
+            return self._change_batch(batch_id, changes)
+
+    def _change_batch(self, batch_id: str, changes: dict[str, Any]) -> BatchRecord:
+        row = self._db.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
+        record = msgspec.structs.replace(_decode_batch(row[0]), **changes)
+        self._db.execute("UPDATE batch SET record=?, status=? WHERE id=?", (_encode(record), record.status, batch_id))
+        return record
+
+    def _with_counts(self, record: BatchRecord) -> BatchRecord:
+        counts: dict[int, int] = {}
+        usage = [0, 0, 0, 0]
+        for state, count, *tokens in self._db.execute(
+            "SELECT state, COUNT(*), SUM(input_tokens), SUM(cached_tokens), SUM(output_tokens), SUM(reasoning_tokens) "
+            "FROM line WHERE batch_id=? GROUP BY state",
+            (record.id,),
+        ):
+            counts[state] = count
+            usage = [total + value for total, value in zip(usage, tokens, strict=True)]
+        return msgspec.structs.replace(
+            record,
+            num_lines=sum(counts.values()),
+            num_completed=counts.get(SUCCEEDED, 0),
+            num_failed=counts.get(FAILED, 0),
+            input_tokens=usage[0],
+            cached_tokens=usage[1],
+            output_tokens=usage[2],
+            reasoning_tokens=usage[3],
+        )
+
+    # Lines.
+
+    def start_batch(self, batch_id: str, spans: Sequence[LineSpan]) -> BatchRecord:
+        """Enter all lines of a batch and set it going, all or nothing."""
+        with self._transaction():
+            self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
+            self._db.executemany(
+                "INSERT INTO line(batch_id, n, custom_id, offset, num_bytes) VALUES(?,?,?,?,?)",
+                [(batch_id, span.number, span.custom_id, span.offset, span.num_bytes) for span in spans],
+            )
+            return self._change_batch(batch_id, {"status": "in_progress", "in_progress_at": int(time.time())})
+
+    def fail_batch(self, batch_id: str, errors: Sequence[BatchErrorItem]) -> None:
+        """End a batch whose input is not valid."""
+        self.change_batch(batch_id, status="failed", failed_at=int(time.time()), errors=list(errors))
+
+    def todo(self, batch_id: str, after: int, limit: int) -> list[TodoLine]:
+        """Return the next lines to run, those with numbers above `after`."""
+        rows = self._db.execute(
+            "SELECT batch_id, n, custom_id, offset, num_bytes, tries FROM line WHERE batch_id=? AND state=0 AND n>? "
+            "ORDER BY n LIMIT ?",
+            (batch_id, after, limit),
+        )
+        return [TodoLine(*row) for row in rows]
+
+    def read_line(self, file_id: str, line: TodoLine) -> bytes:
+        """Return the bytes of a line."""
+        with self.path_of(file_id).open("rb") as file:
+            file.seek(line.offset)
+            return file.read(line.num_bytes)
+
+    def save_results(self, results: Sequence[LineResult]) -> None:
+        """Enter how lines ended, in one transaction; a line that has ended already keeps its first result."""
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE line SET state=?, result=?, input_tokens=?, cached_tokens=?, output_tokens=?, reasoning_tokens=? "
+                "WHERE batch_id=? AND n=? AND state=0",
+                [
+                    (
+                        SUCCEEDED if result.is_success else FAILED,
+                        result.result,
+                        *msgspec.structs.astuple(result.usage),
+                        result.batch_id,
+                        result.n,
+                    )
+                    for result in results
+                ],
+            )
+
+    def count_try(self, batch_id: str, n: int) -> int:
+        """Note that a line was in flight when the engine died; return how often that was."""
+        with self._transaction():
+            self._db.execute("UPDATE line SET tries=tries+1 WHERE batch_id=? AND n=?", (batch_id, n))
+            return self._db.execute("SELECT tries FROM line WHERE batch_id=? AND n=?", (batch_id, n)).fetchone()[0]
+
+    def iter_results(self, batch_id: str, is_success: bool) -> Iterator[bytes]:
+        """Yield the results of a batch in the order of its lines."""
+        state = SUCCEEDED if is_success else FAILED
+        rows = self._db.execute("SELECT result FROM line WHERE batch_id=? AND state=? ORDER BY n", (batch_id, state))
+        return (blob for (blob,) in rows)
+
+    def has_results(self, batch_id: str, is_success: bool) -> bool:
+        """Whether any line has ended so."""
+        return next(self.iter_results(batch_id, is_success), None) is not None
+
+    def end_batch(self, batch_id: str, outputs: Sequence[FileRecord], changes: dict[str, Any]) -> BatchRecord:
+        """Enter the files of a batch and end it, all or nothing. Its lines are in the files now, and go."""
+        with self._transaction():
+            for record in outputs:
+                self._put_file(record)
+            counted = self._with_counts(self._change_batch(batch_id, changes))
+            self._db.execute("UPDATE batch SET record=? WHERE id=?", (_encode(counted), batch_id))
+            self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
+        return counted
+
+    # What a restart finds.
+
+    def tidy(self, now: float) -> None:
+        """Remove expired files, what was being written when the process died, and rows whose bytes are gone."""
+        for (file_id,) in self._db.execute("SELECT id FROM file WHERE expires_at <= ?", (int(now),)).fetchall():
+            if not self.is_in_use(file_id):
+                self.delete_file(file_id)
+        known = {file_id for (file_id,) in self._db.execute("SELECT id FROM file")}
+        for path in self._files.iterdir():
+            if path.name not in known and now - path.stat().st_mtime > ORPHAN_AGE_S:
+                logger.warning("removing %s, which no file record names", path.name)
+                path.unlink(missing_ok=True)
+        for file_id in known:
+            if not self.path_of(file_id).exists():
+                row = self._db.execute("SELECT record FROM file WHERE id=?", (file_id,)).fetchone()
+                self.put_file(msgspec.structs.replace(_decode_file(row[0]), status="error"))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

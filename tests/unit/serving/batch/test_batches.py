@@ -1,0 +1,376 @@
+"""Files and batches without HTTP: validation, running, restarts, cancelling, expiry, a store that fails."""
+
+import asyncio
+import collections
+import contextlib
+import io
+import json
+import random
+import sqlite3
+
+import msgspec
+import pytest
+
+from quire.serving.answers import Ready
+from quire.serving.batch.lines import MAX_LINE_BYTES, validate
+from quire.serving.batch.records import ENDED
+from quire.serving.batch.service import BatchService
+from quire.serving.batch.store import BatchStore
+from quire.serving.errors import ApiError, invalid, overloaded
+
+URL = "/v1/chat/completions"
+
+
+def line(custom_id, body=None, **changes):
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": URL, "body": body or {"x": custom_id}, **changes})
+
+
+def check_body(endpoint, body):
+    if b"bad" in body:
+        raise invalid("bad body", "x")
+
+
+class Worker:
+    """Answers like a route, after a moment; `plan` says per call what happens instead."""
+
+    def __init__(self, delay_s=0.0, plan=None):
+        self.delay_s, self.plan = delay_s, plan or {}
+        self.calls = collections.Counter()
+        self.num_running = self.max_running = 0
+
+    async def __call__(self, record, body):
+        name = json.loads(body)["x"]
+        self.calls[name] += 1
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            await asyncio.sleep(self.delay_s)
+            failure = self.plan.get(name, lambda count: None)(self.calls[name])
+            if failure is not None:
+                raise failure
+            usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+            return Ready(json.dumps({"echo": name, "usage": usage}).encode())
+        finally:
+            self.num_running -= 1
+
+
+@contextlib.asynccontextmanager
+async def service_of(folder, worker, window=4):
+    service = BatchService(folder, worker, check_body, (URL,), lambda: window)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+async def upload(service, lines, owner="ann"):
+    async def parts():
+        text = "\n".join(lines).encode()
+        for start in range(0, len(text), 1000):
+            yield text[start : start + 1000]
+
+    return await service.add_file(owner, "in.jsonl", "batch", parts(), None)
+
+
+async def ended(service, batch_id, owner="ann"):
+    while (record := await service.batch(owner, batch_id)).status not in ENDED:
+        await asyncio.sleep(0.01)
+    return record
+
+
+async def read(service, file_id, owner="ann"):
+    if file_id is None:
+        return {}
+    _, pieces = await service.open_file(owner, file_id)
+    found = [json.loads(text) for text in b"".join([piece async for piece in pieces]).splitlines()]
+    assert len({entry["custom_id"] for entry in found}) == len(found)
+    return {entry["custom_id"]: entry for entry in found}
+
+
+def run(lines, worker=None, folder=None, **options):
+    """Run one batch to its end; return (record, output, errors)."""
+
+    async def go():
+        async with service_of(folder, worker or Worker(), **options) as service:
+            file = await upload(service, lines)
+            batch = await service.add_batch("ann", file.id, URL)
+            record = await ended(service, batch.id)
+            return record, await read(service, record.output_file_id), await read(service, record.error_file_id)
+
+    return asyncio.run(go())
+
+
+def test_batch_completes_with_one_output_line_for_each_input_line():
+    names = [f"r{n}" for n in range(200)]
+    worker = Worker()
+    record, output, errors = run([line(name) for name in names], worker)
+    assert record.status == "completed"
+    assert (record.num_lines, record.num_completed, record.num_failed) == (200, 200, 0)
+    assert (record.input_tokens, record.output_tokens, record.cached_tokens) == (600, 400, 200)
+    assert set(output) == set(names)
+    assert errors == {}
+    assert record.error_file_id is None
+    assert all(entry["response"]["body"]["echo"] == name and entry["error"] is None for name, entry in output.items())
+    assert set(worker.calls.values()) == {1}
+    assert worker.max_running <= 4
+    assert record.as_json()["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+
+
+def test_line_goes_to_the_error_file_when_its_request_fails():
+    plan = {"b": lambda count: invalid("no", "temperature"), "c": lambda count: ApiError(500, "broken")}
+    record, output, errors = run([line(name) for name in "abc"], Worker(plan=plan))
+    assert record.status == "completed"
+    assert (record.num_completed, record.num_failed) == (1, 2)
+    assert list(output) == ["a"]
+    assert errors["b"]["response"]["status_code"] == 400
+    assert errors["b"]["response"]["body"]["error"]["param"] == "temperature"
+    assert errors["c"]["response"]["status_code"] == 500
+
+
+def test_line_waits_when_the_queue_is_full():
+    plan = {"a": lambda count: overloaded("full", 0.01) if count < 4 else None}
+    record, output, _ = run([line("a")], Worker(plan=plan))
+    assert (record.status, list(output)) == ("completed", ["a"])
+
+
+def test_line_is_given_up_when_the_engine_dies_of_it_three_times():
+    died = ApiError(503, "the engine died", code="engine_error", retry_after_s=0.01)
+    plan = {"a": lambda count: died, "b": lambda count: died if count < 2 else None}
+    worker = Worker(plan=plan)
+    record, output, errors = run([line("a"), line("b")], worker)
+    assert record.status == "completed"
+    assert (list(output), list(errors)) == (["b"], ["a"])
+    assert worker.calls == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("{", "invalid_json_line"),
+        ("[1]", "invalid_line"),
+        ('{"custom_id":"a"}', "invalid_line"),
+        (line(""), "invalid_custom_id"),
+        (line("c" * 600), "invalid_custom_id"),
+        (line("ok"), "duplicate_custom_id"),
+        (line("x", method="GET"), "invalid_method"),
+        (line("x", url="/v1/embeddings"), "invalid_url"),
+        (line("x", {"x": "bad"}), "invalid_value"),
+        ("{\"x\":" * 5000, "invalid_json_line"),
+    ],
+)
+def test_nothing_runs_when_a_line_is_not_valid(text, code):
+    worker = Worker()
+    record, output, _ = run([line("ok"), "", text], worker)
+    assert record.status == "failed"
+    (error,) = record.as_json()["errors"]["data"]
+    assert (error["code"], error["line"]) == (code, 3)
+    assert not worker.calls
+    assert output == {}
+
+
+def test_batch_fails_when_its_file_is_empty():
+    assert run([""])[0].errors[0].code == "empty_file"
+
+
+def test_validation_reports_where_lines_lie_when_one_is_endless():
+    good = line("a").encode()
+    data = good + b"\r\n" + b"x" * (MAX_LINE_BYTES * 2 + 5) + b"\n" + line("b").encode()
+    found = validate(io.BytesIO(data), URL, check_body)
+    assert [error.code for error in found.errors] == ["line_too_long"]
+    assert [data[span.offset : span.offset + span.num_bytes] for span in found.spans] == [good, line("b").encode()]
+
+
+def test_finished_lines_are_kept_and_the_rest_resumes_when_the_server_restarts(tmp_path):
+    names = [f"r{n}" for n in range(60)]
+    random_ = random.Random(0)
+    total = collections.Counter()
+
+    async def go():
+        batch_id = None
+        for _ in range(50):
+            worker = Worker(0.002)
+            async with service_of(tmp_path, worker) as service:
+                if batch_id is None:
+                    file = await upload(service, [line(name) for name in names])
+                    batch_id = (await service.add_batch("ann", file.id, URL)).id
+                await asyncio.sleep(random_.uniform(0, 0.02))
+                record = await service.batch("ann", batch_id)
+            total.update(worker.calls)
+            if record.status in ENDED:
+                break
+        async with service_of(tmp_path, Worker()) as service:
+            record = await ended(service, batch_id)
+            return record, await read(service, record.output_file_id)
+
+    record, output = asyncio.run(go())
+    assert (record.status, record.num_completed) == ("completed", 60)
+    assert set(output) == set(names)
+
+
+def test_partial_output_is_kept_when_a_batch_is_cancelled():
+    async def go():
+        worker = Worker(plan={"r3": lambda count: None})
+        gate = asyncio.Event()
+
+        async def execute(record, body):
+            if json.loads(body)["x"] != "r0":
+                await gate.wait()
+            return await worker(record, body)
+
+        async with service_of(None, execute) as service:
+            file = await upload(service, [line(f"r{n}") for n in range(10)])
+            batch = await service.add_batch("ann", file.id, URL)
+            while (await service.batch("ann", batch.id)).num_completed < 1:
+                await asyncio.sleep(0.01)
+            changed = await service.cancel("ann", batch.id)
+            record = await ended(service, batch.id)
+            with pytest.raises(ApiError) as caught:
+                await service.cancel("ann", batch.id)
+            return changed, record, await read(service, record.output_file_id), await read(service, record.error_file_id), caught
+
+    changed, record, output, errors, caught = asyncio.run(go())
+    assert (changed.status, record.status) == ("cancelling", "cancelled")
+    assert list(output) == ["r0"]
+    assert len(errors) == 9
+    assert {entry["error"]["code"] for entry in errors.values()} == {"batch_cancelled"}
+    assert caught.value.status == 400
+
+
+def test_rest_of_a_batch_expires_when_its_window_ends():
+    async def go():
+        async def execute(record, body):
+            if json.loads(body)["x"] != "r0":
+                await asyncio.Event().wait()
+            return await Worker()(record, body)
+
+        async with service_of(None, execute) as service:
+            file = await upload(service, [line(f"r{n}") for n in range(3)])
+            batch = await service.add_batch("ann", file.id, URL, window_s=1)
+            record = await ended(service, batch.id)
+            return record, await read(service, record.output_file_id), await read(service, record.error_file_id)
+
+    record, output, errors = asyncio.run(go())
+    assert record.status == "expired"
+    assert list(output) == ["r0"]
+    assert {entry["error"]["code"] for entry in errors.values()} == {"batch_expired"}
+
+
+def test_one_batch_is_made_when_a_key_is_sent_twice():
+    async def go():
+        async with service_of(None, Worker()) as service:
+            file = await upload(service, [line("a")])
+            made = await asyncio.gather(*[service.add_batch("ann", file.id, URL, idempotency_key="k") for _ in range(5)])
+            await ended(service, made[0].id)
+            return {record.id for record in made}, await service.batches("ann", None, 20)
+
+    ids, (listed, has_more) = asyncio.run(go())
+    assert len(ids) == 1
+    assert ([record.id for record in listed], has_more) == (list(ids), False)
+
+
+def test_files_and_batches_of_another_owner_are_not_found():
+    async def go():
+        async with service_of(None, Worker()) as service:
+            file = await upload(service, [line("a")])
+            batch = await service.add_batch("ann", file.id, URL)
+            refused = []
+            for call in (
+                lambda: service.file("bob", file.id),
+                lambda: service.open_file("bob", file.id),
+                lambda: service.delete_file("bob", file.id),
+                lambda: service.batch("bob", batch.id),
+                lambda: service.cancel("bob", batch.id),
+                lambda: service.add_batch("bob", file.id, URL),
+            ):
+                with pytest.raises(ApiError) as caught:
+                    await call()
+                refused.append(caught.value.status)
+            return refused, await service.files("bob", None, None, 10, False), await service.batches("bob", None, 10)
+
+    refused, files, batches = asyncio.run(go())
+    assert set(refused) == {404}
+    assert (files, batches) == (([], False), ([], False))
+
+
+def test_file_cannot_be_deleted_while_a_batch_needs_it():
+    async def go():
+        async with service_of(None, Worker(0.05)) as service:
+            file = await upload(service, [line("a")])
+            batch = await service.add_batch("ann", file.id, URL)
+            with pytest.raises(ApiError) as caught:
+                await service.delete_file("ann", file.id)
+            await ended(service, batch.id)
+            await service.delete_file("ann", file.id)
+            return caught.value.code, await service.files("ann", "batch", None, 10, True)
+
+    assert asyncio.run(go()) == ("file_in_use", ([], False))
+
+
+def test_pages_hold_every_file_once():
+    async def go():
+        async with service_of(None, Worker()) as service:
+            made = [(await upload(service, [line("a")])).id for _ in range(7)]
+            pages, after = [], None
+            while True:
+                found, has_more = await service.files("ann", None, after, 3, ascending=False)
+                pages += [record.id for record in found]
+                if not has_more:
+                    return made, pages
+                after = pages[-1]
+
+    made, pages = asyncio.run(go())
+    assert sorted(made) == sorted(pages)
+    assert len(pages) == 7
+
+
+def test_upload_leaves_nothing_when_it_breaks(tmp_path):
+    async def go():
+        async def parts():
+            yield b"x" * 1000
+            raise ConnectionResetError
+
+        async with service_of(tmp_path, Worker()) as service:
+            with pytest.raises(ConnectionResetError):
+                await service.add_file("ann", "f", "batch", parts(), None)
+            return await service.files("ann", None, None, 10, False)
+
+    assert asyncio.run(go()) == ([], False)
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_batch_goes_on_when_the_disk_was_full(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.serving.batch.service.CHECK_INTERVAL_S", 0.2)
+    real = BatchStore.save_results
+    failures = iter([sqlite3.OperationalError("database or disk is full")] * 3)
+
+    def save(self, results):
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        real(self, results)
+
+    monkeypatch.setattr(BatchStore, "save_results", save)
+    record, output, _ = run([line(f"r{n}") for n in range(5)], folder=tmp_path)
+    assert (record.status, len(output)) == ("completed", 5)
+
+
+def test_upload_says_that_the_disk_is_full(tmp_path, monkeypatch):
+    async def go():
+        async with service_of(tmp_path, Worker()) as service:
+
+            def fail(self, file_id):
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(BatchStore, "put_file", fail)
+            with pytest.raises(ApiError) as caught:
+                await upload(service, [line("a")])
+            return caught.value
+
+    error = asyncio.run(go())
+    assert (error.status, error.code) == (503, "storage_full")
+
+
+def test_record_survives_the_store():
+    record = run([line("a")])[0]
+    assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
