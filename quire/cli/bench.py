@@ -1,4 +1,4 @@
-"""`quire bench`: measure whole runs, or single kernels."""
+"""`quire bench`: measure whole runs, servers, or single kernels."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import argparse
 from pathlib import Path
 
 from quire.base.errors import ConfigError
-from quire.cli import options
+from quire.cli import bench_serve, options
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand and its kinds."""
-    parser = commands.add_parser("bench", help="measure throughput, latency, perplexity or kernels", description=__doc__)
+    parser = commands.add_parser(
+        "bench", help="measure throughput, latency, servers, perplexity or kernels", description=__doc__
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     throughput = kinds.add_parser("throughput", **options.PARSER, help="many requests at once: requests and tokens per second")
     _add_workload(throughput, input_len=256, output_len=64)
@@ -25,6 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     latency.add_argument("--num-iters-warmup", type=int, default=2, help="runs that are not counted")
     latency.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     latency.set_defaults(run=run_latency)
+    bench_serve.add_parser(kinds)
     perplexity = kinds.add_parser(
         "perplexity", **options.PARSER, help="how well a model predicts a text, in one or more precisions"
     )

@@ -23,6 +23,7 @@ from quire.engine.request_factory import PromptLike, RequestFactory, RequestRule
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.step_record import StepRecord, describe_plan
 from quire.text.tokenizer import load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens
 
@@ -75,6 +76,8 @@ class LLMEngine:
         self._undelivered: list[RequestOutput] = []
         self._is_closed = False
         self.stats = EngineStats()
+        self.is_recording = False  # whether last_step is wanted
+        self.last_step: StepRecord | None = None
 
     def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | None) -> Request:
         """Tokenise and validate without adding; raises RequestError. May be called from other threads."""
@@ -93,6 +96,10 @@ class LLMEngine:
         Raises RequestError, naming the field, when it is invalid or can never fit.
         """
         self.submit(self.make_request(request_id, prompt, sampling_params), output_kind)
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestError when a request that was made elsewhere does not fit the model or the engine's options."""
+        self._factory.check(request)
 
     def check_servable(self, request: Request) -> None:
         """Raise RequestError, with the numbers, when a request can never fit."""
@@ -131,9 +138,11 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> None:
-        plan = self.scheduler.schedule(time.monotonic())
+        started_s = time.monotonic()
+        plan = self.scheduler.schedule(started_s)
         if plan is None:
             return
+        shares, num_context_tokens = describe_plan(self.scheduler, plan) if self.is_recording else ([], 0)
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
         try:
@@ -145,6 +154,9 @@ class LLMEngine:
             self._commit(plan, _failed(plan, type(error).__name__))
             raise
         self._commit(plan, result)
+        if self.is_recording:
+            duration_s = time.monotonic() - started_s
+            self.last_step = StepRecord(plan.step_id, started_s, duration_s, num_context_tokens, shares)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = time.monotonic()

@@ -75,6 +75,8 @@ class OutputStream:
             return False
         if update.new_token_ids and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
+        if update.start is not None:
+            self._note_start(update.choice, update.start)
         for offset, entry in enumerate(update.prompt_logprobs):
             if self._prompt_logprobs is not None:
                 self._prompt_logprobs[update.prompt_logprobs_start + offset] = self._describe(entry)
@@ -101,9 +103,12 @@ class OutputStream:
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
         """Take in what the scheduler measured of a sequence that has ended."""
+        self._note_start(choice, stats)
+        self.metrics.num_preemptions += stats.num_preemptions
+
+    def _note_start(self, choice: int, stats: SequenceStats) -> None:
         times = (self.metrics.first_scheduled_time, stats.first_scheduled_s)
         self.metrics.first_scheduled_time = min((time for time in times if time is not None), default=None)
-        self.metrics.num_preemptions += stats.num_preemptions
         if choice == 0:
             self.metrics.num_cached_tokens = stats.num_cached_tokens
 

@@ -82,6 +82,16 @@ class RequestFactory:
             cache_salt=cache_salt,
         )
 
+    def check(self, request: Request) -> None:
+        """Raise RequestError when a request that was made elsewhere has a field that the model or the engine does not allow."""
+        check_request_id(request.request_id)
+        token_ids, size = request.prompt_token_ids, self._rules.vocab_size
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:  # a long prompt is passed quickly
+            self._check_token_ids(token_ids, "prompt_token_ids")
+        self._check_params(request.params)
+        for word in request.bad_word_token_ids:
+            self._check_token_ids(word, "bad_words")
+
     def _read_prompt(self, prompt: PromptLike) -> tuple[str | None, tuple[int, ...], str]:
         text, cache_salt = None, ""
         if isinstance(prompt, dict):

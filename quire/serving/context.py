@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError, engine_unavailable, not_found
+from quire.serving.http.auth import Authenticator
 from quire.serving.interfaces import Gateway
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ class ServerContext:
     config: ServerConfig
     gateway: Gateway
     client: EngineClient
+    authenticator: Authenticator
     metrics: ServerMetrics
     served: ServedModel | None = None
     batches: BatchService | None = None
     responses: ResponseStore | None = None
     phase: Phase = "starting"
     failure: str | None = None
-    created_s: int = field(default=0)
 
     @property
     def model(self) -> ServedModel:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.serving.context import ServerContext
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+MAX_TRACEPARENT_LENGTH = 128
 MAX_TIMEOUT_S = 24 * 3600.0
 
 
@@ -53,6 +54,12 @@ class Call:
     def query(self) -> QueryParams:
         """The parameters in the query string."""
         return self.request.query_params
+
+    @property
+    def traceparent(self) -> str | None:
+        """The W3C trace context that the client sent, as it sent it."""
+        value = self.request.headers.get("traceparent")
+        return value if value is not None and len(value) <= MAX_TRACEPARENT_LENGTH else None
 
     async def body(self, kind: type[Body]) -> Body:
         """Return the JSON body as a `kind`. Raises ApiError: 400, 408, 413 or 415, naming the field."""

@@ -32,8 +32,9 @@ class Owner:
 class Job:
     """One request for the engine, and how it is to be treated on the way there.
 
-    deadline_s  of time.monotonic(); None for none
-    route       label of metrics: "/v1/chat/completions"
+    deadline_s   of time.monotonic(); None for none
+    route        label of metrics: "/v1/chat/completions"
+    traceparent  W3C trace context that the client sent; None for none
     """
 
     request: Request
@@ -42,6 +43,7 @@ class Job:
     is_streaming: bool
     priority: PriorityClass = "default"
     deadline_s: float | None = None
+    traceparent: str | None = None
 
 
 class GenerationStream(Protocol):

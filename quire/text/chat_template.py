@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelFormatError, RequestError
+from quire.text.template_hiding import RenderedChat, SpellingHider
+from quire.text.template_shape import TemplateShape
 
 if TYPE_CHECKING:
     from quire.text.template_sandbox import CompiledTemplate
@@ -25,6 +27,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._compiled: CompiledTemplate | None = None
+        self._shape = TemplateShape(self._render_probe)
 
     def render(
         self,
@@ -39,18 +42,41 @@ class ChatTemplate:
         Raises RequestError where the messages are invalid or the template refuses them or does too much, and
         ModelFormatError where the template itself is damaged.
         """
+        return self.render_hiding((), messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs).text
+
+    def render_hiding(
+        self,
+        spellings: Iterable[str],
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> RenderedChat:
+        """Return the text of a conversation and where in it the spellings stand that messages and tools brought along.
+
+        Raises as `render` does.
+        """
         compiled = self._compile()
+        hider = SpellingHider(spellings)
         try:
+            hidden_messages, hidden_tools = hider.hide(
+                _check_messages(messages), None if tools is None else _check_tools(tools)
+            )
             variables = {
                 **self._special_tokens,
                 **_as_plain(kwargs),
-                "messages": _check_messages(messages),
-                "tools": None if tools is None else _check_tools(tools),
+                "messages": self._shape.adapt(hidden_messages),
+                "tools": hidden_tools,
                 "add_generation_prompt": add_generation_prompt,
             }
         except RecursionError:
             raise RequestError("messages are nested too deeply", "messages") from None
-        return compiled.render(variables)
+        return hider.show(compiled.render(variables))
+
+    def _render_probe(self, messages: list[dict[str, Any]]) -> str:
+        variables = {**self._special_tokens, "messages": messages, "tools": None, "add_generation_prompt": False}
+        return self._compile().render(variables)
 
     def _compile(self) -> CompiledTemplate:
         if self._compiled is None:

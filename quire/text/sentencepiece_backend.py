@@ -34,7 +34,8 @@ class SentencePieceBackend:
         special_ids = {token.token_id for token in added if token.is_special} | set(control_ids)
         special_ids |= {i for token in files.added_tokens if token.is_special and (i := self.id_of(token.content)) is not None}
         self.special_token_ids = frozenset(special_ids)
-        splitters = sorted({**self._added_id, **self._control_id}, key=len, reverse=True)
+        self.added_tokens = {**self._control_id, **self._added_id}
+        splitters = sorted(self.added_tokens, key=len, reverse=True)
         splits = bool(splitters) and not files.flag("split_special_tokens", False)
         self._splitter = re.compile(f"({'|'.join(map(re.escape, splitters))})") if splits else None
         self._prefix_ids, self._suffix_ids = self._read_ends(files)
@@ -43,12 +44,21 @@ class SentencePieceBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised."""
-        token_ids: list[int] = []
-        for part in self._splitter.split(text) if self._splitter else [text]:
-            token_id = self._added_id.get(part, self._control_id.get(part))
-            is_token = token_id is not None and self._splitter is not None
-            token_ids += [token_id] if is_token else self._processor.encode(part)
+        token_ids = self.encode_without(text, frozenset())
         return [*self._prefix_ids, *token_ids, *self._suffix_ids] if add_special_tokens else token_ids
+
+    def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]:
+        """Return the ids of a text in which the added and control tokens `hidden` are ordinary text."""
+        token_ids: list[int] = []
+        plain = ""
+        for part in self._splitter.split(text) if self._splitter else [text]:
+            token_id = self.added_tokens.get(part) if self._splitter else None
+            if part in hidden or token_id is None:
+                plain += part
+                continue
+            token_ids += [*self._processor.encode(plain), token_id]
+            plain = ""
+        return [*token_ids, *self._processor.encode(plain)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; ids without a token have none."""

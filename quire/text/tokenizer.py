@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from quire.base.errors import ModelFormatError, RequestError
 from quire.base.gguf_file import is_gguf
 from quire.text.chat_template import ChatTemplate
+from quire.text.template_hiding import RenderedChat
 from quire.text.token_streams import TokenStream
 from quire.text.tokenizer_files import read_tokenizer_files
 
@@ -18,8 +21,11 @@ class TokenizerBackend(Protocol):
 
     vocab_size: int
     special_token_ids: frozenset[int]
+    added_tokens: Mapping[str, int]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -51,10 +57,7 @@ class Tokenizer:
         """Return the ids of a text; add_special_tokens puts the checkpoint's own (<s>) around it. Raises RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"prompt must be a string, got a {type(text).__name__}", "prompt")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"prompt is not valid Unicode: {error.reason} at character {error.start}", "prompt") from None
+        self._check_text(text)
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -90,13 +93,38 @@ class Tokenizer:
 
         kwargs  further variables of the template, such as enable_thinking
         """
-        if self.chat_template is None:
-            raise RequestError(
-                "messages need a chat template, and this checkpoint has none (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): send a prompt, or add a template to the checkpoint",
-                "messages",
-            )
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return self._template().render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> RenderedChat:
+        """Return the text of a conversation for `encode_rendered`, with what only looks like special tokens marked.
+
+        Raises RequestError.
+        """
+        return self._template().render_hiding(
+            self._control_tokens, messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+        )
+
+    def encode_rendered(self, chat: RenderedChat) -> list[int]:
+        """Return the ids of a rendered conversation. Special tokens that a client spelled out become ordinary text.
+
+        Raises RequestError where that is not possible.
+        """
+        if not chat.literal_spans:
+            return self.encode(chat.text, add_special_tokens=False)
+        token_ids: list[int] = []
+        for text, is_literal in _split_at_tokens(chat, self._added_pattern):
+            if is_literal:
+                token_ids += self._encode_literally(text)
+            elif text:
+                token_ids += self.encode(text, add_special_tokens=False)
+        return token_ids
 
     def encode_chat(
         self,
@@ -106,9 +134,12 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a conversation; the template has written the special tokens, so none are added."""
-        text = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
-        return self.encode(text, add_special_tokens=False)
+        """Return the ids of a conversation; the template has written the special tokens, so none are added.
+
+        Special tokens spelled out in messages, but for the assistant's, and in tools become ordinary text.
+        """
+        chat = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return self.encode_rendered(chat)
 
     def bad_word_token_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences that spell the words, each at the start of a text and after a space, no duplicates."""
@@ -119,9 +150,81 @@ class Tokenizer:
                 found[tuple(self.encode(text, add_special_tokens=False))] = None
         return tuple(token_ids for token_ids in found if token_ids)
 
+    @staticmethod
+    def _check_text(text: str) -> None:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt is not valid Unicode: {error.reason} at character {error.start}", "prompt") from None
+
+    @cached_property
+    def _control_tokens(self) -> frozenset[str]:
+        """The added tokens that mean something to the model: special ones, and those that the template writes."""
+        source = self._template().source
+        added = self._backend.added_tokens.items()
+        return frozenset(
+            text
+            for text, token_id in added
+            if text.strip() and (token_id in self.special_token_ids or (len(text) > 2 and text in source))
+        )
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        ordered = sorted(self._backend.added_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+    def _encode_literally(self, text: str) -> list[int]:
+        self._check_text(text)
+        token_ids = self._backend.encode_without(text, self._control_tokens)
+        forbidden = {self._backend.added_tokens[token] for token in self._control_tokens}
+        found = next((token_id for token_id in token_ids if token_id in forbidden), None)
+        if found is not None and not self._is_unknown(found):
+            raise RequestError(
+                f"messages spell out the special token {self.token_text(found)!r}, which this tokenizer cannot write as text",
+                "messages",
+            )
+        return token_ids
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return token_id == self._named_id("unk_token")
+
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise RequestError(
+                "messages need a chat template, and this checkpoint has none (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json): send a prompt, or add a template to the checkpoint",
+                "messages",
+            )
+        return self.chat_template
+
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
         return None if token is None else self._backend.id_of(token)
+
+
+def _split_at_tokens(chat: RenderedChat, added: re.Pattern[str]) -> list[tuple[str, bool]]:
+    """Return the text in parts, and whether a part holds spans; such a part reaches to the real tokens around it."""
+    span_starts = [start for start, _ in chat.literal_spans]
+    parts: list[tuple[str, bool]] = []
+    begin, section, position, next_span = 0, 0, 0, 0
+    has_spans = False
+    while True:
+        limit = span_starts[next_span] if next_span < len(span_starts) else len(chat.text)
+        found = added.search(chat.text, position, limit)
+        if found is not None and has_spans:
+            parts += [(chat.text[begin:section], False), (chat.text[section : found.start()], True)]
+            begin, has_spans = found.start(), False
+        if found is not None:
+            position = section = found.end()
+        elif next_span < len(span_starts):
+            has_spans = True
+            position = chat.literal_spans[next_span][1]
+            next_span += 1
+        else:
+            break
+    if has_spans:
+        return [*parts, (chat.text[begin:section], False), (chat.text[section:], True)]
+    return [*parts, (chat.text[begin:], False)]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -36,11 +36,25 @@ class TokenizersBackend:
         self._bytes_by_id: dict[int, bytes] = {}
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        self._without: tuple[frozenset[str], tokenizers.Tokenizer] | None = None
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]:
+        """Return the ids of a text in which the added tokens `hidden` are ordinary text."""
+        known = self._without
+        if known is None or known[0] != hidden:
+            import tokenizers
+
+            content = json.loads(self._tokenizer.to_str())
+            content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in hidden]
+            content["post_processor"] = None
+            known = self._without = (hidden, tokenizers.Tokenizer.from_str(json.dumps(content)))
+        return known[1].encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; ids without a token have none."""

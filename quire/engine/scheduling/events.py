@@ -11,7 +11,7 @@ from quire.contracts.step import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """What happened to a sequence that has ended; times in seconds on the clock of the caller's `now`.
+    """What has happened to a sequence so far; times in seconds on the clock of the caller's `now`.
 
     first_scheduled_s  None if it never ran
     first_token_s      None if it has no output
@@ -35,6 +35,7 @@ class SequenceUpdate:
     prompt_logprobs_start  prompt position of the first of them, >= 1; 0 when there are none
     stop_reason            the stop token id or stop string; None for end of sequence
     error                  why it ended with "error"
+    start                  with the first new token, None otherwise
     stats                  with the finish_reason, None before
     """
 
@@ -48,4 +49,5 @@ class SequenceUpdate:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    start: SequenceStats | None = None
     stats: SequenceStats | None = None

@@ -71,6 +71,8 @@ def _check_pool(scheduler: Scheduler) -> None:
 def _check_index(scheduler: Scheduler) -> None:
     index, size = scheduler.kv.index, scheduler.kv.block_size
     _require(scheduler.config.enable_prefix_caching or len(index) == 0, "a block is published, but caching is off")
+    num_cached, num_counted = len(scheduler.kv.cached_block_ids()), scheduler.kv.num_cached_blocks
+    _require(num_cached == num_counted, f"{num_cached} free blocks are published, {num_counted} are counted")
     for key, block_id, entry in index.iter_entries():
         problem = _find_entry_problem(entry, size)
         if problem is None and (entry.block_id != block_id or index.find(key) is not entry):

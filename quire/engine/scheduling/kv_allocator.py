@@ -36,10 +36,20 @@ class KvAllocator:
     """The block pool and the prefix index together; the only writer of the block tables of sequences."""
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
-        self.index = PrefixIndex()
-        self.pool = BlockPool(num_blocks, on_reuse=self.index.drop)
+        self.index = PrefixIndex(on_drop=self._note_drop)
+        self.pool = BlockPool(num_blocks, on_reuse=self._reuse)
+        self._num_cached_blocks = 0
         self.block_size = block_size
         self._is_caching = enable_prefix_caching
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that stand in the prefix index."""
+        return self._num_cached_blocks
+
+    def cached_block_ids(self) -> list[BlockId]:
+        """Return them; O(blocks in the index)."""
+        return [block_id for _, block_id, _ in self.index.iter_entries() if self.pool.num_refs(block_id) == 0]
 
     def admit(self, sequence: Sequence) -> int | None:
         """Give a sequence without blocks room for all its known tokens, and return how many of them are cached.
@@ -52,6 +62,7 @@ class KvAllocator:
         num_revived = sum(self.pool.num_refs(block_id) == 0 for block_id in hit_ids)
         if num_new + num_revived > self.pool.num_free:
             return None
+        self._num_cached_blocks -= num_revived
         self.pool.share(hit_ids)  # before allocate, which could otherwise hand out the hits themselves
         sequence.block_ids = [*hit_ids, *self._allocate(num_new)]
         sequence.num_computed_tokens = len(hits) * self.block_size
@@ -76,7 +87,7 @@ class KvAllocator:
         for index, new_id in replaced:
             if index * self.block_size < start:  # tokens before the first written one are in it
                 copies.append((table[index], new_id))
-            self.pool.free([table[index]])
+            self._free([table[index]])
             table[index] = new_id
         appended = new_ids[len(locked) :]
         table.extend(appended)
@@ -94,7 +105,7 @@ class KvAllocator:
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; published ones can be found until they are reused."""
-        self.pool.free(sequence.block_ids)
+        self._free(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
@@ -133,6 +144,19 @@ class KvAllocator:
 
     def _is_writable(self, block_id: BlockId) -> bool:
         return self.pool.num_refs(block_id) == 1 and block_id not in self.index
+
+    def _free(self, block_ids: list[BlockId]) -> None:
+        self.pool.free(block_ids)
+        self._num_cached_blocks += sum(self.pool.num_refs(block_id) == 0 and block_id in self.index for block_id in block_ids)
+
+    def _reuse(self, block_id: BlockId) -> None:
+        """Forget the content of a block that was free until now."""
+        self._num_cached_blocks -= block_id in self.index
+        self.index.drop(block_id)
+
+    def _note_drop(self, block_id: BlockId) -> None:
+        # A block that is being reused counts as held here: _reuse has seen to it.
+        self._num_cached_blocks -= self.pool.num_refs(block_id) == 0
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

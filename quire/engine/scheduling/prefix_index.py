@@ -11,7 +11,7 @@ block. Hence block ids never change under a sequence and block tables only grow 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -63,9 +63,13 @@ class PrefixEntry:
 
 
 class PrefixIndex:
-    """The published blocks by key and by block id; at most one block per key and one key per block."""
+    """The published blocks by key and by block id; at most one block per key and one key per block.
 
-    def __init__(self) -> None:
+    on_drop(id) is called when a published block is forgotten.
+    """
+
+    def __init__(self, on_drop: Callable[[BlockId], None] | None = None) -> None:
+        self._on_drop = on_drop
         self._entry_by_key: dict[int, PrefixEntry] = {}
         self._entry_by_block: dict[BlockId, PrefixEntry] = {}
 
@@ -124,3 +128,5 @@ class PrefixIndex:
         if entry is not None:
             del self._entry_by_key[entry.content.key]
             entry.is_live = False
+            if self._on_drop is not None:
+                self._on_drop(block_id)

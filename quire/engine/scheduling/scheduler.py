@@ -97,6 +97,10 @@ class Scheduler:
         """Times that a sequence gave up its blocks."""
         return self._num_preemptions
 
+    def sequence(self, sequence_id: SequenceId) -> Sequence:
+        """Return an unfinished sequence. Raises KeyError when there is none of that id."""
+        return self._sequences[sequence_id]
+
     def iter_sequences(self) -> Iterator[Sequence]:
         """Yield every unfinished sequence in order of creation."""
         return iter(self._sequences.values())
@@ -255,7 +259,8 @@ class Scheduler:
         if sequence.choice == 0 and num_computed_before < sequence.num_prompt_tokens <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
-        if token_ids and sequence.first_token_s is None:
+        is_start = bool(token_ids) and sequence.first_token_s is None
+        if is_start:
             sequence.first_token_s = now
         if not token_ids and not prompt_logprobs:
             return None
@@ -269,6 +274,7 @@ class Scheduler:
             prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
+            start=_stats(sequence) if is_start else None,
             stats=None if ending is None else self._drop(sequence),
         )
 
@@ -320,13 +326,17 @@ class Scheduler:
             del self._choices[request_id]
         elif sequence.choice == 0:
             self._release_held(request_id, source=None)
-        return SequenceStats(
-            added_s=sequence.added_s,
-            first_scheduled_s=sequence.first_scheduled_s,
-            first_token_s=sequence.first_token_s,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_preemptions=sequence.num_preemptions,
-        )
+        return _stats(sequence)
+
+
+def _stats(sequence: Sequence) -> SequenceStats:
+    return SequenceStats(
+        added_s=sequence.added_s,
+        first_scheduled_s=sequence.first_scheduled_s,
+        first_token_s=sequence.first_token_s,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+    )
 
 
 def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:

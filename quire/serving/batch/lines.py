@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import BinaryIO
 
 import msgspec
@@ -50,7 +50,12 @@ def body_of(line: bytes) -> bytes:
     return bytes(_decoder.decode(line).body)
 
 
-def validate(file: BinaryIO, endpoint: str, check_body: CheckBody) -> Validation:
+def url_of(line: bytes) -> str:
+    """Return the url in a line that has been validated."""
+    return _decoder.decode(line).url
+
+
+def validate(file: BinaryIO, endpoints: Collection[str], check_body: CheckBody, max_lines: int = MAX_LINES) -> Validation:
     """Read a whole input file. Nothing of it may run when there is any error; the first 100 are kept."""
     found = Validation([], [])
     seen: set[str] = set()
@@ -60,14 +65,14 @@ def validate(file: BinaryIO, endpoint: str, check_body: CheckBody) -> Validation
         if not line.strip():
             continue
         try:
-            custom_id = _check_line(line, endpoint, seen, check_body)
+            custom_id = _check_line(line, endpoints, seen, check_body)
         except _LineError as error:
             found.errors.append(BatchErrorItem(error.code, error.message, number, error.param))
             continue
         seen.add(custom_id)
         found.spans.append(LineSpan(number, custom_id, offset, len(line)))
-        if len(found.spans) > MAX_LINES:
-            found.errors.append(BatchErrorItem("too_many_lines", f"a batch may have {MAX_LINES} lines", number))
+        if len(found.spans) > max_lines:
+            found.errors.append(BatchErrorItem("too_many_lines", f"a batch may have {max_lines} lines", number))
             break
     if not found.spans and not found.errors:
         found.errors.append(BatchErrorItem("empty_file", "the input file has no lines"))
@@ -91,7 +96,7 @@ def _iter_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
-def _check_line(line: bytes, endpoint: str, seen: set[str], check_body: CheckBody) -> str:
+def _check_line(line: bytes, endpoints: Collection[str], seen: set[str], check_body: CheckBody) -> str:
     if len(line) > MAX_LINE_BYTES:
         raise _LineError("line_too_long", f"a line may have {MAX_LINE_BYTES} bytes")
     try:
@@ -107,10 +112,10 @@ def _check_line(line: bytes, endpoint: str, seen: set[str], check_body: CheckBod
         raise _LineError("duplicate_custom_id", f"custom_id {request.custom_id[:100]!r} stands on an earlier line", "custom_id")
     if request.method != "POST":
         raise _LineError("invalid_method", f"method must be 'POST', got {request.method[:20]!r}", "method")
-    if request.url != endpoint:
-        raise _LineError("invalid_url", f"url must be the batch's endpoint {endpoint!r}, got {request.url[:100]!r}", "url")
+    if request.url not in endpoints:
+        raise _LineError("invalid_url", f"url must be {' or '.join(endpoints)}, got {request.url[:100]!r}", "url")
     try:
-        check_body(endpoint, bytes(request.body))
+        check_body(request.url, bytes(request.body))
     except ApiError as error:
         param = "body" if error.param is None else f"body.{error.param}"
         raise _LineError(error.code or "invalid_request", error.message[:200], param) from None

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 MAX_TRIES = 3  # lines that were in flight at so many deaths of the engine are taken to be the cause
 COMMIT_SIZE = 64
 COMMIT_INTERVAL_S = 0.05
-MAX_WAIT_S = 10.0
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 ENGINE_DIED = "engine_error"
 
 
@@ -100,6 +100,26 @@ def _request_id() -> str:
     return f"batch_req_{secrets.token_hex(12)}"
 
 
+async def run_body(execute: Execute, record: BatchRecord, body: bytes, count_try: Callable[[], Awaitable[int]]) -> Ready:
+    """Return the answer to one body, an error of its own included; what says "come back later" is tried until it is answered.
+
+    count_try  notes that the engine died of, or during, this body, and returns how often that was
+    """
+    wait_s = FIRST_WAIT_S
+    while True:
+        try:
+            return await execute(record, body)
+        except ApiError as error:
+            if error.code == ENGINE_DIED:
+                is_retried = await count_try() < MAX_TRIES
+            else:
+                is_retried = error.status in (429, 503) and error.should_retry is not False
+            if not is_retried:
+                return Ready(msgspec.json.encode(error.openai_body()), error.status)
+            await asyncio.sleep(min(error.retry_after_s or wait_s, wait_s))
+            wait_s = min(MAX_WAIT_S, 2 * wait_s)
+
+
 @dataclass(slots=True)
 class BatchRunner:
     """Runs batches; one at a time fills the window, so that they end in the order in which they came.
@@ -147,26 +167,14 @@ class BatchRunner:
 
     async def _run_line(self, record: BatchRecord, line: TodoLine, saver: _Saver) -> None:
         body = body_of(await self.call_store(BatchStore.read_line, record.input_file_id, line))
-        tries = line.tries
-        wait_s = 0.5
-        while True:
-            try:
-                answer = await self.execute(record, body)
-            except ApiError as error:
-                if error.code == ENGINE_DIED:
-                    tries = await self.call_store(BatchStore.count_try, record.id, line.n)
-                if (error.status in (429, 503) and error.code != ENGINE_DIED) or (
-                    error.code == ENGINE_DIED and tries < MAX_TRIES
-                ):
-                    await asyncio.sleep(min(error.retry_after_s or wait_s, wait_s))
-                    wait_s = min(MAX_WAIT_S, 2 * wait_s)
-                    continue
-                answer = Ready(msgspec.json.encode(error.openai_body()), error.status)
-            is_success = answer.status == 200
-            result = answer_line(line.custom_id, answer)
-            usage = usage_of(answer.body) if is_success else NO_USAGE
-            saver.add(LineResult(record.id, line.n, is_success, result, usage))
-            return
+
+        async def count_try() -> int:
+            return await self.call_store(BatchStore.count_try, record.id, line.n)
+
+        answer = await run_body(self.execute, record, body, count_try)
+        is_success = answer.status == 200
+        usage = usage_of(answer.body) if is_success else NO_USAGE
+        saver.add(LineResult(record.id, line.n, is_success, answer_line(line.custom_id, answer), usage))
 
 
 def _raise_failures(tasks: Any) -> None:

@@ -267,7 +267,7 @@ class BatchService:
         def read(store: BatchStore) -> BatchRecord | None:
             try:
                 with store.path_of(record.input_file_id).open("rb") as file:
-                    found = validate(file, record.endpoint, self._check_body)
+                    found = validate(file, (record.endpoint,), self._check_body)
             except FileNotFoundError:
                 store.fail_batch(record.id, [BatchErrorItem("file_not_found", "the content of the input file is gone")])
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,12 +20,12 @@ from quire.base.logging import get_logger
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.errors import ApiError
-from quire.serving.http.auth import Authenticator
 from quire.serving.http.openapi import document
 from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, error_answer, send_ready
 from quire.serving.interfaces import Owner
 
 access_logger = get_logger("quire.access")
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
 CLIENT_GONE = 499  # of the log and the metrics; nobody is there to receive it
 MAX_CLIENT_ID_LENGTH = 128
 
@@ -103,7 +104,8 @@ class _Answering(Response):
             return
         if call.ignored_params:
             headers["x-quire-ignored-params"] = ",".join(name for name in call.ignored_params if name.isidentifier())[:500]
-            context.metrics.count_ignored_params(call.ignored_params)
+            for name in call.ignored_params:
+                context.metrics.ignored_param(name)
         await sender.send_answer(answer)
 
 
@@ -113,7 +115,7 @@ class Shell:
     def __init__(self, context: ServerContext, endpoints: Sequence[Endpoint], app: ASGIApp) -> None:
         self._context = context
         self._app = app
-        self._authenticator = Authenticator(context.config)
+        self._authenticator = context.authenticator
         self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
         self._anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
 
@@ -160,9 +162,13 @@ class Shell:
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("quire.route", "none")
-        self._context.metrics.count_http_request(route, status)
+        self._context.metrics.http_request(route, status, seconds)
         owner: Any = scope.get("quire.owner")
-        access_logger.info(
+        level = logging.DEBUG if route in PROBES and status < 500 else logging.INFO
+        if route == "/ready":  # a server that is not ready is no news
+            level = logging.DEBUG
+        access_logger.log(
+            level,
             "%s %s %d %.1f ms %s %s",
             scope["method"],
             route,

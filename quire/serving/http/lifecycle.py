@@ -19,12 +19,12 @@ from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
 from quire.serving.http.auth import is_loopback
 from quire.serving.http.protocol import KEEP_ALIVE_S, guarded_protocol
+from quire.serving.metrics.loop_lag import watch_loop
 
 logger = get_logger(__name__)
 
 SEND_BUFFER_BYTES = 64 << 10  # what the kernel may hold for a client that does not read
 BACKLOG = 2048
-LAG_INTERVAL_S = 0.25
 LAST_WORDS_S = 2.0  # for errors to reach their clients after the drain
 
 
@@ -96,7 +96,7 @@ class Lifecycle:
         self.context.client.on_state.append(self._on_engine_state)
         serving = asyncio.create_task(self._server.serve(sockets=[self.sock]))
         starting = asyncio.create_task(self._start_engine())
-        lag = asyncio.create_task(self._measure_lag())
+        lag = asyncio.create_task(watch_loop(self.context.metrics.loop_lag))
         self._announce()
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +163,7 @@ class Lifecycle:
             self._server.should_exit = True  # closes the listening socket; what is open goes on
         if context.phase == "draining":
             await self._wait_unless_hurried(context.gateway.drained(config.drain_timeout_s))
-        context.gateway.fail_all("the server is shutting down")
+        context.gateway.fail_all()
         for part in (context.batches, context.responses):
             if part is not None:
                 await part.close()
@@ -182,10 +182,3 @@ class Lifecycle:
         for part in (task, hurry):
             part.cancel()
         await asyncio.gather(task, hurry, return_exceptions=True)
-
-    async def _measure_lag(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due_s = loop.time() + LAG_INTERVAL_S
-            await asyncio.sleep(LAG_INTERVAL_S)
-            self.context.metrics.observe_loop_lag(max(0.0, loop.time() - due_s))

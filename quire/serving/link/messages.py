@@ -5,36 +5,123 @@ Times are seconds of time.monotonic(), which is one clock for all processes of a
 
 from __future__ import annotations
 
+import dataclasses
+from array import array
+from typing import Any, Self
+
 import msgspec
 
+from quire.base.errors import RequestError
+from quire.base.ids import RequestId
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.request import FinishReason, Request
+from quire.contracts.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+
+_DEFAULT_PARAMS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+_TOKEN_ID = "i"  # array's code of a C int, 4 bytes
 
 
 # To the engine.
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Take in a request; its deltas carry its id, and exactly one of them has finished=True."""
+class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to start: the one message that comes over standard input, with its length in front.
 
-    request: Request
+    address     ZeroMQ endpoint to connect to
+    session     8 random bytes that every later message of either side begins with
+    parent_pid  the process whose end is the engine's too
+    config      fields of EngineConfig
+    """
+
+    address: str
+    session: bytes
+    parent_pid: int
+    config: dict[str, Any]
+    log_level: str = "INFO"
+    protocol_version: int = PROTOCOL_VERSION
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unknown_fields=True):
+    """Take in a request; its deltas carry its id, and exactly one of them has finished=True.
+
+    The fields are those of Request: prompt_token_ids as i32 in the machine's byte order, params only where they are not the
+    default ones.
+    """
+
+    request_id: str
+    prompt_token_ids: bytes
+    params: dict[str, Any]
+    seed: int
+    prompt: str | None
+    eos_token_ids: list[int]
+    bad_word_token_ids: list[list[int]]
+    arrival_time_s: float
+    cache_salt: str
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Return the message of a request. Raises RequestError for a number that cannot be sent."""
+        params = {}
+        for name, default in _DEFAULT_PARAMS.items():
+            value = getattr(request.params, name)
+            if value != default:
+                if isinstance(value, int) and not -(2**63) <= value < 2**64:
+                    raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
+                params[name] = value
+        try:
+            token_ids = array(_TOKEN_ID, request.prompt_token_ids).tobytes()
+        except OverflowError:
+            raise RequestError("token ids must be within 32 bits", "prompt_token_ids") from None
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=request.seed,
+            prompt=request.prompt,
+            eos_token_ids=sorted(request.eos_token_ids),
+            bad_word_token_ids=[list(word) for word in request.bad_word_token_ids],
+            arrival_time_s=request.arrival_time_s,
+            cache_salt=request.cache_salt,
+        )
+
+    def request(self) -> Request:
+        """Return the request, its params checked again. Raises RequestError, naming the field."""
+        unknown = self.params.keys() - _DEFAULT_PARAMS.keys()
+        if unknown:
+            raise RequestError(f"unknown sampling parameters: {', '.join(sorted(unknown))}", "params")
+        token_ids = array(_TOKEN_ID)
+        if len(self.prompt_token_ids) % token_ids.itemsize:
+            raise RequestError(f"prompt_token_ids: {len(self.prompt_token_ids)} bytes are no i32 values", "prompt_token_ids")
+        token_ids.frombytes(self.prompt_token_ids)
+        return Request(
+            request_id=RequestId(self.request_id),
+            prompt_token_ids=tuple(token_ids),
+            params=SamplingParams(**self.params),
+            seed=self.seed,
+            prompt=self.prompt,
+            eos_token_ids=frozenset(self.eos_token_ids),
+            bad_word_token_ids=tuple(map(tuple, self.bad_word_token_ids)),
+            arrival_time_s=self.arrival_time_s,
+            cache_salt=self.cache_salt,
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
     """End requests; each that still runs sends a last delta with finish_reason "abort". Unknown ids are ignored."""
 
     request_ids: list[str]
 
 
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Send a KvReport this often (per second; 0 stops it): for the live view, which few have open."""
+class Watch(msgspec.Struct, frozen=True, tag="watch", forbid_unknown_fields=True):
+    """Send a KvReport at most this often (per second; 0 stops it): for the live view, which few have open."""
 
     hz: float
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Abort everything, release the memory, end the process with status 0."""
 
 
@@ -44,13 +131,20 @@ ToEngine = Submit | Abort | Watch | Stop
 # From the engine.
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The process runs and is connected; loading begins."""
+
+    pid: int
+    protocol_version: int
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the HTTP process has to know of the loaded model and engine, so that it never loads torch.
 
     generation_defaults      SamplingParams fields recommended by the checkpoint
     tokenizer_folder         what quire.text.tokenizer.load_tokenizer takes; None without a tokenizer
     num_parameters           all weights; num_active_parameters those that one token uses
-    weight_bytes             bytes that one decode step reads of the weights
+    weight_bytes             bytes of the weights that one token reads, as they are run
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
     load_time_s              seconds that loading took
     """
@@ -102,17 +196,27 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent by the engine's own loop at least once a second, also when idle, and never by another thread.
+    """Sent by the engine's own loop once a second, also when idle, or after a longer step, and never by another thread.
 
-    num_steps  steps since the start: progress while num_unfinished > 0
+    time_s        when the loop last found no more commands
+    num_steps     steps since the start: progress while num_unfinished > 0
+    num_commands  one more than the sequence number of the last command that had come by then
     """
 
     time_s: float
     num_steps: int
     num_unfinished: int
+    num_commands: int
 
 
-class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """The commands with these sequence numbers, both included, did not arrive, or could not be understood."""
+
+    first: int
+    last: int
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One token at one position; the text is the receiver's to look up."""
 
     token_id: int
@@ -120,7 +224,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     rank: int | None
 
 
-class ChoiceDelta(msgspec.Struct, array_like=True):
+class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
     """What is new in one choice. logprobs: per new token a list, the token that is there first, then the most likely ones."""
 
     index: int
@@ -132,7 +236,7 @@ class ChoiceDelta(msgspec.Struct, array_like=True):
     cumulative_logprob: float | None = None
 
 
-class RequestDelta(msgspec.Struct, array_like=True):
+class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     """What is new in one request.
 
     metrics          on the first delta that has tokens and on the last one
@@ -140,6 +244,7 @@ class RequestDelta(msgspec.Struct, array_like=True):
     error            what went wrong, when a choice has finish_reason "error"
     error_param      the field at fault, when the engine refused the request; then no choice follows
     embedding        of a pooling request, on its only delta
+    is_refused       the request is at fault: it is invalid, or can never be served here. There is an error then, and no choice
     """
 
     request_id: str
@@ -150,10 +255,11 @@ class RequestDelta(msgspec.Struct, array_like=True):
     error: str | None = None
     error_param: str | None = None
     embedding: list[float] | None = None
+    is_refused: bool = False
 
 
-class StepPart(msgspec.Struct, array_like=True, frozen=True):
-    """What one sequence computed in a step."""
+class StepPart(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What one sequence computed in a step; is_prefill: of its prompt, or all it had again after a preemption."""
 
     request_id: str
     choice: int
@@ -161,10 +267,11 @@ class StepPart(msgspec.Struct, array_like=True, frozen=True):
     is_prefill: bool
 
 
-class StepReport(msgspec.Struct, array_like=True, frozen=True):
+class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One step, and where the engine stands after it. Counts named `total` grow from the start of the engine.
 
-    num_context_tokens  cached tokens that the step's sequences attended to, summed: for bytes read and FLOPs
+    num_context_tokens  tokens in the cache that the step's sequences attended to, those of the step included, summed: for
+                        bytes read and FLOPs
     num_free_blocks     blocks that nothing uses, those that hold a reusable prefix (num_cached_blocks) among them
     """
 
@@ -184,7 +291,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True):
     parts: list[StepPart]
 
 
-class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):
     """All that one step has to say. `report` is None for outputs without a step (refused or aborted requests)."""
 
     deltas: list[RequestDelta]
@@ -203,4 +310,4 @@ class KvReport(msgspec.Struct, frozen=True, tag="kv"):
     cached: list[int]
 
 
-FromEngine = Ready | Failed | Heartbeat | StepOutputs | KvReport
+FromEngine = Hello | Ready | Failed | Heartbeat | Lost | StepOutputs | KvReport

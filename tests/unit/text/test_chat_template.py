@@ -187,7 +187,7 @@ def test_loop_controls_and_generation_blocks_work():
         "{{ {'b': 1, 'a': [1, none, true]}|tojson(sort_keys=true, separators=(',', ':')) }}",
         "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ loop.length }}{{ m.role|upper|trim }}{% endfor %}",
         "{% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %}{{ {'a': 1}|items|list }}{{ dict(a=1) }}",
-        "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join(', ') }}",
+        "{{ messages|rejectattr('role', 'equalto', 'assistant')|map(attribute='content')|join(', ') }}",
         "{{ messages[1:]|length }}{{ messages[::-1][0].content[:3] }}{{ (messages|first).content }}",
         "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'x' %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
         "{% macro f(x, y='d') %}[{{ x }}{{ y }}{{ caller is defined }}]{% endmacro %}{{ f('a') }}{{ f(1, y=2) }}",

@@ -156,7 +156,7 @@ def test_line_is_given_up_when_the_engine_dies_of_it_three_times():
         (line("x", method="GET"), "invalid_method"),
         (line("x", url="/v1/embeddings"), "invalid_url"),
         (line("x", {"x": "bad"}), "invalid_value"),
-        ("{\"x\":" * 5000, "invalid_json_line"),
+        ('{"x":' * 5000, "invalid_json_line"),
     ],
 )
 def test_nothing_runs_when_a_line_is_not_valid(text, code):
@@ -176,7 +176,7 @@ def test_batch_fails_when_its_file_is_empty():
 def test_validation_reports_where_lines_lie_when_one_is_endless():
     good = line("a").encode()
     data = good + b"\r\n" + b"x" * (MAX_LINE_BYTES * 2 + 5) + b"\n" + line("b").encode()
-    found = validate(io.BytesIO(data), URL, check_body)
+    found = validate(io.BytesIO(data), (URL,), check_body)
     assert [error.code for error in found.errors] == ["line_too_long"]
     assert [data[span.offset : span.offset + span.num_bytes] for span in found.spans] == [good, line("b").encode()]
 
@@ -227,7 +227,13 @@ def test_partial_output_is_kept_when_a_batch_is_cancelled():
             record = await ended(service, batch.id)
             with pytest.raises(ApiError) as caught:
                 await service.cancel("ann", batch.id)
-            return changed, record, await read(service, record.output_file_id), await read(service, record.error_file_id), caught
+            return (
+                changed,
+                record,
+                await read(service, record.output_file_id),
+                await read(service, record.error_file_id),
+                caught,
+            )
 
     changed, record, output, errors, caught = asyncio.run(go())
     assert (changed.status, record.status) == ("cancelling", "cancelled")

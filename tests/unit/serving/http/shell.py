@@ -10,6 +10,7 @@ from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Endpoint
 from quire.serving.http.app import make_app
+from quire.serving.http.auth import Authenticator
 from quire.serving.http.lifecycle import _Server, bind
 from quire.serving.http.protocol import guarded_protocol
 
@@ -19,15 +20,21 @@ class Counts:
         self.requests = []
         self.ignored = []
 
-    def count_http_request(self, route, status):
+    def http_request(self, route, status, seconds):
         self.requests.append((route, status))
 
-    def count_ignored_params(self, names):
-        self.ignored += names
+    def ignored_param(self, name):
+        self.ignored.append(name)
 
 
 def make_context(config):
-    return ServerContext(config=config, gateway=SimpleNamespace(), client=SimpleNamespace(), metrics=Counts())
+    return ServerContext(
+        config=config,
+        gateway=SimpleNamespace(),
+        client=SimpleNamespace(),
+        metrics=Counts(),
+        authenticator=Authenticator(config),
+    )
 
 
 def endpoint(path, handler, method="POST", **options):

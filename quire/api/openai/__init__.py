@@ -1,0 +1,1 @@
+"""Wire types of the OpenAI API; import its modules directly."""

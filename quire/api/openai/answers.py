@@ -1,0 +1,202 @@
+"""The answers of the OpenAI API, with the fields in its order. A field with a default is left out while it has it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class CachedTokens(msgspec.Struct):
+    """prompt_tokens_details"""
+
+    cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct):
+    """completion_tokens_details"""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
+    """The tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ReasoningTokens | None = None
+
+
+class TopLogprob(msgspec.Struct):
+    """One likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """One token of the answer; `bytes` is right where `token` is only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The tokens of one choice, or of one chunk of it."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """The tokens of one choice, or of one chunk of it, in the older form; text_offset counts characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CallFunction(msgspec.Struct, omit_defaults=True):
+    """The function of a tool call, or a piece of its arguments."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCall(msgspec.Struct):
+    """A tool call of a whole message."""
+
+    id: str
+    type: str
+    function: dict[str, str]
+
+
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """The message of a choice."""
+
+    role: str
+    content: str | None
+    refusal: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class PromptLogprob(msgspec.Struct):
+    """One token at one position of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatChoice(msgspec.Struct, omit_defaults=True):
+    """One choice."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(msgspec.Struct, omit_defaults=True):
+    """A whole answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    service_tier: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(msgspec.Struct, omit_defaults=True):
+    """One choice, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(msgspec.Struct):
+    """A whole answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str
+
+
+class Embedding(msgspec.Struct):
+    """One vector; as text it is base64 of little-endian 32-bit floats."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct):
+    """The vectors of all inputs."""
+
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class ModelCard(msgspec.Struct):
+    """One name that the model can be asked by."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    """All names."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(msgspec.Struct, omit_defaults=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str

@@ -1,0 +1,238 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from quire.api.decode import BodyError, Refusal, always, check_depth, unless
+from quire.api.openai.shared import MAX_DEPTH, NO_CONSTRAINTS, SERVICE_TIERS, Metadata, SamplingFields
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+MAX_TOOLS = 256
+MAX_SCHEMA_BYTES = 64 << 10
+
+ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+CallName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ContentPart(msgspec.Struct):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    """A piece of text of an earlier answer."""
+
+    text: str
+
+
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    """A refusal of an earlier answer; it is shown to the model as text."""
+
+    refusal: str
+
+
+Texts = str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
+AssistantTexts = str | Annotated[list[TextPart | RefusalPart], Meta(max_length=MAX_PARTS)]
+
+
+class CalledFunction(msgspec.Struct):
+    """The function that a model called; arguments is JSON as text."""
+
+    name: CallName
+    arguments: str | dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check_depth(self.arguments, MAX_DEPTH, "arguments")
+
+
+class CalledTool(msgspec.Struct):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class DeveloperMessage(msgspec.Struct, tag_field="role", tag="developer", kw_only=True):
+    """Instructions."""
+
+    content: Texts
+    name: str | None = None
+
+
+class SystemMessage(msgspec.Struct, tag_field="role", tag="system", kw_only=True):
+    """Instructions."""
+
+    content: Texts
+    name: str | None = None
+
+
+class UserMessage(msgspec.Struct, tag_field="role", tag="user", kw_only=True):
+    """What the user says."""
+
+    content: Texts
+    name: str | None = None
+
+
+class AssistantMessage(msgspec.Struct, tag_field="role", tag="assistant", kw_only=True):
+    """An earlier answer; reasoning_content (or reasoning) may be sent back, and the chat template decides on it."""
+
+    content: AssistantTexts | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_TOOLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ToolMessage(msgspec.Struct, tag_field="role", tag="tool", kw_only=True):
+    """What a tool returned."""
+
+    content: Texts
+    tool_call_id: str
+    name: str | None = None
+
+
+class FunctionMessage(msgspec.Struct, tag_field="role", tag="function", kw_only=True):
+    """What a function returned, in the old form."""
+
+    content: str | None
+    name: str
+
+
+Message = DeveloperMessage | SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """A function that the model may call; parameters is a JSON schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Literal[False], Meta(description="true needs constrained decoding, which is not here yet.")] | None = None
+
+    def __post_init__(self) -> None:
+        if self.parameters is None:
+            return
+        check_depth(self.parameters, MAX_DEPTH, "parameters")
+        size = len(msgspec.json.encode(self.parameters))
+        if size > MAX_SCHEMA_BYTES:
+            raise ValueError(f"parameters may have {MAX_SCHEMA_BYTES} bytes, got {size}")
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool."""
+
+    function: FunctionDefinition
+    type: Literal["function"]
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+TemplateVariables = Annotated[dict[str, Any], Meta(description="More variables of the chat template.")]
+ContinuesFinal = Annotated[bool, Meta(description="Go on with the last message.")]
+RESERVED_VARIABLES = frozenset(("messages", "tools", "add_generation_prompt"))
+
+
+class TemplateFields(Protocol):
+    """The fields that go to the chat template."""
+
+    tools: list[Tool] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def check_template_fields(body: TemplateFields) -> None:
+    """Check what lies between the fields of the template. Raises RequestError."""
+    variables = body.chat_template_kwargs or {}
+    try:
+        check_depth(variables, MAX_DEPTH, "chat_template_kwargs")
+    except ValueError as error:
+        raise BodyError(str(error), "chat_template_kwargs") from None
+    for name in sorted(RESERVED_VARIABLES & variables.keys()):
+        raise BodyError(f"chat_template_kwargs: {name} has a field of its own", f"chat_template_kwargs.{name}")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise BodyError(
+            "continue_final_message: cannot be used with add_generation_prompt, which begins a new message",
+            "continue_final_message",
+        )
+    names = [tool.function.name for tool in body.tools or ()]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise BodyError(f"tools: two have the name {name!r}", f"tools[{position}].function.name")
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True):
+    """A conversation to be continued."""
+
+    messages: Messages
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: ContinuesFinal | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, description="Default: what the context has left.")] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, description="The old name of max_completion_tokens.")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Needs logprobs.")] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
+    include_reasoning: Annotated[bool, Meta(description="false leaves the reasoning out of the answer.")] | None = None
+    echo: Annotated[bool, Meta(description="With continue_final_message: begin with that message.")] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    metadata: Metadata | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        old_functions = always("is of the past; use tools and tool_choice")
+        return {
+            **SamplingFields.refusals(),
+            "tool_choice": _refuse_tool_choice,
+            "functions": old_functions,
+            "function_call": old_functions,
+            "service_tier": SERVICE_TIERS,
+            "store": unless(False, reason="chat completions are not stored; leave it out or use /v1/responses"),
+            "chat_template": always("a request cannot bring its own chat template; chat_template_kwargs can set its variables"),
+            "modalities": unless(["text"], reason="the model answers in text alone"),
+            "web_search_options": always("there is no web search here; leave it out"),
+            "verbosity": unless("medium", reason="is not supported; say in the messages how long the answer is to be"),
+            **{
+                name: always("is not supported; leave it out")
+                for name in ("audio", "prediction", "moderation", "documents", "best_of", "suffix", "mm_processor_kwargs")
+            },
+        }
+
+    def check(self) -> None:
+        """Check what lies between the fields."""
+        super().check()
+        check_template_fields(self)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BodyError("top_logprobs: needs logprobs true", "top_logprobs")
+        limit = self.max_output_tokens
+        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
+            raise BodyError(f"min_tokens: must be at most max_completion_tokens, {limit}, got {self.min_tokens}", "min_tokens")
+        if self.echo and not self.continue_final_message:
+            raise BodyError("echo: needs continue_final_message true", "echo")
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """max_completion_tokens, or its old name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _refuse_tool_choice(value: Any) -> str | None:
+    return None if value in ("none", "auto") else f"{NO_CONSTRAINTS}, which this needs; 'auto' and 'none' are"

@@ -1,0 +1,84 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from quire.api.decode import BodyError, Refusal, always
+from quire.api.openai.shared import MAX_N, SamplingFields, TokenId
+
+MAX_PROMPTS = 256
+
+Prompt = str | list[int]
+PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        },
+    ]
+}
+# One type of list: what is in it is told apart by split_prompts. What is generated is the schema above.
+PromptField = Annotated[str | list[str | TokenId | list[TokenId]], Meta(extra_json_schema=PROMPT_SCHEMA)]
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """A text to be continued."""
+
+    prompt: PromptField
+    max_tokens: Annotated[int, Meta(ge=0, description="Default 16; 0 needs echo.")] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: Annotated[bool, Meta(description="Answer with the prompt in front.")] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    add_special_tokens: bool | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            **SamplingFields.refusals(),
+            "suffix": always("the model cannot fill in the middle; leave it out"),
+        }
+
+    def check(self) -> None:
+        """Check what lies between the fields."""
+        super().check()
+        split_prompts(self.prompt, MAX_PROMPTS, "prompt")
+        if self.best_of is not None:
+            if self.best_of < (self.n or 1):
+                raise BodyError(f"best_of: must be at least n, {self.n}, got {self.best_of}", "best_of")
+            if self.stream and self.best_of > (self.n or 1):
+                raise BodyError("best_of: which choices are best is known at the end; leave stream out", "best_of")
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        if limit == 0 and not self.echo:
+            raise BodyError("max_tokens: 0 needs echo true, or there is nothing to answer", "max_tokens")
+        if self.min_tokens is not None and self.min_tokens > limit:
+            raise BodyError(f"min_tokens: must be at most max_tokens, {limit}, got {self.min_tokens}", "min_tokens")
+
+
+def split_prompts(prompt: str | list[str | int | list[int]], limit: int, param: str) -> list[Prompt]:
+    """Return the prompts of a field that has one or many, as text or token ids. Raises RequestError."""
+    prompts: list[Prompt]
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif prompt and all(isinstance(item, int) for item in prompt):
+        prompts = [prompt]  # type: ignore[list-item]
+    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        prompts = prompt  # type: ignore[assignment]
+    else:
+        raise BodyError(f"{param}: must hold strings, token ids, or lists of token ids, and not a mixture of them", param)
+    if not prompts:
+        raise BodyError(f"{param}: is empty", param)
+    if len(prompts) > limit:
+        raise BodyError(f"{param}: may hold {limit} items, got {len(prompts)}", param)
+    for position, item in enumerate(prompts):
+        if not item:
+            where = param if len(prompts) == 1 else f"{param}[{position}]"
+            raise BodyError(f"{where}: is empty; at least one token is needed", where)
+    return prompts

@@ -1,0 +1,42 @@
+"""The body of POST /v1/embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from quire.api.decode import Body, Refusal, always
+from quire.api.openai.completions import PromptField, split_prompts
+from quire.api.openai.shared import Name, Salt
+
+MAX_INPUTS = 2048
+MAX_INPUT_TOKENS = 300_000
+
+
+class EmbeddingRequest(Body, kw_only=True):
+    """Texts to be turned into vectors."""
+
+    model: Name
+    input: PromptField
+    encoding_format: (
+        Annotated[Literal["float", "base64"], Meta(description="base64: of little-endian 32-bit floats. Default float.")] | None
+    ) = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20, description="Cut the vectors to so many.")] | None = None
+    normalize: Annotated[bool, Meta(description="Scale to length 1. Default true.")] | None = None
+    pooling: Annotated[Literal["last", "mean"], Meta(description="Default: the last token.")] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    user: str | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            "truncate_prompt_tokens": always("is not supported; shorten the input"),
+            "messages": always("is not supported; send input"),
+        }
+
+    def check(self) -> None:
+        """Check the shape of the input."""
+        split_prompts(self.input, MAX_INPUTS, "input")

@@ -1,0 +1,124 @@
+"""What several requests of the OpenAI API have in common: sampling fields, their ranges, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.api.decode import Body, BodyError, Refusal, always, unless
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_BIASES = 1024
+MAX_N = 128
+MAX_DEPTH = 64
+NO_CONSTRAINTS = "constrained decoding is not supported yet"
+
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+BiasedToken = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16, description="Accepted and not used."),
+]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """How a stream reports its usage."""
+
+    include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage.")] | None = None
+    continuous_usage_stats: Annotated[bool, Meta(description="Send the usage so far with every chunk.")] | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingFields(Body, kw_only=True):
+    """Fields of both generating routes. What is absent takes the checkpoint's recommendation, else the API's default."""
+
+    model: Annotated[Name, Meta(description="One of GET /v1/models.")]
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the most likely token.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID, description="0 and -1: all tokens.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[BiasedToken, Bias], Meta(max_length=MAX_BIASES, description="Token id to what its logit gains.")] | None
+    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N, description="Choices; the server has a lower limit of its own.")] | None = None
+    min_tokens: Count | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[Salt, Meta(description="Keeps the prefix cache of these requests apart.")] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Count | None = None
+    user: str | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            **dict.fromkeys(("structured_outputs", "response_format"), _refuse_format),
+            **{
+                name: always(f"{NO_CONSTRAINTS}, and this name is of the past: it will be structured_outputs")
+                for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            },
+            **dict.fromkeys(
+                ("use_beam_search", "logits_processors", "truncate_prompt_tokens"),
+                _refuse_truthy,
+            ),
+            **{
+                name: always("is not supported; leave it out")
+                for name in ("thinking_token_budget", "repetition_detection", "kv_transfer_params", "vllm_xargs")
+            },
+        }
+
+    def check(self) -> None:
+        """Check the fields of streams, and what only whole answers have."""
+        if self.stream_options is not None and not self.stream:
+            raise BodyError("stream_options: can only be used with stream true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BodyError("prompt_logprobs: are not part of a stream; leave stream out", "prompt_logprobs")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk of its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+def _refuse_format(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return None if kind == "text" else f"{NO_CONSTRAINTS}; only {{'type': 'text'}} is"
+
+
+def _refuse_truthy(value: Any) -> str | None:
+    return "is not supported; leave it out" if value is not False else None
+
+
+SERVICE_TIERS = unless("auto", "default", "flex", reason="may be 'auto', 'default' or 'flex' (behind all others)")

@@ -1,0 +1,38 @@
+"""The bodies of POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from quire.api.decode import Body, BodyError
+from quire.api.openai.chat import ContinuesFinal, Messages, TemplateVariables, Tools, check_template_fields
+from quire.api.openai.shared import Name, TokenId
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """A prompt, or messages, to be turned into token ids: one of the two."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: ContinuesFinal | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special_tokens: Annotated[bool, Meta(description="Default true for a prompt, false for messages.")] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Check what lies between the fields."""
+        if (self.prompt is None) == (self.messages is None):
+            raise BodyError("prompt: one of prompt and messages is needed", "prompt", "missing_required_parameter")
+        check_template_fields(self)
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """Token ids to be turned into text."""
+
+    tokens: list[TokenId]
+    model: Name | None = None

@@ -1,0 +1,86 @@
+"""What the load generator itself costs: processor time, the lag of its event loop, and the server's time beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.errors import ConfigError
+
+_TICK_S = 0.05
+
+
+class LagMeter:
+    """Sleep again and again and note how late the event loop woke up: how stale a time stamp may be. Seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.lags_s: list[float] = []
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            due = self._clock() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self.lags_s.append(max(0.0, self._clock() - due))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Processor seconds: of this process, and of the server's processes where they are known."""
+
+    client_s: float
+    server_s: float | None = None
+
+    def since(self, before: CpuTimes) -> CpuTimes:
+        """Return what was used after `before`."""
+        has_server = self.server_s is not None and before.server_s is not None
+        server = self.server_s - before.server_s if has_server else None  # type: ignore[operator]
+        return CpuTimes(self.client_s - before.client_s, server)
+
+
+def read_cpu_times(server_pids: tuple[int, ...] = (), proc: Path = Path("/proc")) -> CpuTimes:
+    """Return the processor time used so far; the server's is that of its processes and all that they started.
+
+    Raises ConfigError for a process that is not there, and where there is no /proc.
+    """
+    if not server_pids:
+        return CpuTimes(time.process_time())
+    ticks_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    stats = _read_stats(proc)
+    missing = [pid for pid in server_pids if pid not in stats]
+    if missing:
+        raise ConfigError(f"--server-pid {missing[0]}: there is no such process in {proc}")
+    family = _with_descendants(server_pids, {pid: parent for pid, (parent, _) in stats.items()})
+    return CpuTimes(time.process_time(), ticks_s * sum(stats[pid][1] for pid in family))
+
+
+def _read_stats(proc: Path) -> dict[int, tuple[int, int]]:
+    """Return parent and clock ticks (user and system, its own and of children that have ended) of every process."""
+    stats = {}
+    for folder in proc.glob("[0-9]*"):
+        try:
+            text = (folder / "stat").read_text()
+        except OSError:
+            continue  # it has ended meanwhile
+        fields = text.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+        stats[int(folder.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
+    return stats
+
+
+def _with_descendants(roots: tuple[int, ...], parents: dict[int, int]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found = dict.fromkeys(roots)
+    queue = list(found)
+    while queue:
+        for child in children.get(queue.pop(), ()):
+            if child not in found:
+                found[child] = None
+                queue.append(child)
+    return list(found)

@@ -1,0 +1,148 @@
+"""Requests of the OpenAI API and what their streams say, written into a RequestRecord."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from quire.bench.serving.records import RequestRecord
+from quire.bench.serving.sse import EventSplitter
+
+try:
+    import msgspec
+except ImportError:  # an extra; the standard library does the same, more slowly
+    JSON_PARSER = "json"
+    decode_json: Callable[[bytes], Any] = json.loads
+    JSON_ERRORS: tuple[type[Exception], ...] = (ValueError, RecursionError)
+else:
+    JSON_PARSER = "msgspec"
+    decode_json = msgspec.json.Decoder().decode
+    JSON_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
+
+_MAX_MESSAGE = 300
+_CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+
+
+class StreamRecorder:
+    """Write the events of one response into its record, each with the time at which the bytes that completed it came.
+
+    keeps_text  also collect the text of the output, to count its tokens after the run
+    """
+
+    def __init__(self, record: RequestRecord, keeps_text: bool = False) -> None:
+        self.text: list[str] | None = [] if keeps_text else None
+        self._record = record
+        self._splitter = EventSplitter()
+
+    def on_body(self, data: bytes, now: float) -> None:
+        """Take a part of the body that came at `now`."""
+        for event in self._splitter.feed(data):
+            self._take(event, now)
+
+    def finish(self, now: float) -> None:
+        """Judge the stream at its proper end: it must have said how it ended."""
+        record = self._record
+        for event in self._splitter.finish():
+            self._take(event, now)
+        if record.outcome == "failed":
+            return
+        if record.finish_reason is None and not record.has_done:
+            record.fail("incomplete", "the stream ended without a finish_reason and without [DONE]", now)
+        elif record.finish_reason == "error":
+            record.fail("stream_error", "the stream ended with finish_reason error", now)
+        elif record.first_choice_s is None:
+            record.fail("empty", "the stream ended without any choice", now)
+        else:
+            record.outcome = "ok"
+            record.end_s = now
+
+    def _take(self, event: bytes, now: float) -> None:
+        record = self._record
+        if event == b"[DONE]":
+            record.has_done = True
+            return
+        if record.outcome == "failed":
+            return
+        record.num_events += 1
+        try:
+            chunk = decode_json(event)
+            self._read(chunk, now)
+        except JSON_ERRORS as error:
+            record.fail("bad_json", f"an event is no JSON ({error}): {event[:80]!r}", now)
+        except (AttributeError, TypeError, KeyError, IndexError) as error:
+            record.fail("bad_event", f"an event is not of the API ({type(error).__name__}: {error}): {event[:80]!r}", now)
+
+    def _read(self, chunk: dict[str, Any], now: float) -> None:
+        record = self._record
+        error = chunk.get("error")
+        if error:
+            record.fail("stream_error", describe_error(error), now)
+            return
+        choices = chunk.get("choices")
+        has_content = False
+        if choices:
+            if record.first_choice_s is None:
+                record.first_choice_s = now
+            record.last_choice_s = now
+            for choice in choices:
+                has_content = self._read_choice(choice) or has_content
+            if has_content:
+                record.content_s.append(now)
+        usage = chunk.get("usage")
+        if usage:
+            self._read_usage(usage, has_content)
+
+    def _read_choice(self, choice: dict[str, Any]) -> bool:
+        """Return whether a choice brings content."""
+        reason = choice.get("finish_reason")
+        if reason is not None:
+            self._record.finish_reason = reason
+        delta = choice.get("delta")
+        if delta is None:
+            piece = choice.get("text")
+        else:
+            piece = delta.get("content")
+            if not piece:
+                piece = next((delta[name] for name in _CONTENT_FIELDS if delta.get(name)), None)
+        if not piece:
+            return False
+        if self.text is not None:
+            self.text.append(piece if isinstance(piece, str) else json.dumps(piece))
+        return True
+
+    def _read_usage(self, usage: dict[str, Any], has_content: bool) -> None:
+        record = self._record
+        record.usage_prompt_tokens = usage.get("prompt_tokens", record.usage_prompt_tokens)
+        record.usage_output_tokens = usage.get("completion_tokens", record.usage_output_tokens)
+        details = usage.get("prompt_tokens_details")
+        if details:
+            record.usage_cached_tokens = details.get("cached_tokens")
+        if has_content and record.usage_output_tokens is not None:
+            record.content_tokens.append(record.usage_output_tokens)
+
+
+def describe_error(error: Any) -> str:
+    """Return the message of an `error` field, or of a whole error body, cut to a line."""
+    if isinstance(error, dict):
+        error = error.get("error", error)
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return " ".join(str(error).split())[:_MAX_MESSAGE]
+
+
+def completion_body(model: str, prompt: Any, num_tokens: int, options: dict[str, Any]) -> bytes:
+    """Return the JSON of POST /v1/completions, streamed. prompt: text or token ids; options go over the rest."""
+    return _encode({"model": model, "prompt": prompt, "max_tokens": num_tokens}, options)
+
+
+def chat_body(model: str, messages: Any, num_tokens: int, options: dict[str, Any]) -> bytes:
+    """Return the JSON of POST /v1/chat/completions, streamed. messages: a user's text, or a list of messages."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    return _encode({"model": model, "messages": messages, "max_completion_tokens": num_tokens}, options)
+
+
+def _encode(body: dict[str, Any], options: dict[str, Any]) -> bytes:
+    whole = {**body, "stream": True, "stream_options": {"include_usage": True}, **options}
+    return json.dumps(whole, separators=(",", ":")).encode()

@@ -1,0 +1,18 @@
+"""Who may queue, who is refused with what, and who is next; no asyncio, the clock and the randomness are given."""
+
+from quire.serving.admission.control import AdmissionControl
+from quire.serving.admission.fair_queue import CLASS_WEIGHTS, FairQueue
+from quire.serving.admission.limits import OwnerLimits, TokenBucket
+from quire.serving.admission.rates import ServiceRates
+from quire.serving.admission.ticket import OUTPUT_TOKEN_WEIGHT, Ticket
+
+__all__ = [
+    "CLASS_WEIGHTS",
+    "OUTPUT_TOKEN_WEIGHT",
+    "AdmissionControl",
+    "FairQueue",
+    "OwnerLimits",
+    "ServiceRates",
+    "Ticket",
+    "TokenBucket",
+]

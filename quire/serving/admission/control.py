@@ -1,0 +1,243 @@
+"""AdmissionControl: takes jobs in or refuses them, and hands out the next one when the engine has room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from quire.serving.admission.fair_queue import FairQueue
+from quire.serving.admission.limits import OwnerLimits
+from quire.serving.admission.rates import ServiceRates
+from quire.serving.admission.ticket import Ticket
+from quire.serving.config import ApiKey, ServerConfig
+from quire.serving.errors import MAX_RETRY_AFTER_S, ApiError, deadline_exceeded, overloaded, rate_limited
+from quire.serving.interfaces import Job, PriorityClass
+from quire.serving.link.messages import StepReport
+
+_SHARE_OF_FREE_ROOM = 4
+"""With keys, an owner may hold this many times the room that is left (Choudhury and Hahne, 1998): one alone gets four fifths
+of the queue, two get four ninths each, and a newcomer always finds room."""
+BATCH_WINDOW_FACTOR = 2
+
+
+class AdmissionControl:
+    """The queue before the engine. Every ticket that `admit` returns goes to `finish` exactly once, also if it was never taken.
+
+    Classes: of "interactive" and "default" the estimated wait is bounded by max_queue_wait_s. "batch" may wait as long as its
+    deadline allows and takes no room from the others, but at most 2 * max_num_seqs sequences of it are here and in the engine.
+    max_concurrent of a key does not count batch jobs; its rates do.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Callable[[], float],
+        random: Callable[[], float],
+        max_num_seqs: int = 1,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._random = random
+        self._keys: dict[str, ApiKey] = {key.name: key for key in config.api_keys}
+        self._owners: dict[str, OwnerLimits] = {}
+        self._taken: dict[int, Ticket] = {}
+        self._num_taken_sequences = self._num_taken_expected = 0
+        self._num_held_online = self._num_held_batch = 0
+        self._num_admitted = 0
+        self.queue = FairQueue(lambda name: self._owner(name).weight)
+        self.rates = ServiceRates()
+        self.max_num_seqs = max_num_seqs
+
+    @property
+    def num_taken_sequences(self) -> int:
+        """Return how many sequences are in the engine, waiting there or running."""
+        return self._num_taken_sequences
+
+    @property
+    def batch_window(self) -> int:
+        """Return how many sequences of class "batch" may be queued and in the engine."""
+        return BATCH_WINDOW_FACTOR * self.max_num_seqs
+
+    def admit(self, job: Job) -> Ticket:
+        """Queue a job. Raises ApiError: 408 past its deadline, 429 over a limit of its key, 503 when it would wait too long."""
+        now_s = self._clock()
+        owner = self._owner(job.owner.name)
+        num_sequences = job.request.params.num_sequences
+        expected = num_sequences * owner.expected_output_tokens(job.request.params.max_tokens)
+        num_prompt_tokens = len(job.request.prompt_token_ids)
+        if job.deadline_s is not None and job.deadline_s <= now_s:
+            raise deadline_exceeded(while_queued=True)
+        self._check_key(job, owner, num_prompt_tokens + expected, now_s)
+        if job.priority == "batch":
+            self._check_batch_window(num_sequences)
+        else:
+            self._check_room(job, owner, num_sequences, num_prompt_tokens)
+        self._check_wait(job, num_sequences, num_prompt_tokens, now_s)
+        owner.charge(num_prompt_tokens + expected, now_s)
+        self._hold(job, owner, num_sequences, 1)
+        self._num_admitted += 1
+        ticket = Ticket(
+            job=job,
+            number=self._num_admitted,
+            num_sequences=num_sequences,
+            num_prompt_tokens=num_prompt_tokens,
+            num_expected_tokens=expected,
+            enqueued_s=now_s,
+        )
+        self.queue.push(ticket)
+        return ticket
+
+    def take(self, capacity: int) -> Ticket | None:
+        """Return the next ticket for an engine that holds at most `capacity` sequences; None when it is full or none waits.
+
+        A ticket of more sequences than that goes into an empty engine. One that does not fit yet holds back those behind it.
+        """
+        ticket = self.queue.peek()
+        if ticket is None:
+            return None
+        if self._num_taken_sequences and self._num_taken_sequences + ticket.num_sequences > capacity:
+            return None
+        self.queue.pop()
+        self._taken[ticket.number] = ticket
+        self._num_taken_sequences += ticket.num_sequences
+        self._num_taken_expected += ticket.num_expected_tokens
+        return ticket
+
+    def finish(self, ticket: Ticket, num_output_tokens: int, is_complete: bool) -> None:
+        """Take a ticket out of the books, wherever it is, and correct what it was charged for.
+
+        is_complete  whether its outputs ended by themselves, so that their length says what to expect of this owner
+        """
+        owner = self._owner(ticket.job.owner.name)
+        self._hold(ticket.job, owner, ticket.num_sequences, -1)
+        if self._taken.pop(ticket.number, None) is None:
+            self.queue.remove(ticket)
+            unused = ticket.num_prompt_tokens + ticket.num_expected_tokens
+        else:
+            self._num_taken_sequences -= ticket.num_sequences
+            self._num_taken_expected -= ticket.num_expected_tokens
+            self.queue.settle(ticket, num_output_tokens)
+            unused = ticket.num_expected_tokens - num_output_tokens
+        owner.charge(-unused, self._clock(), num_requests=0)
+        if is_complete:
+            owner.learn(math.ceil(num_output_tokens / ticket.num_sequences))
+
+    def observe(self, report: StepReport) -> None:
+        """Take in a step of the engine; it tells of the engine's rates when there was more to do than it had room for."""
+        is_saturated = report.num_waiting > 0 or len(self.queue) > 0 or report.num_running >= self.max_num_seqs
+        self.rates.observe(report, is_saturated)
+
+    def estimated_wait_s(self, priority: PriorityClass, owner: str, num_sequences: int = 1) -> float:
+        """Return the expected wait of a job that came now, up to its first step.
+
+        The least of three: all work ahead of it at the full rate, its class's at its class's share, its owner's at its owner's.
+        """
+        is_empty = all(self.queue.backlog(name).num_requests == 0 for name in self._ahead(priority))
+        if is_empty and self._num_taken_sequences + num_sequences <= self.max_num_seqs:
+            return 0.0
+        seconds = self._seconds_of_class
+        before_s = sum(seconds(name) for name in self._ahead(priority) if name != priority)
+        in_class = self.queue.backlog(priority, owner)
+        own_s = self.rates.seconds_of(in_class.num_prompt_tokens, in_class.num_expected_tokens)
+        class_s = min(seconds(priority), own_s / self.queue.owner_share(priority, owner))
+        wait_s = (
+            min(before_s + class_s, class_s / self.queue.class_share(priority)) if priority != "batch" else before_s + class_s
+        )
+        slots = max(min(self._num_taken_sequences, self.max_num_seqs), 1)
+        return wait_s + self.rates.seconds_of(0, self._num_taken_expected / slots)
+
+    def ratelimit_headers(self, owner: str) -> dict[str, str]:
+        """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
+        return self._owner(owner).headers(self._clock())
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError when counts differ from what is held."""
+        self.queue.check_invariants()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is held at all: no ticket waits or is in the engine, and every count is back at 0."""
+        counts = (self._num_taken_sequences, self._num_taken_expected, self._num_held_online, self._num_held_batch)
+        held = any(owner.num_requests or owner.num_sequences for owner in self._owners.values())
+        return not (len(self.queue) or self._taken or any(counts) or held)
+
+    def retry_after_s(self, seconds: float) -> float:
+        """Return when to come back if there may be room in `seconds`: spread, so that not all return at once."""
+        return min(max(math.ceil(seconds), 1) * (1 + 0.25 * self._random()), float(MAX_RETRY_AFTER_S))
+
+    def _owner(self, name: str) -> OwnerLimits:
+        found = self._owners.get(name)
+        if found is None:
+            found = self._owners[name] = OwnerLimits(self._keys.get(name), self._clock())
+        return found
+
+    def _hold(self, job: Job, owner: OwnerLimits, num_sequences: int, sign: int) -> None:
+        if job.priority == "batch":
+            self._num_held_batch += sign * num_sequences
+            return
+        self._num_held_online += sign * num_sequences
+        owner.num_requests += sign
+        owner.num_sequences += sign * num_sequences
+
+    def _ahead(self, priority: PriorityClass) -> Sequence[PriorityClass]:
+        return ("interactive", "default", "batch") if priority == "batch" else ("interactive", "default")
+
+    def _seconds_of_class(self, priority: PriorityClass) -> float:
+        backlog = self.queue.backlog(priority)
+        return self.rates.seconds_of(backlog.num_prompt_tokens, backlog.num_expected_tokens)
+
+    def _check_key(self, job: Job, owner: OwnerLimits, num_tokens: int, now_s: float) -> None:
+        limit = owner.max_concurrent
+        if limit is not None and job.priority != "batch" and owner.num_requests >= limit:
+            raise rate_limited(
+                f"this key has {owner.num_requests} requests in flight, its limit is {limit}", self.retry_after_s(1)
+            )
+        wait_s, rate = owner.seconds_until(num_tokens, now_s)
+        if wait_s > 0:
+            raise rate_limited(f"this key is over its limit of {rate}", self.retry_after_s(wait_s))
+
+    def _check_batch_window(self, num_sequences: int) -> None:
+        held = self._num_held_batch
+        if held and held + num_sequences > self.batch_window:
+            raise overloaded(
+                f"{held} sequences of class batch are in flight, the window is {self.batch_window}", self.retry_after_s(1)
+            )
+
+    def _check_room(self, job: Job, owner: OwnerLimits, num_sequences: int, num_prompt_tokens: int) -> None:
+        waiting_tokens = sum(self.queue.backlog(name).num_prompt_tokens for name in self._ahead(job.priority))
+        own_tokens = sum(self.queue.backlog(name, job.owner.name).num_prompt_tokens for name in self._ahead(job.priority))
+        rows = (
+            ("sequences", num_sequences, self._num_held_online, owner.num_sequences, self._config.max_queued_requests),
+            ("prompt tokens", num_prompt_tokens, waiting_tokens, own_tokens, self._config.max_queued_tokens),
+        )
+        for what, wanted, held, own, limit in rows:
+            others = held - own
+            most = _SHARE_OF_FREE_ROOM * owner.weight * (limit - held) if self._keys else math.inf
+            if held and held + wanted > limit:
+                message = f"the queue holds {held} {what}, at most {limit} may be in it"
+            elif own and own + wanted > most:
+                message = f"this key holds {own} {what} of {held} in the queue, more than its share of the {limit} there may be"
+            else:
+                continue
+            wait_s = self.estimated_wait_s(job.priority, job.owner.name, num_sequences)
+            # A quarter of the queue has to drain before it is worth coming back, however short the wait is.
+            excess_s = max(wait_s - self._config.max_queue_wait_s, wait_s / 4)
+            raise self._refusal(message, excess_s, is_own_fault=others > 0 and own > others)
+
+    def _check_wait(self, job: Job, num_sequences: int, num_prompt_tokens: int, now_s: float) -> None:
+        wait_s = self.estimated_wait_s(job.priority, job.owner.name, num_sequences)
+        cap_s = math.inf if job.priority == "batch" else self._config.max_queue_wait_s
+        if job.deadline_s is not None:
+            # The own prompt counts against the deadline alone: else a long one would find no way into an idle server.
+            cap_s = min(cap_s, job.deadline_s - now_s - self.rates.seconds_of(num_prompt_tokens, 0))
+        if wait_s == 0 or wait_s <= cap_s:
+            return
+        message = f"a request would wait about {wait_s:.0f} s here, longer than the {max(cap_s, 0):.0f} s that it may"
+        owner = self._owner(job.owner.name)
+        is_own_fault = 0 < self._num_held_online - owner.num_sequences < owner.num_sequences
+        raise self._refusal(message, wait_s - cap_s, is_own_fault=is_own_fault)
+
+    def _refusal(self, message: str, excess_s: float, is_own_fault: bool) -> ApiError:
+        retry_after_s = self.retry_after_s(excess_s)
+        return rate_limited(message, retry_after_s) if is_own_fault else overloaded(message, retry_after_s)

@@ -1,0 +1,179 @@
+"""FairQueue: tickets that wait, and which is next.
+
+Two levels of start-time fair queueing (Goyal et al., 1996), which is deficit round robin without the rounds: everyone has a
+count of service tokens received over its weight, the smallest count is served next, and who comes back from idling starts at
+the count of who was served last, so that nobody saves up. The upper level are the classes, the lower one their owners. Batch
+stands outside: it is next only when nothing else waits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from quire.base.errors import InvariantError
+from quire.serving.admission.ticket import Ticket, service_tokens
+from quire.serving.interfaces import PriorityClass
+
+CLASS_WEIGHTS: dict[PriorityClass, float] = {"interactive": 16.0, "default": 4.0, "batch": 1.0}
+_ONLINE: tuple[PriorityClass, ...] = ("interactive", "default")
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Work that waits: counts and tokens."""
+
+    num_requests: int = 0
+    num_sequences: int = 0
+    num_prompt_tokens: int = 0
+    num_expected_tokens: int = 0
+
+    def add(self, ticket: Ticket, sign: int = 1) -> None:
+        """Count a ticket in, or with sign -1 out."""
+        self.num_requests += sign
+        self.num_sequences += sign * ticket.num_sequences
+        self.num_prompt_tokens += sign * ticket.num_prompt_tokens
+        self.num_expected_tokens += sign * ticket.num_expected_tokens
+
+
+@dataclass(slots=True)
+class _OwnerLine:
+    weight: float
+    received: float = 0.0
+    tickets: OrderedDict[int, Ticket] = field(default_factory=OrderedDict[int, Ticket])
+    backlog: Backlog = field(default_factory=Backlog)
+
+    def first(self) -> Ticket:
+        return next(iter(self.tickets.values()))
+
+
+@dataclass(slots=True)
+class _ClassLine:
+    weight: float
+    received: float = 0.0
+    level: float = 0.0
+    owners: dict[str, _OwnerLine] = field(default_factory=dict[str, _OwnerLine])
+    waiting: dict[str, _OwnerLine] = field(default_factory=dict[str, _OwnerLine])
+    backlog: Backlog = field(default_factory=Backlog)
+
+    def first(self) -> Ticket:
+        line = min(self.waiting.values(), key=lambda line: (line.received, line.first().number))
+        return line.first()
+
+
+class FairQueue:
+    """Waiting tickets by class and owner. `weight_of` tells the share of an owner, above 0."""
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._classes = {name: _ClassLine(weight) for name, weight in CLASS_WEIGHTS.items()}
+        self._level = 0.0
+
+    def __len__(self) -> int:
+        return sum(line.backlog.num_requests for line in self._classes.values())
+
+    def __iter__(self) -> Iterator[Ticket]:
+        for line in self._classes.values():
+            for owner in line.waiting.values():
+                yield from owner.tickets.values()
+
+    def push(self, ticket: Ticket) -> None:
+        """Put a ticket at the end of its owner's line."""
+        name = ticket.job.owner.name
+        line = self._classes[ticket.job.priority]
+        owner = line.owners.get(name)
+        if owner is None:
+            owner = line.owners[name] = _OwnerLine(self._weight_of(name))
+        if not line.waiting:
+            line.received = max(line.received, self._level)
+        if not owner.tickets:
+            owner.received = max(owner.received, line.level)
+            line.waiting[name] = owner
+        owner.tickets[ticket.number] = ticket
+        owner.backlog.add(ticket)
+        line.backlog.add(ticket)
+
+    def peek(self) -> Ticket | None:
+        """Return the ticket that is next, None when nothing waits."""
+        waiting = [self._classes[name] for name in _ONLINE if self._classes[name].waiting]
+        if waiting:
+            return min(waiting, key=lambda line: line.received).first()
+        batch = self._classes["batch"]
+        return batch.first() if batch.waiting else None
+
+    def pop(self) -> Ticket:
+        """Take out the ticket that is next and charge its owner for it. Raises InvariantError when nothing waits."""
+        ticket = self.peek()
+        if ticket is None:
+            raise InvariantError("a ticket was taken out of an empty queue")
+        line = self._classes[ticket.job.priority]
+        owner = line.owners[ticket.job.owner.name]
+        if ticket.job.priority != "batch":
+            self._level = max(self._level, line.received)
+        line.level = max(line.level, owner.received)
+        self.remove(ticket)
+        self._charge(ticket, ticket.cost)
+        return ticket
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Take a ticket out without charging it; False when it does not wait."""
+        line = self._classes[ticket.job.priority]
+        owner = line.waiting.get(ticket.job.owner.name)
+        if owner is None or owner.tickets.pop(ticket.number, None) is None:
+            return False
+        owner.backlog.add(ticket, -1)
+        line.backlog.add(ticket, -1)
+        if not owner.tickets:
+            del line.waiting[ticket.job.owner.name]
+        return True
+
+    def settle(self, ticket: Ticket, num_output_tokens: int) -> None:
+        """Correct the charge of a ticket taken out earlier to what it really cost."""
+        self._charge(ticket, service_tokens(ticket.num_prompt_tokens, num_output_tokens) - ticket.cost)
+
+    def _charge(self, ticket: Ticket, cost: float) -> None:
+        line = self._classes[ticket.job.priority]
+        owner = line.owners[ticket.job.owner.name]
+        line.received += cost / line.weight
+        owner.received += cost / owner.weight
+
+    def backlog(self, priority: PriorityClass, owner: str | None = None) -> Backlog:
+        """Return what waits in a class, or there of one owner. Not to be written to."""
+        line = self._classes[priority]
+        if owner is None:
+            return line.backlog
+        found = line.owners.get(owner)
+        return Backlog() if found is None else found.backlog
+
+    def class_share(self, priority: PriorityClass) -> float:
+        """Return the share of service a class would get if it had something waiting beside those that do."""
+        if priority == "batch":
+            return 1.0
+        weights = [CLASS_WEIGHTS[name] for name in _ONLINE if name == priority or self._classes[name].waiting]
+        return CLASS_WEIGHTS[priority] / sum(weights)
+
+    def owner_share(self, priority: PriorityClass, owner: str) -> float:
+        """Return the share of its class an owner would get if it had something waiting beside those that do."""
+        weight = self._weight_of(owner)
+        others = sum(line.weight for name, line in self._classes[priority].waiting.items() if name != owner)
+        return weight / (weight + others)
+
+    def oldest(self, priority: PriorityClass) -> Ticket | None:
+        """Return the ticket of a class that waits longest."""
+        firsts = (line.first() for line in self._classes[priority].waiting.values())
+        return min(firsts, key=lambda ticket: ticket.number, default=None)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantError when the counts differ from what really waits."""
+        for name, line in self._classes.items():
+            total = Backlog()
+            for owner_name, owner in line.owners.items():
+                own = Backlog()
+                for ticket in owner.tickets.values():
+                    own.add(ticket)
+                    total.add(ticket)
+                if own != owner.backlog or bool(owner.tickets) != (owner_name in line.waiting):
+                    raise InvariantError(f"queue {name}: owner {owner_name} counts {owner.backlog}, holds {own}")
+            if total != line.backlog:
+                raise InvariantError(f"queue {name}: counts {line.backlog}, holds {total}")

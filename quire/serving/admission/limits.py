@@ -1,0 +1,98 @@
+"""OwnerLimits: what one API key has in flight, and how much it may still send this minute."""
+
+from __future__ import annotations
+
+import math
+
+from quire.serving.config import ApiKey
+
+
+class TokenBucket:
+    """A bucket that holds a minute's worth and fills continuously.
+
+    A cost above what it holds at most passes when it is full, and leaves it in debt: the mean rate stays within the limit.
+    """
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._filled_s = now_s
+
+    def level(self, now_s: float) -> float:
+        """Return what may be taken; negative while in debt."""
+        gained = max(now_s - self._filled_s, 0.0) * self.per_minute / 60
+        self._level = min(self._level + gained, float(self.per_minute))
+        self._filled_s = max(now_s, self._filled_s)
+        return self._level
+
+    def seconds_until(self, cost: float, now_s: float) -> float:
+        """Return how long until `cost` may be taken, 0 when it may be now."""
+        missing = min(cost, float(self.per_minute)) - self.level(now_s)
+        return max(missing, 0.0) * 60 / self.per_minute
+
+    def take(self, cost: float, now_s: float) -> None:
+        """Take `cost` out; a negative cost gives back, up to a full bucket."""
+        self._level = min(self.level(now_s) - cost, float(self.per_minute))
+
+
+class OwnerLimits:
+    """The limits of one key and what it holds: requests in flight, sequences, and its buckets."""
+
+    def __init__(self, key: ApiKey | None, now_s: float) -> None:
+        self.weight = key.weight if key is not None else 1.0
+        self.max_concurrent = key.max_concurrent if key is not None else None
+        self.num_requests = 0
+        self.num_sequences = 0
+        self._requests = TokenBucket(key.requests_per_minute, now_s) if key is not None and key.requests_per_minute else None
+        self._tokens = TokenBucket(key.tokens_per_minute, now_s) if key is not None and key.tokens_per_minute else None
+        self._mean_output_tokens: float | None = None
+
+    def seconds_until(self, num_tokens: float, now_s: float) -> tuple[float, str]:
+        """Return how long until a request of so many tokens is within the rates, and the name of the rate it waits for."""
+        waits = [(0.0, "")]
+        if self._requests is not None:
+            waits.append((self._requests.seconds_until(1, now_s), f"{self._requests.per_minute} requests per minute"))
+        if self._tokens is not None:
+            waits.append((self._tokens.seconds_until(num_tokens, now_s), f"{self._tokens.per_minute} tokens per minute"))
+        return max(waits)
+
+    def charge(self, num_tokens: float, now_s: float, num_requests: int = 1) -> None:
+        """Count a request against the rates; with 0 requests correct the tokens of an earlier one."""
+        if self._requests is not None:
+            self._requests.take(num_requests, now_s)
+        if self._tokens is not None:
+            self._tokens.take(num_tokens, now_s)
+
+    def learn(self, num_output_tokens: int) -> None:
+        """Take in the output length of one ended sequence: the mean over about the last twenty."""
+        mean = self._mean_output_tokens
+        self._mean_output_tokens = float(num_output_tokens) if mean is None else mean + 0.05 * (num_output_tokens - mean)
+
+    def expected_output_tokens(self, max_tokens: int | None, default: int = 256) -> int:
+        """Return the output tokens to expect of one sequence of this owner, at least 1."""
+        expected = default if self._mean_output_tokens is None else math.ceil(self._mean_output_tokens)
+        return max(1, expected if max_tokens is None else min(expected, max_tokens))
+
+    def headers(self, now_s: float) -> dict[str, str]:
+        """Return the x-ratelimit-* headers of the limits that exist; none for a key without rates."""
+        found: dict[str, str] = {}
+        for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is None:
+                continue
+            level = bucket.level(now_s)
+            found[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+            found[f"x-ratelimit-remaining-{kind}"] = str(max(math.floor(level), 0))
+            found[f"x-ratelimit-reset-{kind}"] = format_reset((bucket.per_minute - level) * 60 / bucket.per_minute)
+        return found
+
+
+def format_reset(seconds: float) -> str:
+    """Return a duration as the x-ratelimit-reset headers have it: "12ms", "1.5s" as "1s500ms", "6m0s"."""
+    milliseconds = math.ceil(max(seconds, 0.0) * 1000)
+    minutes, rest = divmod(milliseconds, 60_000)
+    if minutes:
+        return f"{minutes}m{rest // 1000}s"
+    whole, part = divmod(rest, 1000)
+    if whole:
+        return f"{whole}s{part}ms" if part else f"{whole}s"
+    return f"{part}ms"

@@ -1,0 +1,67 @@
+"""What the lines of a batch run: the online routes themselves, in the class of batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from quire.api.decode import decode_body
+from quire.api.openai.chat import ChatCompletionRequest
+from quire.api.openai.completions import CompletionRequest
+from quire.api.openai.embeddings import EmbeddingRequest
+from quire.base.errors import QuireError, RequestError
+from quire.serving.answers import Answer, Ready, Unary
+from quire.serving.batch.records import BatchRecord
+from quire.serving.batch.runner import Execute
+from quire.serving.context import ServerContext
+from quire.serving.errors import from_quire_error, invalid
+from quire.serving.generation.caller import Caller
+from quire.serving.openai.chat import chat
+from quire.serving.openai.completions import complete
+from quire.serving.openai.embeddings import embed
+
+_ROUTES: dict[str, tuple[type[msgspec.Struct], Callable[[ServerContext, Any, Caller], Awaitable[Answer]]]] = {
+    "/v1/chat/completions": (ChatCompletionRequest, chat),
+    "/v1/completions": (CompletionRequest, complete),
+    "/v1/embeddings": (EmbeddingRequest, embed),
+}
+BATCH_ENDPOINTS = tuple(_ROUTES)
+
+
+def check_batch_body(endpoint: str, body: bytes) -> None:
+    """Check a body as its route would before it runs. Raises ApiError 400."""
+    try:
+        decoded, _ = decode_body(body, _ROUTES[endpoint][0])
+    except RequestError as error:
+        raise invalid(str(error), error.param, getattr(error, "code", "invalid_value")) from None
+    if getattr(decoded, "stream", None):
+        raise invalid("stream must be false or absent in a batch", "stream")
+
+
+def make_execute(context: ServerContext) -> Execute:
+    """Return what runs one line."""
+
+    async def execute(record: BatchRecord, body: bytes) -> Ready:
+        kind, handler = _ROUTES[record.endpoint]
+        deadline_s = time.monotonic() + record.expires_at - time.time()
+        caller = Caller(
+            owner=context.authenticator.owner_named(record.owner),
+            route=record.endpoint,
+            deadline_s=deadline_s,
+            priority="batch",
+        )
+        try:
+            decoded, _ = decode_body(body, kind)
+            answer = await handler(context, decoded, caller)
+            if isinstance(answer, Unary):
+                answer = await answer.work()
+        except QuireError as error:
+            raise from_quire_error(error) from None
+        if not isinstance(answer, Ready):
+            raise invalid("a line of a batch cannot be streamed", "stream")
+        return answer
+
+    return execute

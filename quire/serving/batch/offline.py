@@ -1,0 +1,172 @@
+"""`quire batch run`: a file of requests in, a file of answers out, with an engine and no server.
+
+Answers are appended as they come, so what is there after an interruption is kept, and the same command goes on from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from quire.base.errors import ConfigError
+from quire.serving.answers import Ready
+from quire.serving.batch.lines import CheckBody, LineSpan, body_of, url_of, validate
+from quire.serving.batch.records import BatchRecord
+from quire.serving.batch.runner import Execute, answer_line, run_body, usage_of
+from quire.serving.batch.store import TokenUsage
+
+MAX_LINES = 10_000_000
+MAX_SHOWN_ERRORS = 10
+LIFETIME_S = 365 * 24 * 3600
+
+
+@dataclass(slots=True)
+class BatchProgress:
+    """How far a run is; num_done counts the lines that were there before, too."""
+
+    num_lines: int
+    num_done: int = 0
+    num_failed: int = 0
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFiles:
+    """The files of one run: requests in, answers out, and apart from them the requests that failed."""
+
+    input_path: Path
+    output_path: Path
+    error_path: Path
+
+
+class _Known(msgspec.Struct):
+    custom_id: str
+
+
+def read_input(path: Path, endpoints: Collection[str], check_body: CheckBody) -> list[LineSpan]:
+    """Return where the lines are. Raises ConfigError with the first findings when any line is not valid."""
+    try:
+        with path.open("rb") as file:
+            found = validate(file, endpoints, check_body, MAX_LINES)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    if found.errors:
+        shown = [f"line {error.line}: {error.message}" for error in found.errors[:MAX_SHOWN_ERRORS]]
+        more = len(found.errors) - len(shown)
+        rest = [f"and {more} more"] if more > 0 else []
+        raise ConfigError(f"{path} is not valid, so nothing was run:\n  " + "\n  ".join([*shown, *rest]))
+    return found.spans
+
+
+def take_up(path: Path, is_overwriting: bool) -> set[str]:
+    """Return the custom_ids that a file of answers has; a last line that was cut is removed, as is all with is_overwriting.
+
+    Raises ConfigError when the file is something else.
+    """
+    if is_overwriting or not path.exists():
+        path.write_bytes(b"")
+        return set()
+    known: set[str] = set()
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                known.add(msgspec.json.decode(line, type=_Known).custom_id)
+            except ValueError:
+                raise ConfigError(
+                    f"{path} exists and is not a file of answers: give another --output-file, or --overwrite"
+                ) from None
+            end += len(line)
+    os.truncate(path, end)
+    return known
+
+
+async def run_file(
+    files: BatchFiles,
+    spans: list[LineSpan],
+    execute: Execute,
+    window: int,
+    *,
+    is_overwriting: bool = False,
+    on_progress: Callable[[BatchProgress], None] = lambda progress: None,
+) -> BatchProgress:
+    """Run every line that has no answer yet, `window` at a time. Lines that failed before are run again."""
+    known = take_up(files.output_path, is_overwriting)
+    take_up(files.error_path, is_overwriting=True)
+    left = [span for span in spans if span.custom_id not in known]
+    progress = BatchProgress(len(spans), len(spans) - len(left))
+    on_progress(progress)
+    now = int(time.time())
+    record = BatchRecord(
+        id="batch_offline",
+        owner="anonymous",
+        endpoint="",
+        input_file_id="",
+        completion_window="24h",
+        status="in_progress",
+        created_at=now,
+        expires_at=now + LIFETIME_S,
+    )
+    queue: Iterator[LineSpan] = iter(left)
+    with files.input_path.open("rb") as source, files.output_path.open("ab") as good, files.error_path.open("ab") as bad:
+        run = _FileRun(source, good, bad, execute, record, progress, on_progress)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max(1, min(window, len(left)))):
+                group.create_task(run.work(queue))
+    if progress.num_failed == 0:
+        files.error_path.unlink()
+    return progress
+
+
+@dataclass(slots=True)
+class _FileRun:
+    source: BinaryIO
+    good: BinaryIO
+    bad: BinaryIO
+    execute: Execute
+    record: BatchRecord
+    progress: BatchProgress
+    on_progress: Callable[[BatchProgress], None]
+
+    async def work(self, queue: Iterator[LineSpan]) -> None:
+        """Run lines until none is left."""
+        for span in queue:
+            self.source.seek(span.offset)
+            line = self.source.read(span.num_bytes)
+            record = msgspec.structs.replace(self.record, endpoint=url_of(line))
+            answer = await run_body(self.execute, record, body_of(line), _counter())
+            self._save(span.custom_id, answer)
+
+    def _save(self, custom_id: str, answer: Ready) -> None:
+        is_success = answer.status == 200
+        file = self.good if is_success else self.bad
+        file.write(answer_line(custom_id, answer) + b"\n")
+        file.flush()
+        usage = usage_of(answer.body) if is_success else TokenUsage()
+        progress = self.progress
+        progress.num_done += 1
+        progress.num_failed += not is_success
+        progress.num_input_tokens += usage.input_tokens
+        progress.num_output_tokens += usage.output_tokens
+        self.on_progress(progress)
+
+
+def _counter() -> Callable[[], Awaitable[int]]:
+    count = 0
+
+    async def count_try() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return count_try

@@ -1,0 +1,50 @@
+"""run_batch_file: the parts of `quire batch run` put together."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+from tqdm import tqdm
+
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
+from quire.serving.batch.offline import BatchFiles, BatchProgress, read_input, run_file
+from quire.serving.config import ServerConfig
+from quire.serving.http.main import Server
+
+logger = get_logger(__name__)
+
+
+def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: EngineConfig, is_overwriting: bool) -> BatchProgress:
+    """Run a file with an engine of its own and a progress bar; return how it went. Raises QuireError."""
+    spans = read_input(files.input_path, BATCH_ENDPOINTS, check_batch_body)
+
+    async def run() -> BatchProgress:
+        server = Server.of(config, engine_config)
+        client = server.context.client
+        await client.start()
+        try:
+            await server.load_model()
+            started_s = time.monotonic()
+            with tqdm(total=len(spans), unit="request", file=sys.stderr) as bar:
+
+                def show(progress: BatchProgress) -> None:
+                    bar.update(progress.num_done - bar.n)
+                    rate = progress.num_output_tokens / max(1e-9, time.monotonic() - started_s)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {progress.num_failed} failed", refresh=False)
+
+                return await run_file(
+                    files,
+                    spans,
+                    make_execute(server.context),
+                    server.gateway.batch_window,
+                    is_overwriting=is_overwriting,
+                    on_progress=show,
+                )
+        finally:
+            await client.close()
+
+    return asyncio.run(run())

@@ -1,0 +1,98 @@
+"""GenerationPlan: one request for the engine, and how its deltas are to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.contracts.request import Request
+from quire.text.parsing.tools import Tool
+from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserSetup:
+    """How the text of a model is told apart into answer, reasoning and tool calls; a new parser is made per choice.
+
+    marker_token_ids  marker of a format -> its special token, where the vocabulary has one
+    """
+
+    tool_format: str | None
+    reasoning_format: str | None
+    tools: tuple[Tool, ...]
+    starts_in_reasoning: bool
+    parallel_tool_calls: bool
+    marker_token_ids: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """One request and how to read it.
+
+    num_choices           choices of the answer; with is_copied the engine runs one, and the others are copies of it
+    tokenizer             None where the model has none: then there is no text
+    parser                None: all text is answer
+    has_positions         text comes with what is known of its tokens
+    has_prompt_positions  of the prompt's tokens too, as a PromptPositions
+    shows_reasoning       False leaves reasoning out of the events; it is counted all the same
+    hides_special_tokens  special tokens are no part of the answer, but those that the parser wants
+    hides_output          only the prompt was asked about: the one token that is generated is left out
+    echo_text             comes first in every choice
+    echoes_prompt         echo_text is the prompt: it comes as a PromptEcho
+    wants_tokens          TokensDelta events are wanted
+    """
+
+    request: Request
+    tokenizer: Tokenizer | None
+    num_choices: int = 1
+    is_copied: bool = False
+    parser: ParserSetup | None = None
+    has_positions: bool = False
+    has_prompt_positions: bool = False
+    shows_reasoning: bool = True
+    hides_special_tokens: bool = True
+    hides_output: bool = False
+    echo_text: str = ""
+    echoes_prompt: bool = False
+    wants_tokens: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatInput:
+    """A conversation as any API states it, in the form of the OpenAI API's messages and tools.
+
+    tools                    [{"type": "function", "function": {"name", "description", "parameters"}}], None for none
+    continues_final_message  the last message is the beginning of the answer
+    template_variables       more variables of the chat template, such as enable_thinking
+    reasoning_effort         as quire.serving.generation.reasoning_effort knows it, None: the template's own
+    parallel_tool_calls      False cuts the answer after the first call
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continues_final_message: bool = False
+    template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """What is asked of a generation beside its prompt.
+
+    sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone
+    salt      of the request, on top of the owner's
+    """
+
+    sampling: Mapping[str, Any]
+    salt: str = ""
+    echo: bool = False
+    shows_reasoning: bool = True
+    wants_tokens: bool = False

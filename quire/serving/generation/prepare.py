@@ -1,0 +1,175 @@
+"""From what an API's body says to plans: templates, tokenising, checks. Runs in Preparation's threads."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.contracts.sampling_params import SamplingParams
+from quire.serving.generation.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
+from quire.serving.generation.reasoning_effort import reasoning_variables
+from quire.serving.generation.sampling import make_sampling
+from quire.serving.generation.served_model import ServedModel
+from quire.serving.interfaces import Owner
+from quire.text.parsing.detection import starts_in_reasoning
+from quire.text.parsing.tools import Tool
+from quire.text.tokenizer import Tokenizer
+
+TAIL_CHARACTERS = 4096
+
+
+def prepare_chat(
+    served: ServedModel, request_id: str, chat: ChatInput, options: GenerationOptions, owner: Owner
+) -> GenerationPlan:
+    """Return the plan of a conversation. Raises RequestError with the field at fault."""
+    text = render_chat(served, chat)
+    setup = _parser_setup(served, chat, text)
+    sampling = dict(options.sampling)
+    hides_special = sampling.get("skip_special_tokens") is not False
+    if setup is not None:
+        sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
+    params, is_copied, num_choices = _params(served, sampling)
+    token_ids = need_tokenizer(served).encode(text, add_special_tokens=False)
+    prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
+    echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
+    return GenerationPlan(
+        request=served.factory.make(request_id, served.next_index(), prompt, params),
+        tokenizer=served.tokenizer,
+        num_choices=num_choices,
+        is_copied=is_copied,
+        parser=setup,
+        has_positions=params.logprobs is not None,
+        has_prompt_positions=params.prompt_logprobs is not None,
+        shows_reasoning=options.shows_reasoning,
+        hides_special_tokens=hides_special,
+        echo_text=echo,
+        wants_tokens=options.wants_tokens,
+    )
+
+
+def prepare_prompts(
+    served: ServedModel,
+    request_ids: Sequence[str],
+    prompts: Sequence[str | list[int]],
+    options: GenerationOptions,
+    owner: Owner,
+    add_special_tokens: bool = True,
+) -> list[GenerationPlan]:
+    """Return a plan per prompt. Raises RequestError with the field at fault."""
+    sampling = dict(options.sampling)
+    hides_output = sampling.get("max_tokens") == 0
+    if hides_output:
+        sampling |= {"max_tokens": 1, "min_tokens": 0, "n": 1, "best_of": None, "logprobs": None}
+    has_echo_positions = options.echo and options.sampling.get("logprobs") is not None
+    has_prompt_positions = sampling.get("prompt_logprobs") is not None
+    if has_echo_positions:
+        sampling["prompt_logprobs"] = max(options.sampling["logprobs"], sampling.get("prompt_logprobs") or 0)
+    params, is_copied, num_choices = _params(served, sampling)
+    if hides_output:
+        num_choices = options.sampling.get("n") or 1
+        is_copied = num_choices > 1
+    salt = salt_of(owner, options.salt)
+    plans: list[GenerationPlan] = []
+    for request_id, prompt in zip(request_ids, prompts, strict=True):
+        text, token_ids = encode_prompt(served, prompt, add_special_tokens)
+        stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
+        request = served.factory.make(request_id, served.next_index(), stated, params)
+        echo = ""
+        if options.echo:
+            echo = text if text is not None else need_tokenizer(served).decode(token_ids, skip_special_tokens=False)
+        plans.append(
+            GenerationPlan(
+                request=request,
+                tokenizer=served.tokenizer,
+                num_choices=num_choices,
+                is_copied=is_copied,
+                has_positions=options.sampling.get("logprobs") is not None,
+                has_prompt_positions=has_prompt_positions,
+                hides_special_tokens=params.skip_special_tokens,
+                hides_output=hides_output,
+                echo_text=echo,
+                echoes_prompt=options.echo,
+                wants_tokens=options.wants_tokens,
+            )
+        )
+    return plans
+
+
+def render_chat(served: ServedModel, chat: ChatInput) -> str:
+    """Return the text of a conversation, special tokens included. Raises RequestError."""
+    tokenizer = need_tokenizer(served)
+    variables = {**reasoning_variables(served.template_source, chat.reasoning_effort), **chat.template_variables}
+    messages = list(chat.messages)
+    end = ""
+    if chat.continues_final_message:
+        end = f"\ue000{secrets.token_hex(8)}\ue000"
+        messages[-1] = {**messages[-1], "content": text_of(messages[-1].get("content")) + end}
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=chat.add_generation_prompt and not end, tools=chat.tools or None, **variables
+    )
+    if not end:
+        return text
+    text, found, _ = text.rpartition(end)
+    if not found:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the text of the last message, so it cannot go on with it",
+            "continue_final_message",
+        )
+    return text
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content, which the template joins in the same way."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+
+
+def salt_of(owner: Owner, salt: str) -> str:
+    """Return the cache salt of a request: the owner's, and within it the request's own."""
+    if not salt:
+        return owner.cache_salt
+    return hashlib.sha256(f"{len(owner.cache_salt)}:{owner.cache_salt}{salt}".encode()).hexdigest()
+
+
+def _params(served: ServedModel, sampling: Mapping[str, Any]) -> tuple[SamplingParams, bool, int]:
+    params, is_copied = make_sampling(sampling, served.info.generation_defaults)
+    return params, is_copied, (sampling.get("n") or 1) if is_copied else params.n
+
+
+def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetup | None:
+    tool_format, reasoning_format = served.parsers.tool_format, served.parsers.reasoning_format
+    if chat.tools and tool_format is None:
+        raise RequestError(
+            "tools: no format of tool calls is known for this model's chat template; leave tools out, or start the server "
+            "with tool_call_parser",
+            "tools",
+        )
+    if not chat.tools and reasoning_format is None:
+        return None
+    functions = [tool["function"] for tool in chat.tools or ()]
+    return ParserSetup(
+        tool_format=tool_format if chat.tools else None,
+        reasoning_format=reasoning_format,
+        tools=tuple(Tool(function["name"], function.get("parameters") or {}) for function in functions),
+        starts_in_reasoning=starts_in_reasoning(text[-TAIL_CHARACTERS:], reasoning_format),
+        parallel_tool_calls=chat.parallel_tool_calls,
+        marker_token_ids=served.marker_token_ids,
+    )
+
+
+def encode_prompt(served: ServedModel, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
+    if isinstance(prompt, str):
+        return prompt, need_tokenizer(served).encode(prompt, add_special_tokens)
+    return None, prompt
+
+
+def need_tokenizer(served: ServedModel) -> Tokenizer:
+    if served.tokenizer is None:
+        raise RequestError("the model has no tokenizer, so only token ids can be used: send them to /v1/completions", "prompt")
+    return served.tokenizer

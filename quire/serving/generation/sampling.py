@@ -1,0 +1,25 @@
+"""SamplingParams out of what a request states and what the checkpoint recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.contracts.sampling_params import SamplingParams
+
+
+def make_sampling(stated: Mapping[str, Any], recommended: Mapping[str, Any], **forced: Any) -> tuple[SamplingParams, bool]:
+    """Return the parameters, and whether one choice is to be run and copied n times: at temperature 0 all are the same.
+
+    stated       fields of SamplingParams; None is as good as absent, but for max_tokens
+    recommended  by the checkpoint, for what is not stated
+    forced       comes before both
+    Raises RequestError.
+    """
+    fields = dict(recommended)
+    fields.update((name, value) for name, value in stated.items() if value is not None or name == "max_tokens")
+    fields.update(forced)
+    num_sequences = max(fields.get("n") or 1, fields.get("best_of") or 1)
+    if num_sequences == 1 or fields.get("temperature", 1.0) != 0:
+        return SamplingParams(**fields), False
+    return SamplingParams(**{**fields, "n": 1, "best_of": None}), True

@@ -1,0 +1,180 @@
+"""The streams of one or several plans as one stream of events, in lists: what one delta of the engine causes stays together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
+
+from quire.serving.errors import ApiError, engine_unavailable, invalid
+from quire.serving.generation.choice_reader import ChoiceReader
+from quire.serving.generation.events import (
+    ChoiceEnd,
+    GenerationEvent,
+    PromptEcho,
+    PromptPositions,
+    TextDelta,
+    TokensDelta,
+    UsageEnd,
+)
+from quire.serving.generation.plan import GenerationPlan
+from quire.serving.interfaces import Gateway, GenerationStream, Job
+from quire.serving.link.messages import ChoiceDelta, RequestDelta
+
+MAX_WAITING_LISTS = 64
+
+
+class GenerationReader:
+    """The deltas of one plan into events, synchronously.
+
+    prompt  the number of the plan among those of the answer: its choices follow those of the plans before
+    """
+
+    def __init__(self, plan: GenerationPlan, prompt: int = 0) -> None:
+        self._plan = plan
+        self._prompt = prompt
+        self._first_choice = prompt * plan.num_choices
+        self._choices = [ChoiceReader(plan, self._first_choice + index) for index in range(plan.num_choices)]
+        self._has_started = False
+        self._num_completion = 0
+        self._num_cached = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every choice is over, perhaps before the engine is."""
+        return all(choice.has_ended for choice in self._choices)
+
+    def feed(self, delta: RequestDelta) -> list[GenerationEvent]:
+        """Return what a delta causes. Raises ApiError for a request that the engine refused, aborted, or failed at."""
+        if delta.error is not None:
+            raise _error_of(delta)
+        events: list[GenerationEvent] = []
+        if delta.metrics is not None:
+            self._num_cached = delta.metrics.num_cached_tokens
+        if not self._has_started:
+            self._start(delta, events)
+        for choice in delta.choices:
+            if choice.finish_reason in ("abort", "error"):
+                if self.has_ended:
+                    continue
+                raise engine_unavailable("the request was aborted before it was complete")
+            if not self._plan.is_copied:
+                self._read(choice, choice.index, events)
+                continue
+            for index in range(self._plan.num_choices):
+                self._read(choice, index, events)
+        if self.has_ended:
+            events.append(self.usage())
+        elif delta.finished:
+            raise engine_unavailable("the engine ended the request before it was complete")
+        return events
+
+    def usage(self) -> UsageEnd:
+        """Return the tokens so far."""
+        num_reasoning = sum(choice.num_reasoning for choice in self._choices)
+        return UsageEnd(self._plan.num_prompt_tokens, self._num_completion, self._num_cached, num_reasoning)
+
+    def _start(self, delta: RequestDelta, events: list[GenerationEvent]) -> None:
+        plan = self._plan
+        self._has_started = True
+        token_ids = plan.request.prompt_token_ids
+        if plan.has_prompt_positions and delta.prompt_logprobs is not None:
+            events.append(PromptPositions(self._prompt, token_ids, delta.prompt_logprobs))
+        if not plan.echo_text:
+            return
+        for index in range(plan.num_choices):
+            choice = self._first_choice + index
+            if plan.echoes_prompt:
+                positions = delta.prompt_logprobs if plan.has_positions else None
+                events.append(PromptEcho(choice, plan.echo_text, token_ids, positions))
+            else:
+                events.append(TextDelta(choice, plan.echo_text, [] if plan.has_positions else None))
+
+    def _read(self, delta: ChoiceDelta, index: int, events: list[GenerationEvent]) -> None:
+        reader = self._choices[index]
+        if reader.has_ended:
+            return
+        if self._plan.hides_output:
+            if delta.finish_reason is not None:
+                reader.has_ended = True
+                events.append(ChoiceEnd(self._first_choice + index, "length"))
+            return
+        self._num_completion += len(delta.token_ids)
+        if self._plan.wants_tokens:
+            events.append(TokensDelta(self._first_choice + index, delta.token_ids))
+        reader.feed(delta, events)
+
+
+def _error_of(delta: RequestDelta) -> ApiError:
+    if delta.error_param is not None:
+        return invalid(str(delta.error), delta.error_param)
+    return ApiError(500, "the engine failed on this request", code="internal_error")
+
+
+async def generation_events(
+    gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]]
+) -> AsyncIterator[list[GenerationEvent]]:
+    """Open the jobs and yield what happens, the choices of plan i numbered from i * num_choices; at last one UsageEnd of all.
+
+    Raises ApiError. Closing the generator aborts what still runs.
+    """
+    async with AsyncExitStack() as stack:
+        opened: list[tuple[GenerationStream, GenerationReader]] = []
+        for prompt, (job, plan) in enumerate(jobs):
+            stream = await stack.enter_async_context(gateway.open(job))
+            opened.append((stream, GenerationReader(plan, prompt)))
+        if len(opened) == 1:
+            async for events in _read_stream(*opened[0]):
+                yield events
+            return
+        async for events in _merge(opened):
+            yield events
+
+
+async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> AsyncIterator[list[GenerationEvent]]:
+    async for delta in stream:
+        events = reader.feed(delta)
+        if reader.has_ended:
+            if not delta.finished:
+                stream.abort("tool_cut")
+            yield events
+            return
+        if events:
+            yield events
+    raise engine_unavailable("the engine ended the request before it was complete")
+
+
+async def _merge(
+    opened: Sequence[tuple[GenerationStream, GenerationReader]],
+) -> AsyncIterator[list[GenerationEvent]]:
+    """Yield the events of several streams as they come, and the sum of their usages at the end."""
+    queue: asyncio.Queue[list[GenerationEvent] | Exception] = asyncio.Queue(MAX_WAITING_LISTS)
+
+    async def pump(stream: GenerationStream, reader: GenerationReader) -> None:
+        try:
+            async for events in _read_stream(stream, reader):
+                await queue.put(events)
+        except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(stream, reader)) for stream, reader in opened]
+    usages: list[UsageEnd] = []
+    try:
+        while len(usages) < len(opened):
+            events = await queue.get()
+            if isinstance(events, Exception):
+                raise events
+            if isinstance(events[-1], UsageEnd):
+                usages.append(events.pop())
+            if events:
+                yield events
+        yield [_sum(usages)]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sum(usages: Iterable[UsageEnd]) -> UsageEnd:
+    counts = [(usage.num_prompt, usage.num_completion, usage.num_cached, usage.num_reasoning) for usage in usages]
+    return UsageEnd(*map(sum, zip(*counts, strict=True)))

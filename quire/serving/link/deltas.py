@@ -1,0 +1,56 @@
+"""From the engine's outputs to the deltas that are sent."""
+
+from __future__ import annotations
+
+from quire.contracts.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.serving.link.messages import ChoiceDelta, RequestDelta, TokenLogprob
+
+
+class DeltaWriter:
+    """Turns RequestOutputs (of kind "delta") into RequestDeltas, which carry metrics only where they say something new."""
+
+    def __init__(self) -> None:
+        self._without_tokens: set[str] = set()
+
+    def begin(self, request_id: str) -> None:
+        """Note a request that the engine has taken in."""
+        self._without_tokens.add(request_id)
+
+    def write(self, output: RequestOutput) -> RequestDelta:
+        """Return what is new in a request."""
+        request_id, has_metrics = output.request_id, output.finished
+        if request_id in self._without_tokens and (has_metrics or any(choice.token_ids for choice in output.outputs)):
+            self._without_tokens.discard(request_id)
+            has_metrics = True
+        return RequestDelta(
+            request_id,
+            [_choice(choice) for choice in output.outputs],
+            output.finished,
+            output.metrics if has_metrics else None,
+            None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs],
+            output.error,
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended without a last output."""
+        self._without_tokens.discard(request_id)
+
+
+def _choice(choice: CompletionOutput) -> ChoiceDelta:
+    return ChoiceDelta(
+        choice.index,
+        choice.text,
+        choice.token_ids,
+        None if choice.logprobs is None else [_entries(entry) for entry in choice.logprobs],
+        choice.finish_reason,
+        choice.stop_reason,
+        choice.cumulative_logprob,
+    )
+
+
+def _position(entry: dict[int, Logprob] | None) -> list[TokenLogprob] | None:
+    return None if entry is None else _entries(entry)
+
+
+def _entries(entry: dict[int, Logprob]) -> list[TokenLogprob]:
+    return [TokenLogprob(token_id, found.logprob, found.rank) for token_id, found in entry.items()]

@@ -1,0 +1,208 @@
+"""EngineLoop: commands in, steps, outputs out. The one thread of the engine's process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from quire.base.errors import QuireError, RequestError, UnsupportedError
+from quire.base.logging import get_logger
+from quire.serving.link.deltas import DeltaWriter
+from quire.serving.link.framing import MessageError
+from quire.serving.link.messages import (
+    Abort,
+    Heartbeat,
+    KvReport,
+    RequestDelta,
+    StepOutputs,
+    StepPart,
+    StepReport,
+    Stop,
+    Submit,
+    ToEngine,
+    Watch,
+)
+
+if TYPE_CHECKING:  # it loads torch, which a test of the loop with another engine does not need
+    from quire.contracts.outputs import RequestOutput
+    from quire.engine.llm_engine import LLMEngine
+
+logger = get_logger(__name__)
+
+_HEARTBEAT_S = 1.0
+_MAX_WATCH_HZ = 30.0
+_WATCH_SHARE = 0.05
+"""Share of the time that may go into KvReports."""
+
+
+class Port(Protocol):
+    """What the loop needs of the link; EnginePort is one."""
+
+    last_empty_s: float
+
+    @property
+    def num_commands(self) -> int: ...
+
+    def receive(self, timeout_s: float) -> list[ToEngine]: ...
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def check_peer(self) -> None: ...
+
+
+class EngineLoop:
+    """Runs an engine for the server. What is wrong with one request ends that request and nothing else."""
+
+    def __init__(self, engine: LLMEngine, port: Port) -> None:
+        engine.is_recording = True
+        self._engine = engine
+        self._port = port
+        self._deltas = DeltaWriter()
+        self._replies: list[RequestDelta] = []
+        self._next_beat_s = 0.0
+        self._watch_interval_s: float | None = None
+        self._next_watch_s = 0.0
+
+    def run(self) -> None:
+        """Work until a Stop comes. Raises PeerGoneError when the server has ended, and whatever a broken engine raises."""
+        engine = self._engine
+        while True:
+            self._tell()
+            wait_s = 0.0 if engine.has_unfinished_requests() else self._idle_s()
+            for command in self._port.receive(wait_s):
+                if isinstance(command, Stop):
+                    return
+                self._obey(command)
+            if self._replies:
+                replies, self._replies = self._replies, []
+                self._send(replies, None)
+            if engine.has_unfinished_requests():
+                self._step()
+
+    def _idle_s(self) -> float:
+        due_s = self._next_beat_s if self._watch_interval_s is None else min(self._next_beat_s, self._next_watch_s)
+        return max(0.001, due_s - time.monotonic())
+
+    def _tell(self) -> None:
+        """Send the heartbeat and the KvReport where they are due."""
+        now = time.monotonic()
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + _HEARTBEAT_S
+            self._port.check_peer()
+            steps, unfinished = self._engine.stats.num_steps, self._engine.num_unfinished_requests()
+            self._port.send(Heartbeat(self._port.last_empty_s, steps, unfinished, self._port.num_commands))
+        if self._watch_interval_s is not None and now >= self._next_watch_s:
+            self._send_kv_report(now, self._watch_interval_s)
+
+    def _send_kv_report(self, now: float, interval_s: float) -> None:
+        try:
+            self._port.send(self._kv_report(now))
+        except MessageError:
+            logger.exception("the KV blocks are not reported any more")
+            self._watch_interval_s = None
+        self._next_watch_s = now + max(interval_s, (time.monotonic() - now) / _WATCH_SHARE)
+
+    def _obey(self, command: ToEngine) -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self._abort(request_id)
+        elif isinstance(command, Watch):
+            is_on = command.hz > 0
+            self._watch_interval_s = 1 / min(command.hz, _MAX_WATCH_HZ) if is_on else None
+            self._next_watch_s = 0.0
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            request = command.request()
+            self._engine.check_request(request)
+            self._engine.submit(request, "delta")
+        except (RequestError, UnsupportedError) as error:
+            param = error.param if isinstance(error, RequestError) else None
+            self._replies.append(
+                RequestDelta(command.request_id, [], True, error=str(error), error_param=param, is_refused=True)
+            )
+        except Exception as error:
+            logger.exception("request %s could not be taken in", command.request_id)
+            self._replies.append(RequestDelta(command.request_id, [], True, error=_describe(error)))
+        else:
+            self._deltas.begin(command.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort_request(request_id)
+        if output is not None:
+            self._replies.append(self._write(output))
+
+    def _step(self) -> None:
+        before = self._engine.last_step
+        deltas = [self._write(output) for output in self._engine.step()]
+        report = None if self._engine.last_step is before else self._report()
+        if deltas or report is not None:
+            self._send(deltas, report)
+
+    def _write(self, output: RequestOutput) -> RequestDelta:
+        try:
+            return self._deltas.write(output)
+        except Exception as error:
+            logger.exception("the output of request %s failed", output.request_id)
+            return self._fail(output.request_id, _describe(error))
+
+    def _fail(self, request_id: str, reason: str) -> RequestDelta:
+        """End a request whose output cannot be sent; return what is sent instead."""
+        self._engine.abort_request(request_id)
+        self._deltas.forget(request_id)
+        return RequestDelta(request_id, [], True, error=reason)
+
+    def _send(self, deltas: list[RequestDelta], report: StepReport | None) -> None:
+        """Send outputs in one message; where that cannot be sent, one by one, so that only those at fault fail."""
+        try:
+            self._port.send(StepOutputs(deltas, report))
+            return
+        except MessageError as error:
+            if not deltas:
+                raise
+            if len(deltas) == 1:
+                logger.exception("the output of request %s cannot be sent", deltas[0].request_id)
+                deltas = [self._fail(deltas[0].request_id, str(error))]
+        for delta in deltas:
+            self._send([delta], None)
+        if report is not None:
+            self._port.send(StepOutputs([], report))
+
+    def _report(self) -> StepReport | None:
+        record, scheduler = self._engine.last_step, self._engine.scheduler
+        if record is None:
+            return None
+        parts = [StepPart(*share) for share in record.shares]
+        num_prefill = sum([part.num_tokens for part in parts if part.is_prefill])
+        return StepReport(
+            step_id=record.step_id,
+            started_s=record.started_s,
+            duration_s=record.duration_s,
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=sum([part.num_tokens for part in parts]) - num_prefill,
+            num_context_tokens=record.num_context_tokens,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=scheduler.kv.pool.num_free,
+            num_cached_blocks=scheduler.kv.num_cached_blocks,
+            total_preemptions=scheduler.num_preemptions,
+            total_prefix_queries=scheduler.prefix_cache_queries,
+            total_prefix_hits=scheduler.prefix_cache_hits,
+            parts=parts,
+        )
+
+    def _kv_report(self, now: float) -> KvReport:
+        scheduler = self._engine.scheduler
+        held: dict[str, dict[int, None]] = {}
+        for sequence in scheduler.running:
+            held.setdefault(sequence.request.request_id, {}).update(dict.fromkeys(sequence.block_ids))
+        blocks = {request_id: list(block_ids) for request_id, block_ids in held.items()}
+        return KvReport(now, scheduler.config.num_kv_blocks, blocks, list(scheduler.kv.cached_block_ids()))
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

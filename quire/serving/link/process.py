@@ -1,0 +1,131 @@
+"""The engine's process: `python -m quire.serving.link.process`, with a Start message on standard input."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from quire.base.errors import ConfigError, ModelFormatError, QuireError, UnsupportedError
+from quire.base.logging import get_logger, setup_logging
+from quire.contracts.config import EngineConfig
+from quire.serving.link.engine_info import describe_engine
+from quire.serving.link.engine_loop import EngineLoop
+from quire.serving.link.messages import PROTOCOL_VERSION, Failed, Hello, Ready, Start
+from quire.serving.link.port import EnginePort, PeerGoneError
+
+if TYPE_CHECKING:  # it loads torch
+    from quire.engine.llm_engine import LLMEngine
+
+logger = get_logger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+_CONFIG_ERRORS = (ConfigError, ModelFormatError, UnsupportedError)
+EXIT_FAILED = 1
+EXIT_PEER_GONE = 3
+
+
+def write_start(start: Start) -> bytes:
+    """Return what is to be written to the standard input of the process; the pipe must then stay open."""
+    body = msgspec.msgpack.encode(start)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_start(lifeline: BinaryIO) -> Start:
+    """Return the Start message. Raises ConfigError when there is none."""
+    try:
+        (num_bytes,) = _LENGTH.unpack(_read_exactly(lifeline, _LENGTH.size))
+        return msgspec.msgpack.decode(_read_exactly(lifeline, num_bytes), type=Start)
+    except (EOFError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"this process is started by `quire serve` alone: no Start message came ({error})") from error
+
+
+def _read_exactly(lifeline: BinaryIO, num_bytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        part = lifeline.read(num_bytes - len(parts))
+        if not part:
+            raise EOFError(f"{len(parts)} of {num_bytes} bytes came")
+        parts += part
+    return bytes(parts)
+
+
+def ignore_signals() -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes of a group, and SIGTERM to the server, which then says Stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when the server's ends, also in a step or while it is stopped. Raises PeerGoneError.
+
+    Elsewhere than on Linux only the end of standard input tells, between steps.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        raise PeerGoneError("the server's process has ended")
+
+
+def load_engine(config: EngineConfig) -> LLMEngine:
+    """Load the model."""
+    from quire import LLMEngine  # settles how OpenMP's threads wait, then loads torch: seconds, after Hello
+
+    return LLMEngine(config)
+
+
+def run(load: Callable[[EngineConfig], LLMEngine] = load_engine) -> int:
+    """Serve one server until it says Stop or ends; return the status to exit with."""
+    ignore_signals()
+    lifeline = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - as long as the process
+    start = read_start(lifeline)
+    setup_logging(start.log_level)
+    port: EnginePort | None = None
+    try:
+        die_with_parent(start.parent_pid)
+        port = EnginePort(start, lifeline)
+        port.send(Hello(os.getpid(), PROTOCOL_VERSION))
+        return _serve(start, port, load)
+    except PeerGoneError as error:
+        logger.warning("the engine's process ends: %s", error)
+        return EXIT_PEER_GONE
+    finally:
+        if port is not None:
+            port.close()
+
+
+def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEngine]) -> int:
+    began_s = time.monotonic()
+    engine: LLMEngine | None = None
+    try:
+        if start.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(f"the server speaks version {start.protocol_version} of the link, the engine {PROTOCOL_VERSION}")
+        engine = load(EngineConfig(**start.config))
+        port.send(Ready(describe_engine(engine, time.monotonic() - began_s)))
+        EngineLoop(engine, port).run()
+        return 0
+    except PeerGoneError:
+        raise
+    except Exception as error:
+        if isinstance(error, _CONFIG_ERRORS) and engine is None:
+            logger.error("%s", error)  # meant for the user, who has no use for a traceback
+        else:
+            logger.exception("the engine failed")
+        message = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+        port.send(Failed(type(error).__name__, message, isinstance(error, _CONFIG_ERRORS)))
+        return EXIT_FAILED
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,233 @@
+"""Every metric of the server: its name, its labels, its buckets, and in the help text how it is defined.
+
+The names and buckets are those that dashboards for this kind of server know, after the prefix; buckets are added where theirs
+are too coarse for a small model. All carry the labels model_name and engine, and none is labelled with what a client wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.serving.metrics.instruments import Counter, Gauge, Histogram, Instrument
+
+PREFIX = "quire:"
+
+# fmt: off
+TTFT_BUCKETS = (
+    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)
+TOKEN_BUCKETS = (
+    .0005, .001, .002, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)
+REQUEST_BUCKETS = (
+    .001, .005, .01, .025, .05, .1, .2, .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
+    120, 240, 480, 960, 1920, 7680,
+)
+STEP_BUCKETS = (.0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10)
+ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+LAG_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
+CHOICE_BUCKETS = (1, 2, 5, 10, 20)
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+# fmt: on
+
+
+def length_buckets(max_model_len: int) -> tuple[int, ...]:
+    """Return 1, 2, 5, 10, ... up to the model's length."""
+    found: list[int] = []
+    scale = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * scale > max_model_len:
+                return (*found, max_model_len) if not found or found[-1] < max_model_len else tuple(found)
+            found.append(step * scale)
+        scale *= 10
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeSources:
+    """What gauges read at every collection; None from a source leaves the sample out."""
+
+    heartbeat_age_s: Callable[[], float | None]
+    flops_per_s: Callable[[], float | None]
+    bytes_per_s: Callable[[], float | None]
+    mfu: Callable[[], float | None]
+    mbu: Callable[[], float | None]
+
+
+class Definitions:
+    """The instruments of one server, by attribute; `all` in the order of their definition."""
+
+    def __init__(self, labels: dict[str, str], max_model_len: int, sources: GaugeSources) -> None:
+        self._labels = labels
+        self.all: list[Instrument] = []
+        self._define_engine()
+        self._define_tokens()
+        self._define_times()
+        self._define_sizes(length_buckets(max_model_len))
+        self._define_ends()
+        self._define_server()
+        self._define_load(sources)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        made = Counter(PREFIX + name, text, self._labels, labels)
+        self.all.append(made)
+        return made
+
+    def _gauge(self, name: str, text: str, *labels: str, read: Callable[[], float | None] | None = None) -> Gauge:
+        made = Gauge(PREFIX + name, text, self._labels, labels, read)
+        self.all.append(made)
+        return made
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+        made = Histogram(PREFIX + name, text, self._labels, bounds, labels)
+        self.all.append(made)
+        return made
+
+    def _define_engine(self) -> None:
+        gauge, counter = self._gauge, self._counter
+        self.running = gauge("num_requests_running", "Sequences that the engine computes, after its last step.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait: in the server's queue and in the engine's.")
+        self.waiting_by_reason = gauge(
+            "num_requests_waiting_by_reason",
+            "Requests that wait: capacity, for room in the engine; deferred, of class batch until nothing else waits.",
+            "reason",
+        )
+        self.queued = gauge("queue_requests", "Requests in the server's queue by class.", "class")
+        self.queued_tokens = gauge("queue_prompt_tokens", "Prompt tokens in the server's queue by class.", "class")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; reusable prefixes count as free.")
+        self.cache_config = gauge(
+            "cache_config_info",
+            "1, with the shape of the KV cache in labels.",
+            "block_size",
+            "num_kv_blocks",
+            "enable_prefix_caching",
+            "cache_dtype",
+        )
+        self.batch_prefill = gauge("batch_prefill_tokens", "Prompt tokens in the last step.")
+        self.batch_decode = gauge("batch_decode_tokens", "Decoding sequences in the last step: one token each.")
+        self.engine_state = gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "state")
+        self.restarts = counter("engine_restarts", "Times the engine process was started again.")
+        self.preemptions = counter("num_preemptions", "Times a sequence gave up its KV blocks to others.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
+        self.iteration_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens computed per step, of prompts and decoding.", ITERATION_BUCKETS
+        )
+        self.step_seconds = self._histogram("engine_step_seconds", "Duration of one step, in the engine.", STEP_BUCKETS)
+
+    def _define_tokens(self) -> None:
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of requests that reached their first output token, cached ones included."
+        )
+        self.prompt_tokens_by_source = self._counter(
+            "prompt_tokens_by_source", "The same by where they came from: local_compute or local_cache_hit.", "source"
+        )
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens, as they arrive from the engine.")
+
+    def _define_times(self) -> None:
+        histogram = self._histogram
+        self.ttft = histogram(
+            "time_to_first_token_seconds",
+            "From the arrival of a request at the server to the arrival of its first output token there; waiting included.",
+            TTFT_BUCKETS,
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Between two outputs of a request that have tokens: one sample per output of the engine, not per token.",
+            TOKEN_BUCKETS,
+        )
+        self.per_output_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean over a request: decode time / (tokens of its longest choice - 1); none for outputs of one token.",
+            TOKEN_BUCKETS,
+        )
+        self.e2e = histogram(
+            "e2e_request_latency_seconds", "From the arrival of a request to its last output.", REQUEST_BUCKETS
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds",
+            "From the arrival of a request to its first step: in the server's queue and in the engine's.",
+            REQUEST_BUCKETS,
+        )
+        self.queue_wait = histogram(
+            "queue_wait_seconds", "From admission to being handed to the engine, by class.", REQUEST_BUCKETS, "class"
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds",
+            "From the first step of a request to its first token, engine clock.",
+            REQUEST_BUCKETS,
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token of a request to its end, engine clock.", REQUEST_BUCKETS
+        )
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "From the first step of a request to its end, engine clock.", REQUEST_BUCKETS
+        )
+
+    def _define_sizes(self, lengths: tuple[int, ...]) -> None:
+        histogram = self._histogram
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of ended requests.", lengths)
+        self.generation_length = histogram(
+            "request_generation_tokens", "Output tokens of ended requests, all choices.", lengths
+        )
+        self.longest_choice = histogram(
+            "request_max_num_generation_tokens", "Output tokens of the longest choice of ended requests.", lengths
+        )
+        self.max_tokens = histogram("request_params_max_tokens", "max_tokens of ended requests that stated it.", lengths)
+        self.params_n = histogram("request_params_n", "n of ended requests.", CHOICE_BUCKETS)
+        self.computed_prompt = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens computed, not cached, of ended requests.", lengths
+        )
+        self.request_preemptions = histogram("request_num_preemptions", "Preemptions of ended requests.", PREEMPTION_BUCKETS)
+
+    def _define_ends(self) -> None:
+        counter = self._counter
+        self.success = counter(
+            "request_success", "Choices that ended, by reason: stop, length, abort or error.", "finished_reason"
+        )
+        self.aborts = counter("stream_aborts", "Requests that the server ended early, by reason.", "reason")
+        self.disconnects = counter(
+            "client_disconnects", "Clients that went before the end, by phase: queue, prefill or decode.", "phase"
+        )
+        self.rejections = counter("admission_rejections", "Requests refused at admission, by reason.", "reason")
+        self.slo_counted = counter(
+            "slo_requests", "Ended requests that count for goodput: all but those their clients gave up."
+        )
+        self.slo_met = counter("slo_requests_met", "Of these, the ones that ended well within every threshold that is set.")
+
+    def _define_server(self) -> None:
+        self.http_requests = self._counter(
+            "http_requests", "Answers by route and status; 499: the client had gone.", "route", "code"
+        )
+        self.http_seconds = self._histogram(
+            "http_request_duration_seconds", "Whole answers by route.", REQUEST_BUCKETS, "route"
+        )
+        self.ignored_params = self._counter(
+            "ignored_params", "Parameters without effect that were sent; names this server does not know are other.", "param"
+        )
+        self.tool_parsers = self._counter(
+            "tool_call_parser_invocations", "Outputs read for tool calls, by format and outcome: parsed, none or fallback.",
+            "format", "outcome",
+        )  # fmt: skip
+        self.batch_lines = self._gauge("batch_lines", "Lines of unfinished batches by state.", "state")
+        self.loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How much later than asked for the server's event loop came round.", LAG_BUCKETS
+        )
+
+    def _define_load(self, sources: GaugeSources) -> None:
+        gauge = self._gauge
+        self.flops = self._counter(
+            "estimated_flops_per_gpu",
+            "Floating point operations: two per active parameter and token, and of attention what is sure; rather too low.",
+        )
+        self.read_bytes = self._counter(
+            "estimated_read_bytes_per_gpu", "Bytes read: the active weights once a step, and the keys and values attended to."
+        )
+        self.written_bytes = self._counter("estimated_write_bytes_per_gpu", "Bytes of keys and values written.")
+        gauge("engine_heartbeat_age_seconds", "Since the engine's loop last gave a sign of life.", read=sources.heartbeat_age_s)
+        gauge("achieved_flops_per_second", "The same operations per second of step time, lately.", read=sources.flops_per_s)
+        gauge("achieved_bytes_per_second", "Bytes read per second of step time, lately.", read=sources.bytes_per_s)
+        gauge("mfu", "Share of the machine's peak operations per second, where that is known.", read=sources.mfu)
+        gauge("mbu", "Share of the machine's peak bytes per second, where that is known.", read=sources.mbu)

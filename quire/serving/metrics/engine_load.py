@@ -1,0 +1,92 @@
+"""EngineLoad: operations and bytes of the engine's steps, beside what the machine can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.serving.link.messages import EngineInfo, StepReport
+
+_TIME_CONSTANT_S = 10.0
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step needed."""
+
+    flops: float
+    read_bytes: float
+    written_bytes: float
+
+
+def step_work(info: EngineInfo, report: StepReport) -> StepWork:
+    """Return what a step needed, rather too little than too much.
+
+    flops          2 per active parameter and token; attention: 4 per element of a key for each pair of a new token and a
+                   token it attends to, as if there were no more query heads than key heads, and of a prompt's pairs those
+                   that the report shows: one with each cached token, and those within its chunk
+    read_bytes     the active weights once, and the keys and values of every context once
+    written_bytes  keys and values of the new tokens
+    """
+    num_tokens = report.num_prefill_tokens + report.num_decode_tokens
+    if num_tokens == 0:
+        return StepWork(0.0, 0.0, 0.0)
+    pairs = report.num_context_tokens + sum(
+        part.num_tokens * (part.num_tokens - 1) // 2 for part in report.parts if part.is_prefill
+    )
+    elements_per_key = info.kv_bytes_per_token / 2 / _ELEMENT_BYTES.get(info.dtype, 4)
+    return StepWork(
+        flops=2.0 * info.num_active_parameters * num_tokens + 4.0 * elements_per_key * pairs,
+        read_bytes=float(info.weight_bytes + info.kv_bytes_per_token * report.num_context_tokens),
+        written_bytes=float(info.kv_bytes_per_token * num_tokens),
+    )
+
+
+class EngineLoad:
+    """Rates over the steps of about the last ten seconds, per second that steps took; 0 when the last is longer ago.
+
+    peak_flops_per_s, peak_bytes_per_s  of the machine, measured or given; None where unknown
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        peak_flops_per_s: float | None = None,
+        peak_bytes_per_s: float | None = None,
+    ) -> None:
+        self._clock = clock
+        self.peak_flops_per_s = peak_flops_per_s
+        self.peak_bytes_per_s = peak_bytes_per_s
+        self._flops = self._bytes = self._busy_s = 0.0
+        self._last_s = -math.inf
+
+    def observe(self, work: StepWork, report: StepReport) -> None:
+        """Take in one step."""
+        end_s = report.started_s + report.duration_s
+        decay = math.exp(-max(end_s - self._last_s, 0.0) / _TIME_CONSTANT_S)
+        self._last_s = max(end_s, self._last_s)
+        self._flops = self._flops * decay + work.flops
+        self._bytes = self._bytes * decay + work.read_bytes
+        self._busy_s = self._busy_s * decay + report.duration_s
+
+    def flops_per_s(self) -> float:
+        """Return operations per second of step time."""
+        return self._rate(self._flops)
+
+    def bytes_per_s(self) -> float:
+        """Return bytes read per second of step time."""
+        return self._rate(self._bytes)
+
+    def mfu(self) -> float | None:
+        """Return the share of the peak operations per second; None where that is unknown."""
+        return self.flops_per_s() / self.peak_flops_per_s if self.peak_flops_per_s else None
+
+    def mbu(self) -> float | None:
+        """Return the share of the peak bytes per second; None where that is unknown."""
+        return self.bytes_per_s() / self.peak_bytes_per_s if self.peak_bytes_per_s else None
+
+    def _rate(self, total: float) -> float:
+        is_idle = self._clock() - self._last_s > _TIME_CONSTANT_S
+        return 0.0 if is_idle or self._busy_s <= 0 else total / self._busy_s

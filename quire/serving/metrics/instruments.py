@@ -1,0 +1,165 @@
+"""Counter, Gauge and Histogram: plain numbers that a prometheus_client registry collects.
+
+Written and read by the event loop alone, so without locks, and a histogram finds its bucket by bisection: an observation costs
+some tenths of a microsecond.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from quire.base.errors import InvariantError
+
+C = TypeVar("C")
+
+MAX_LABEL_VALUES = 512
+"""Sets of values of the labels of one metric; what comes after is counted under "other"."""
+
+
+class Cell:
+    """One number of a counter or gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, amount: float = 1.0) -> None:
+        """Add to the number."""
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        """Replace the number."""
+        self.value = value
+
+
+class Buckets:
+    """The observations of one histogram: counts by bucket, and their sum."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return (upper bound, observations up to it) as the exposition has them, "+Inf" last."""
+        total = 0
+        rows: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), self.counts, strict=True):
+            total += count
+            rows.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        return rows
+
+
+class _Family(Generic[C]):
+    """The cells of one metric by the values of its labels, those of every metric of the server first."""
+
+    def __init__(self, name: str, text: str, constant: dict[str, str], labels: Sequence[str], make: Callable[[], C]) -> None:
+        self.name, self.text = name, text
+        self.label_names = (*constant, *labels)
+        self._constant = tuple(constant.values())
+        self._num_labels = len(labels)
+        self._make = make
+        self.cells: dict[tuple[str, ...], C] = {}
+        if not labels:
+            self.labels()
+
+    def labels(self, *values: str) -> C:
+        """Return the cell of these label values, made at its first use; beyond MAX_LABEL_VALUES that of "other"."""
+        if len(values) != self._num_labels:
+            raise InvariantError(f"metric {self.name} has {self._num_labels} labels, got {len(values)} values")
+        cell = self.cells.get((*self._constant, *values))
+        if cell is not None:
+            return cell
+        if len(self.cells) >= MAX_LABEL_VALUES:
+            values = ("other",) * self._num_labels
+        return self.cells.setdefault((*self._constant, *values), self._make())
+
+
+class Counter(_Family[Cell]):
+    """A number that only grows; exported as `name`_total."""
+
+    def __init__(self, name: str, text: str, constant: dict[str, str], labels: Sequence[str] = ()) -> None:
+        super().__init__(name, text, constant, labels, Cell)
+
+    def collect(self) -> Metric:
+        """Return the family for the exposition."""
+        family = CounterMetricFamily(self.name, self.text, labels=self.label_names)
+        for values, cell in self.cells.items():
+            family.add_metric(values, cell.value)
+        return family
+
+
+class Gauge(_Family[Cell]):
+    """A number that goes up and down. With `read` it is asked for at every collection instead of set."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        constant: dict[str, str],
+        labels: Sequence[str] = (),
+        read: Callable[[], float | None] | None = None,
+    ) -> None:
+        super().__init__(name, text, constant, labels, Cell)
+        self.read = read
+
+    def only(self, *values: str) -> None:
+        """Set the cell of these label values to 1 and all others to 0."""
+        for cell in self.cells.values():
+            cell.value = 0.0
+        self.labels(*values).value = 1.0
+
+    def collect(self) -> Metric:
+        """Return the family for the exposition; no sample where `read` returns None."""
+        family = GaugeMetricFamily(self.name, self.text, labels=self.label_names)
+        if self.read is not None:
+            value = self.read()
+            if value is not None:
+                family.add_metric(self._constant, value)
+            return family
+        for values, cell in self.cells.items():
+            family.add_metric(values, cell.value)
+        return family
+
+
+class Histogram(_Family[Buckets]):
+    """How often values fell into buckets. `bounds` ascend; +Inf is added."""
+
+    def __init__(
+        self, name: str, text: str, constant: dict[str, str], bounds: Sequence[float], labels: Sequence[str] = ()
+    ) -> None:
+        self.bounds = tuple(bounds)
+        super().__init__(name, text, constant, labels, lambda: Buckets(self.bounds))
+
+    def collect(self) -> Metric:
+        """Return the family for the exposition."""
+        family = HistogramMetricFamily(self.name, self.text, labels=self.label_names)
+        for values, cell in self.cells.items():
+            family.add_metric(values, cell.cumulative(), cell.sum)
+        return family
+
+
+Instrument = Counter | Gauge | Histogram
+
+
+class InstrumentCollector:
+    """Hands the families of instruments to a registry."""
+
+    def __init__(self, instruments: Iterable[Instrument]) -> None:
+        self._instruments = list(instruments)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all families, in the order of definition."""
+        return [instrument.collect() for instrument in self._instruments]

@@ -1,0 +1,99 @@
+"""JSON logs, and the line that an ended request leaves in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from quire.base.logging import get_logger
+from quire.serving.metrics.request_record import RequestRecord
+
+_log = get_logger(__name__)
+
+FIELDS = (
+    "request_id",
+    "client_request_id",
+    "route",
+    "status",
+    "owner",
+    "priority",
+    "duration_s",
+    "queue_s",
+    "ttft_s",
+    "time_per_output_token_s",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_output_tokens",
+    "finish_reasons",
+    "abort_reason",
+    "code",
+    "phase",
+)
+"""Attributes of a log record (its `extra`) that are written; no others, so that no prompt or key gets there by accident."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the FIELDS that the record has, and its exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, object] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in FIELDS:
+            value = getattr(record, name, None)
+            if value is not None:
+                line[name] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def setup_log_format(log_format: str) -> None:
+    """Give the handlers of the `quire` loggers the format of ServerConfig.log_format; "text" leaves them as they are."""
+    if log_format == "json":
+        for handler in logging.getLogger("quire").handlers:
+            handler.setFormatter(JsonFormatter())
+
+
+def log_ended(record: RequestRecord) -> None:
+    """Log the end of a request: register with ServerMetrics.on_end. Counts and times, nothing of what was asked or answered."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    engine = record.engine
+    ttft, e2e = _round(record.ttft_s), _round(record.e2e_s)
+    _log.info(
+        "%s %s: %s, %d prompt and %d output tokens, first token after %s s, %s s in all",
+        record.job.request.request_id,
+        record.job.route,
+        record.abort_reason or "/".join(sorted(set(record.finish_reasons))),
+        record.num_prompt_tokens,
+        record.num_output_tokens,
+        "-" if ttft is None else ttft,
+        e2e,
+        extra={
+            "request_id": record.job.request.request_id,
+            "route": record.job.route,
+            "owner": record.job.owner.name,
+            "priority": record.job.priority,
+            "duration_s": e2e,
+            "queue_s": None if engine is None else _round(engine.time_in_queue_s),
+            "ttft_s": ttft,
+            "time_per_output_token_s": _round(record.time_per_output_token_s),
+            "num_prompt_tokens": record.num_prompt_tokens,
+            "num_cached_tokens": None if engine is None else engine.num_cached_tokens,
+            "num_output_tokens": record.num_output_tokens,
+            "finish_reasons": record.finish_reasons,
+            "abort_reason": record.abort_reason,
+        },
+    )
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,84 @@
+"""RequestRecord: what is measured of one request, from its admission to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.contracts.outputs import RequestMetrics
+from quire.serving.interfaces import AbortReason, Job
+
+_GIVEN_UP_BY_CLIENT = frozenset({"disconnect", "cancelled", "slow_reader"})
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """Written by ServerMetrics alone. Times are seconds of time.monotonic().
+
+    arrival_s          at the server
+    dispatched_s       handed to the engine; None while queued
+    first_output_s     the first output token arrived from the engine
+    last_output_s      likewise the latest
+    engine             the engine's own times, and what it reused; None until the first token
+    finish_reasons     of the choices that ended
+    ended_s            None while the request is under way
+    """
+
+    job: Job
+    arrival_s: float
+    opened_s: float
+    dispatched_s: float | None = None
+    first_output_s: float | None = None
+    last_output_s: float | None = None
+    ended_s: float | None = None
+    num_output_tokens: int = 0
+    choice_tokens: dict[int, int] = field(default_factory=dict[int, int])
+    finish_reasons: list[str] = field(default_factory=list[str])
+    engine: RequestMetrics | None = None
+    abort_reason: AbortReason | None = None
+    error: str | None = None
+
+    @property
+    def phase(self) -> str:
+        """Return "queue" before the engine has the request, "prefill" before its first token, "decode" after it."""
+        if self.dispatched_s is None:
+            return "queue"
+        return "prefill" if self.first_output_s is None else "decode"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the tokens of the prompt, cached or not."""
+        return len(self.job.request.prompt_token_ids)
+
+    @property
+    def longest_choice_tokens(self) -> int:
+        """Return the output tokens of the longest choice."""
+        return max(self.choice_tokens.values(), default=0)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Return seconds from arrival to the first output token, as seen by the server."""
+        return None if self.first_output_s is None else self.first_output_s - self.arrival_s
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Return decode time over the tokens after the first, of the longest choice; None for one token."""
+        decode_s = None if self.engine is None else self.engine.decode_time_s
+        if decode_s is None or self.longest_choice_tokens < 2:
+            return None
+        return decode_s / (self.longest_choice_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Return seconds from arrival to the end; None while under way."""
+        return None if self.ended_s is None else self.ended_s - self.arrival_s
+
+    @property
+    def counts_for_goodput(self) -> bool:
+        """Return whether the request was not given up by its client."""
+        return self.abort_reason not in _GIVEN_UP_BY_CLIENT
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Return whether every choice ended by itself, or was cut by the server once it had what was asked for."""
+        allowed = {"stop", "length", "abort"} if self.abort_reason == "tool_cut" else {"stop", "length"}
+        return self.error is None and bool(self.finish_reasons) and allowed.issuperset(self.finish_reasons)

@@ -1,0 +1,286 @@
+"""ServerMetrics: counts what happens in the server and renders it for Prometheus."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError
+from quire.serving.interfaces import AbortReason, Job
+from quire.serving.link.messages import EngineInfo, RequestDelta, StepOutputs, StepReport
+from quire.serving.metrics.definitions import PREFIX, Definitions, GaugeSources
+from quire.serving.metrics.engine_load import EngineLoad, step_work
+from quire.serving.metrics.instruments import InstrumentCollector
+from quire.serving.metrics.request_record import RequestRecord
+
+KNOWN_IGNORED_PARAMS = frozenset(
+    {
+        "user", "safety_identifier", "metadata", "service_tier", "store", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "cache_control", "include_obfuscation", "truncation", "verbosity", "reasoning_effort",
+        "include", "prediction", "modalities", "background",
+    }
+)  # fmt: skip
+"""Names that may be label values of ignored_params; a client can invent others without end."""
+_REJECTIONS = {
+    "overloaded": "overloaded",
+    "rate_limit_exceeded": "rate_limited",
+    "engine_unavailable": "engine_unavailable",
+    "draining": "draining",
+    "request_timeout": "deadline",
+}
+_LINE_START = re.compile(rb"(?m)^(# HELP |# TYPE )?" + PREFIX.encode())
+
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of its own.
+
+    on_end      called with every record that has ended: spans and the log
+    on_collect  called before every rendering, to set gauges
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model_name: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_model_len: int = 131_072,
+        heartbeat_age_s: Callable[[], float | None] = lambda: None,
+        known_ignored_params: Collection[str] = KNOWN_IGNORED_PARAMS,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._known_ignored_params = known_ignored_params
+        self.load = EngineLoad(clock)
+        load = self.load
+        sources = GaugeSources(heartbeat_age_s, load.flops_per_s, load.bytes_per_s, load.mfu, load.mbu)
+        labels = {"model_name": model_name, "engine": "0", **config.metric_labels}
+        self.defined = Definitions(labels, max_model_len, sources)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(InstrumentCollector(self.defined.all))
+        self.records: dict[str, RequestRecord] = {}
+        self.on_end: list[Callable[[RequestRecord], None]] = []
+        self.on_collect: list[Callable[[], None]] = []
+        self._info: EngineInfo | None = None
+        self._totals = (0, 0, 0)
+        self.num_engine_waiting = 0
+        self._state = ""
+        self._cell_tokens = self.defined.generation_tokens.labels()
+        self._cell_gaps = self.defined.inter_token.labels()
+
+    # Requests, in the order of what happens to one.
+
+    def rejected(self, error: ApiError) -> None:
+        """Count a request that was not admitted."""
+        self.defined.rejections.labels(_REJECTIONS.get(error.code or "", "invalid")).add()
+
+    def opened(self, job: Job) -> RequestRecord:
+        """Begin the record of an admitted request."""
+        now_s = self._clock()
+        record = RequestRecord(job, arrival_s=job.request.arrival_time_s or now_s, opened_s=now_s)
+        self.records[job.request.request_id] = record
+        return record
+
+    def dispatched(self, record: RequestRecord) -> None:
+        """Note that the engine has the request now."""
+        record.dispatched_s = self._clock()
+        wait_s = record.dispatched_s - record.opened_s
+        self.defined.queue_wait.labels(record.job.priority).observe(wait_s)
+
+    def aborted(self, record: RequestRecord, reason: AbortReason) -> None:
+        """Note why a request is being ended, the first reason alone; its end comes, or came, by `step` or `ended`."""
+        if record.abort_reason is not None:
+            return
+        record.abort_reason = reason
+        self.defined.aborts.labels(reason).add()
+        if reason == "disconnect":
+            self.defined.disconnects.labels(record.phase).add()
+
+    def ended(self, record: RequestRecord, finish_reason: str, error: str | None = None) -> None:
+        """End the record of a request whose last delta will not come; one that has ended stays as it is."""
+        if record.ended_s is None:
+            record.error = error
+            self._end(record, finish_reason)
+
+    def step(self, outputs: StepOutputs) -> None:
+        """Take in what a step of the engine has to say."""
+        now_s, num_tokens = self._clock(), 0
+        for delta in outputs.deltas:
+            record = self.records.get(delta.request_id)
+            if record is not None:
+                num_tokens += self._take_delta(record, delta, now_s)
+        if num_tokens:
+            self._cell_tokens.value += num_tokens
+        if outputs.report is not None:
+            self._take_report(outputs.report)
+
+    def _take_delta(self, record: RequestRecord, delta: RequestDelta, now_s: float) -> int:
+        num_tokens, counts = 0, record.choice_tokens
+        for choice in delta.choices:
+            num_new = len(choice.token_ids)
+            num_tokens += num_new
+            counts[choice.index] = counts.get(choice.index, 0) + num_new
+            if choice.finish_reason is not None:
+                record.finish_reasons.append(choice.finish_reason)
+        if delta.metrics is not None:
+            record.engine = delta.metrics
+        if num_tokens:
+            record.num_output_tokens += num_tokens
+            if record.last_output_s is None:
+                record.first_output_s = now_s
+                self.defined.ttft.labels().observe(now_s - record.arrival_s)
+                self._count_prompt(record)
+            else:
+                self._cell_gaps.observe(now_s - record.last_output_s)
+            record.last_output_s = now_s
+        if delta.finished:
+            if delta.embedding is not None:
+                self._count_prompt(record)
+            record.error = delta.error
+            self._end(record, "error" if delta.error is not None else "stop")
+        return num_tokens
+
+    def _count_prompt(self, record: RequestRecord) -> None:
+        num_tokens = record.num_prompt_tokens
+        num_cached = record.engine.num_cached_tokens if record.engine is not None else 0
+        defined = self.defined
+        defined.prompt_tokens.labels().add(num_tokens)
+        defined.cached_tokens.labels().add(num_cached)
+        defined.prompt_tokens_by_source.labels("local_cache_hit").add(num_cached)
+        defined.prompt_tokens_by_source.labels("local_compute").add(num_tokens - num_cached)
+
+    def _end(self, record: RequestRecord, reason_of_rest: str) -> None:
+        record.ended_s = self._clock()
+        self.records.pop(record.job.request.request_id, None)
+        num_missing = record.job.request.params.n - len(record.finish_reasons)
+        record.finish_reasons.extend([reason_of_rest] * num_missing)
+        for reason in record.finish_reasons:
+            self.defined.success.labels(reason).add()
+        self._observe_times(record)
+        self._observe_sizes(record)
+        if record.counts_for_goodput:
+            self.defined.slo_counted.labels().add()
+            if self._is_within_slo(record):
+                self.defined.slo_met.labels().add()
+        for listener in self.on_end:
+            listener(record)
+
+    def _observe_times(self, record: RequestRecord) -> None:
+        defined, engine = self.defined, record.engine
+        if record.ended_s is not None and record.last_output_s is not None:
+            defined.e2e.labels().observe(record.ended_s - record.arrival_s)
+        if engine is None or engine.first_scheduled_time is None:
+            return
+        scheduled_s, first_s, finished_s = engine.first_scheduled_time, engine.first_token_time, engine.finished_time
+        defined.queue_time.labels().observe(max(scheduled_s - record.arrival_s, 0.0))
+        if first_s is not None:
+            defined.prefill_time.labels().observe(first_s - scheduled_s)
+        if finished_s is not None:
+            defined.inference_time.labels().observe(finished_s - scheduled_s)
+        if engine.decode_time_s is not None:
+            defined.decode_time.labels().observe(engine.decode_time_s)
+        if record.time_per_output_token_s is not None:
+            defined.per_output_token.labels().observe(record.time_per_output_token_s)
+
+    def _observe_sizes(self, record: RequestRecord) -> None:
+        defined, params = self.defined, record.job.request.params
+        defined.prompt_length.labels().observe(record.num_prompt_tokens)
+        defined.generation_length.labels().observe(record.num_output_tokens)
+        defined.longest_choice.labels().observe(record.longest_choice_tokens)
+        defined.params_n.labels().observe(params.n)
+        if params.max_tokens is not None:
+            defined.max_tokens.labels().observe(params.max_tokens)
+        if record.engine is not None:
+            defined.computed_prompt.labels().observe(record.num_prompt_tokens - record.engine.num_cached_tokens)
+            defined.request_preemptions.labels().observe(record.engine.num_preemptions)
+
+    def _is_within_slo(self, record: RequestRecord) -> bool:
+        config = self._config
+        measured = (
+            (config.slo_ttft_s, record.ttft_s),
+            (config.slo_tpot_s, record.time_per_output_token_s or 0.0),
+            (config.slo_e2e_s, record.e2e_s),
+        )
+        return record.has_ended_well and all(limit is None or (t is not None and t <= limit) for limit, t in measured)
+
+    # The engine.
+
+    def engine_state(self, state: str) -> None:
+        """Note the state of the engine process."""
+        defined = self.defined
+        defined.engine_state.only(state)
+        has_changed, self._state = state != self._state, state
+        if has_changed and state == "restarting":
+            defined.restarts.labels().add()
+        if state != "ready":
+            self._totals = (0, 0, 0)
+            self.num_engine_waiting = 0
+            for gauge in (defined.running, defined.kv_usage, defined.batch_prefill, defined.batch_decode):
+                gauge.labels().set(0)
+
+    def engine_ready(self, info: EngineInfo) -> None:
+        """Note what the loaded engine is."""
+        self._info = info
+        shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.dtype)
+        self.defined.cache_config.only(*shape)
+
+    def _take_report(self, report: StepReport) -> None:
+        defined = self.defined
+        num_tokens = report.num_prefill_tokens + report.num_decode_tokens
+        defined.running.labels().value = report.num_running
+        self.num_engine_waiting = report.num_waiting
+        defined.batch_prefill.labels().value = report.num_prefill_tokens
+        defined.batch_decode.labels().value = report.num_decode_tokens
+        defined.iteration_tokens.labels().observe(num_tokens)
+        defined.step_seconds.labels().observe(report.duration_s)
+        totals = (report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits)
+        counters = (defined.preemptions, defined.prefix_queries, defined.prefix_hits)
+        for counter, new, old in zip(counters, totals, self._totals, strict=True):
+            counter.labels().add(max(new - old, 0))
+        self._totals = totals
+        if self._info is None:
+            return
+        defined.kv_usage.labels().value = 1 - report.num_free_blocks / max(self._info.num_kv_blocks, 1)
+        work = step_work(self._info, report)
+        self.load.observe(work, report)
+        defined.flops.labels().add(work.flops)
+        defined.read_bytes.labels().add(work.read_bytes)
+        defined.written_bytes.labels().add(work.written_bytes)
+
+    # The rest of the server.
+
+    def http_request(self, route: str, code: int, seconds: float | None = None) -> None:
+        """Count an answer. `route` is a template, never the path that a client sent; code 499 where the client had gone."""
+        self.defined.http_requests.labels(route, str(code)).add()
+        if seconds is not None:
+            self.defined.http_seconds.labels(route).observe(seconds)
+
+    def ignored_param(self, name: str) -> None:
+        """Count a parameter that was sent and has no effect."""
+        self.defined.ignored_params.labels(name if name in self._known_ignored_params else "other").add()
+
+    def tool_parser(self, output_format: str, outcome: str) -> None:
+        """Count an output that was read for tool calls: "parsed", "none" or "fallback"."""
+        self.defined.tool_parsers.labels(output_format, outcome).add()
+
+    def batch_lines(self, state: str, count: int) -> None:
+        """Set how many lines of unfinished batches are in a state."""
+        self.defined.batch_lines.labels(state).set(count)
+
+    def loop_lag(self, seconds: float) -> None:
+        """Take in how late the event loop was."""
+        self.defined.loop_lag.labels().observe(max(seconds, 0.0))
+
+    def render(self, compat: str | None = None) -> tuple[bytes, str]:
+        """Return the exposition and its content type; with compat "vllm" under that prefix. Raises ApiError for any other."""
+        if compat not in (None, "vllm"):
+            raise ApiError(400, "compat must be 'vllm' or left out", code="invalid_value", param="compat")
+        for hook in self.on_collect:
+            hook()
+        text = generate_latest(self.registry)
+        return (text if compat is None else _LINE_START.sub(rb"\1" + compat.encode() + b":", text)), CONTENT_TYPE_LATEST

@@ -1,0 +1,232 @@
+"""Chat completions out of events: the chunks of a stream, and the whole answer, which is what the chunks add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.api.openai.answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    PromptLogprobs,
+    ToolCall,
+)
+from quire.serving.errors import ApiError
+from quire.serving.generation.events import (
+    ChoiceEnd,
+    GenerationEvent,
+    PromptPositions,
+    ReasoningDelta,
+    TextDelta,
+    TokensDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    UsageEnd,
+)
+from quire.serving.generation.plan import GenerationPlan
+from quire.serving.openai.frames import AnswerHead, ChunkWriter, StreamOptions, TextSplicer, encode_json, usage_of
+from quire.serving.openai.logprobs import LogprobWriter, prompt_logprobs
+
+CHUNK = "chat.completion.chunk"
+NO_LOGPROBS = b"null"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatShape:
+    """What an answer is to have, by the request.
+
+    num_prompt_logprobs  likely tokens per token of the prompt
+    """
+
+    logprobs: LogprobWriter | None = None
+    returns_token_ids: bool = False
+    num_prompt_logprobs: int = 0
+
+
+class ChatStreamEncoder:
+    """Turns the events of one generation into server-sent events."""
+
+    def __init__(self, head: AnswerHead, shape: ChatShape, options: StreamOptions, plan: GenerationPlan) -> None:
+        self._writer = ChunkWriter(head, CHUNK, options, plan.num_prompt_tokens)
+        self._shape = shape
+        self._splicers: dict[int, TextSplicer] = {}
+        self._has_started: set[int] = set()
+        self._pending_ids: dict[int, list[int]] = {}
+        self._extra = b""
+        if shape.returns_token_ids:
+            self._extra = b'"prompt_token_ids":' + encode_json(plan.request.prompt_token_ids) + b","
+
+    def encode(self, events: Sequence[GenerationEvent]) -> bytes:
+        """Return the chunks for some events, b"" for none; with UsageEnd the end of the stream."""
+        if len(events) == 1:
+            event = events[0]
+            if type(event) is TextDelta and event.positions is None:
+                splicer = self._splicers.get(event.choice)
+                if splicer is not None:
+                    return splicer.chunk(event.text)
+        return b"".join([self._encode(event) for event in events])
+
+    def _encode(self, event: GenerationEvent) -> bytes:
+        if isinstance(event, TokensDelta):
+            self._writer.add_tokens(len(event.token_ids))
+            if self._shape.returns_token_ids:
+                self._pending_ids.setdefault(event.choice, []).extend(event.token_ids)
+            return b""
+        if isinstance(event, UsageEnd):
+            return self._writer.close(event)
+        if isinstance(event, PromptPositions) or not hasattr(event, "choice"):
+            return b""
+        delta = self._delta(event)
+        if delta is None:
+            return b""
+        start = self._start(event)
+        if isinstance(event, TextDelta):
+            return start + self._chunk(event.choice, delta, self._logprobs(event))
+        if isinstance(event, ChoiceEnd):
+            return start + self._end(event)
+        return start + self._chunk(event.choice, delta)
+
+    def _delta(self, event: GenerationEvent) -> bytes | None:
+        """Return the delta of an event, None for events that this API does not tell."""
+        if isinstance(event, TextDelta):
+            return b'{"content":' + encode_json(event.text) + b"}"
+        if isinstance(event, ReasoningDelta):
+            return b'{"reasoning_content":' + encode_json(event.text) + b"}"
+        if isinstance(event, ToolCallArguments):
+            call = {"index": event.index, "function": {"arguments": event.text}}
+            return b'{"tool_calls":[' + encode_json(call) + b"]}"
+        if isinstance(event, ToolCallStart):
+            function = {"name": event.name, "arguments": ""}
+            call = {"index": event.index, "id": event.call_id, "type": "function", "function": function}
+            return b'{"tool_calls":[' + encode_json(call) + b"]}"
+        return b"{}" if isinstance(event, ChoiceEnd) else None
+
+    def _start(self, event: GenerationEvent) -> bytes:
+        """Return the chunk with the role, once for each choice, when it first has something to say."""
+        choice: int = event.choice  # type: ignore[union-attr]
+        if choice in self._has_started:
+            return b""
+        self._has_started.add(choice)
+        if self._writer.suffix is not None and not self._shape.returns_token_ids:
+            before = b'%s{"index":%d,"delta":{"content":' % (self._writer.prefix, choice)
+            after = b'},"logprobs":null,"finish_reason":null}' + self._writer.suffix
+            self._splicers[choice] = TextSplicer(before, after)
+        content = b'""' if isinstance(event, TextDelta | ChoiceEnd) else b"null"
+        extra, self._extra = self._extra, b""
+        return self._writer.chunk(
+            b'{"index":%d,"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null}' % (choice, content),
+            extra,
+        )
+
+    def _logprobs(self, event: TextDelta) -> bytes:
+        if self._shape.logprobs is None or not event.positions:
+            return NO_LOGPROBS
+        return encode_json(self._shape.logprobs.chat(event.positions))
+
+    def _end(self, event: ChoiceEnd) -> bytes:
+        more = b"" if event.stop_reason is None else b',"stop_reason":' + encode_json(event.stop_reason)
+        return self._chunk(event.choice, b"{}", NO_LOGPROBS, encode_json(event.finish_reason) + more)
+
+    def _chunk(self, choice: int, delta: bytes, logprobs: bytes = NO_LOGPROBS, finish: bytes = b"null") -> bytes:
+        token_ids = self._pending_ids.pop(choice, None)
+        if token_ids is not None:
+            finish += b',"token_ids":' + encode_json(token_ids)
+        return self._writer.chunk(
+            b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}' % (choice, delta, logprobs, finish)
+        )
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What a choice has come to."""
+
+    text: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[ToolCallStart] = field(default_factory=list[ToolCallStart])
+    arguments: list[list[str]] = field(default_factory=list[list[str]])
+    logprobs: ChatLogprobs = field(default_factory=lambda: ChatLogprobs([]))
+    token_ids: list[int] = field(default_factory=list[int])
+    end: ChoiceEnd | None = None
+
+
+class ChatFold:
+    """Adds the events of one generation up to the whole answer."""
+
+    def __init__(self, head: AnswerHead, shape: ChatShape, plan: GenerationPlan) -> None:
+        self._head = head
+        self._shape = shape
+        self._plan = plan
+        self._choices = [_Choice() for _ in range(plan.num_choices)]
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._usage: UsageEnd | None = None
+
+    def add(self, events: Sequence[GenerationEvent]) -> None:
+        """Take in some events."""
+        for event in events:
+            if isinstance(event, UsageEnd):
+                self._usage = event
+            elif isinstance(event, PromptPositions):
+                self._prompt_logprobs = prompt_logprobs(event.positions, self._plan.tokenizer, self._shape.num_prompt_logprobs)
+            elif hasattr(event, "choice"):
+                self._add(self._choices[event.choice], event)
+
+    def _add(self, choice: _Choice, event: GenerationEvent) -> None:
+        if isinstance(event, TextDelta):
+            choice.text.append(event.text)
+            if self._shape.logprobs is not None and event.positions:
+                choice.logprobs.content += self._shape.logprobs.chat(event.positions).content
+        elif isinstance(event, ReasoningDelta):
+            choice.reasoning.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            choice.calls.append(event)
+            choice.arguments.append([])
+        elif isinstance(event, ToolCallArguments):
+            choice.arguments[event.index].append(event.text)
+        elif isinstance(event, TokensDelta):
+            choice.token_ids += event.token_ids
+        elif isinstance(event, ChoiceEnd):
+            choice.end = event
+
+    def body(self) -> bytes:
+        """Return the answer. Raises ApiError where the events are not all there."""
+        if self._usage is None:
+            raise ApiError(500, "the answer is incomplete", code="internal_error")
+        head, returns_ids = self._head, self._shape.returns_token_ids
+        answer = ChatCompletion(
+            id=head.id,
+            object="chat.completion",
+            created=head.created,
+            model=head.model,
+            choices=[self._choice(index, choice) for index, choice in enumerate(self._choices)],
+            usage=usage_of(self._usage),
+            system_fingerprint=head.fingerprint,
+            service_tier=head.service_tier,
+            prompt_logprobs=self._prompt_logprobs,
+            prompt_token_ids=list(self._plan.request.prompt_token_ids) if returns_ids else None,
+        )
+        return encode_json(answer)
+
+    def _choice(self, index: int, choice: _Choice) -> ChatChoice:
+        calls = [
+            ToolCall(call.call_id, "function", {"name": call.name, "arguments": "".join(arguments)})
+            for call, arguments in zip(choice.calls, choice.arguments, strict=True)
+        ]
+        text = "".join(choice.text)
+        message = ChatMessage(
+            role="assistant",
+            content=None if not text and (calls or choice.reasoning) else text,
+            refusal=None,
+            reasoning_content="".join(choice.reasoning) or None,
+            tool_calls=calls or None,
+        )
+        end = choice.end
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=None if self._shape.logprobs is None else choice.logprobs,
+            finish_reason=None if end is None else end.finish_reason,
+            stop_reason=None if end is None else end.stop_reason,
+            token_ids=choice.token_ids if self._shape.returns_token_ids else None,
+        )

@@ -1,0 +1,184 @@
+"""Completions out of events: the chunks of a stream, and the whole answer, which is what the chunks add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
+from quire.serving.errors import ApiError
+from quire.serving.generation.events import (
+    ChoiceEnd,
+    GenerationEvent,
+    PromptEcho,
+    PromptPositions,
+    TextDelta,
+    TokensDelta,
+    UsageEnd,
+)
+from quire.serving.generation.plan import GenerationPlan
+from quire.serving.openai.frames import AnswerHead, ChunkWriter, StreamOptions, TextSplicer, encode_json, usage_of
+from quire.serving.openai.logprobs import CompletionTokens, LogprobWriter, prompt_logprobs
+from quire.text.tokenizer import Tokenizer
+
+OBJECT = "text_completion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionShape:
+    """What an answer is to have, by the request.
+
+    num_prompt_logprobs  likely tokens per token of the prompt
+    """
+
+    tokenizer: Tokenizer | None
+    logprobs: LogprobWriter | None = None
+    returns_token_ids: bool = False
+    num_prompt_logprobs: int = 0
+
+    def new_tokens(self) -> CompletionTokens | None:
+        """Return what writes the tokens of one choice, None where they were not asked for."""
+        return None if self.logprobs is None else CompletionTokens(self.logprobs, self.tokenizer)
+
+
+def _write_logprobs(tokens: CompletionTokens | None, event: TextDelta | PromptEcho) -> CompletionLogprobs | None:
+    if tokens is None or event.positions is None:
+        return None
+    if isinstance(event, PromptEcho):
+        return tokens.write_prompt(event.text, event.token_ids, event.positions)
+    return tokens.write(event.text, event.positions)
+
+
+class CompletionStreamEncoder:
+    """Turns the events of all prompts into server-sent events."""
+
+    def __init__(
+        self, head: AnswerHead, shape: CompletionShape, options: StreamOptions, plans: Sequence[GenerationPlan]
+    ) -> None:
+        self._writer = ChunkWriter(head, OBJECT, options, sum(plan.num_prompt_tokens for plan in plans))
+        self._shape = shape
+        self._plans = plans
+        self._tokens: dict[int, CompletionTokens | None] = {}
+        self._pending_ids: dict[int, list[int]] = {}
+        self._has_prompt_ids: set[int] = set()
+        self._splicers: dict[int, TextSplicer] = {}
+        self._is_spliced = self._writer.suffix is not None and not shape.returns_token_ids
+
+    def encode(self, events: Sequence[GenerationEvent]) -> bytes:
+        """Return the chunks for some events, b"" for none; with UsageEnd the end of the stream."""
+        return b"".join([self._encode(event) for event in events])
+
+    def _encode(self, event: GenerationEvent) -> bytes:
+        if isinstance(event, TextDelta):
+            if event.positions is None and self._is_spliced:
+                return self._splicer(event.choice).chunk(event.text)
+            return self._text(event)
+        if isinstance(event, PromptEcho):
+            return self._text(event)
+        if isinstance(event, TokensDelta):
+            self._writer.add_tokens(len(event.token_ids))
+            if self._shape.returns_token_ids:
+                self._pending_ids.setdefault(event.choice, []).extend(event.token_ids)
+            return b""
+        if isinstance(event, ChoiceEnd):
+            choice = CompletionChoice(event.choice, "", None, event.finish_reason, event.stop_reason)
+            return self._chunk(choice)
+        return self._writer.close(event) if isinstance(event, UsageEnd) else b""
+
+    def _splicer(self, choice: int) -> TextSplicer:
+        found = self._splicers.get(choice)
+        if found is None:
+            before = b'%s{"index":%d,"text":' % (self._writer.prefix, choice)
+            after = b',"logprobs":null,"finish_reason":null}' + (self._writer.suffix or b"")
+            found = self._splicers[choice] = TextSplicer(before, after)
+        return found
+
+    def _text(self, event: TextDelta | PromptEcho) -> bytes:
+        choice = event.choice
+        if choice not in self._tokens:
+            self._tokens[choice] = self._shape.new_tokens()
+        return self._chunk(CompletionChoice(choice, event.text, _write_logprobs(self._tokens[choice], event), None))
+
+    def _chunk(self, choice: CompletionChoice) -> bytes:
+        if self._shape.returns_token_ids:
+            choice.token_ids = self._pending_ids.pop(choice.index, [])
+            if choice.index not in self._has_prompt_ids:
+                self._has_prompt_ids.add(choice.index)
+                choice.prompt_token_ids = _prompt_ids(self._plans, choice.index)
+        return self._writer.chunk(encode_json(choice))
+
+
+def _prompt_ids(plans: Sequence[GenerationPlan], choice: int) -> list[int]:
+    return list(plans[choice // plans[0].num_choices].request.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What a choice has come to."""
+
+    tokens: CompletionTokens | None
+    text: list[str] = field(default_factory=list[str])
+    logprobs: list[CompletionLogprobs] = field(default_factory=list[CompletionLogprobs])
+    token_ids: list[int] = field(default_factory=list[int])
+    end: ChoiceEnd | None = None
+
+
+class CompletionFold:
+    """Adds the events of all prompts up to the whole answer."""
+
+    def __init__(self, head: AnswerHead, shape: CompletionShape, plans: Sequence[GenerationPlan]) -> None:
+        self._head = head
+        self._shape = shape
+        self._plans = plans
+        self._choices = [_Choice(shape.new_tokens()) for plan in plans for _ in range(plan.num_choices)]
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._usage: UsageEnd | None = None
+
+    def add(self, events: Sequence[GenerationEvent]) -> None:
+        """Take in some events."""
+        for event in events:
+            if isinstance(event, TextDelta | PromptEcho):
+                choice = self._choices[event.choice]
+                choice.text.append(event.text)
+                logprobs = _write_logprobs(choice.tokens, event)
+                if logprobs is not None:
+                    choice.logprobs.append(logprobs)
+            elif isinstance(event, TokensDelta):
+                self._choices[event.choice].token_ids += event.token_ids
+            elif isinstance(event, ChoiceEnd):
+                self._choices[event.choice].end = event
+            elif isinstance(event, PromptPositions):
+                found = prompt_logprobs(event.positions, self._shape.tokenizer, self._shape.num_prompt_logprobs)
+                self._prompt_logprobs[event.prompt] = found
+            elif isinstance(event, UsageEnd):
+                self._usage = event
+
+    def body(self) -> bytes:
+        """Return the answer. Raises ApiError where the events are not all there."""
+        if self._usage is None:
+            raise ApiError(500, "the answer is incomplete", code="internal_error")
+        head = self._head
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        answer = Completion(head.id, OBJECT, head.created, head.model, choices, usage_of(self._usage), head.fingerprint)
+        return encode_json(answer)
+
+    def _choice(self, index: int, choice: _Choice) -> CompletionChoice:
+        logprobs = None
+        if self._shape.logprobs is not None:
+            logprobs = CompletionLogprobs([], [], [], [])
+            for part in choice.logprobs:
+                logprobs.tokens += part.tokens
+                logprobs.token_logprobs += part.token_logprobs
+                logprobs.top_logprobs += part.top_logprobs
+                logprobs.text_offset += part.text_offset
+        end, returns_ids = choice.end, self._shape.returns_token_ids
+        return CompletionChoice(
+            index=index,
+            text="".join(choice.text),
+            logprobs=logprobs,
+            finish_reason=None if end is None else end.finish_reason,
+            stop_reason=None if end is None else end.stop_reason,
+            token_ids=choice.token_ids if returns_ids else None,
+            prompt_token_ids=_prompt_ids(self._plans, index) if returns_ids else None,
+            prompt_logprobs=self._prompt_logprobs.get(index // self._plans[0].num_choices),
+        )

@@ -1,0 +1,54 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from quire.api.openai.completions import MAX_PROMPTS, CompletionRequest, split_prompts
+from quire.serving.answers import Answer
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call
+from quire.serving.generation.caller import Caller
+from quire.serving.generation.prepare import prepare_prompts
+from quire.serving.openai.completion_answers import CompletionFold, CompletionShape, CompletionStreamEncoder
+from quire.serving.openai.frames import StreamOptions
+from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer
+from quire.serving.openai.logprobs import LogprobWriter
+from quire.serving.openai.requests import check_n, completion_options
+
+
+async def post_completion(context: ServerContext, call: Call) -> Answer:
+    """Continue one or several texts."""
+    context.check_accepting()
+    body = await call.body(CompletionRequest)
+    return await complete(context, body, caller_of(call, bool(body.stream)))
+
+
+async def complete(context: ServerContext, body: CompletionRequest, caller: Caller) -> Answer:
+    """Return the answer to a completion. Raises ApiError and RequestError."""
+    served = context.check_model(body.model)
+    check_n(body.n, context.config.max_n)
+    check_n(body.best_of, context.config.max_n)
+    head = new_head(served, "cmpl-")
+    prompts = split_prompts(body.prompt, MAX_PROMPTS, "prompt")
+    ids = [f"{head.id}-{position}" for position in range(len(prompts))]
+    plans = await served.preparation.run(
+        prepare_prompts,
+        served,
+        ids,
+        prompts,
+        completion_options(body),
+        caller.owner,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    shape = CompletionShape(
+        tokenizer=served.tokenizer,
+        logprobs=None
+        if body.logprobs is None
+        else LogprobWriter(served.tokenizer, body.logprobs, bool(body.return_tokens_as_token_ids)),
+        returns_token_ids=bool(body.return_token_ids),
+        num_prompt_logprobs=body.prompt_logprobs or 0,
+    )
+    jobs = [(caller.job(plan.request, bool(body.stream)), plan) for plan in plans]
+    if not body.stream:
+        return whole_answer(context.gateway, jobs, CompletionFold(head, shape, plans))
+    options = StreamOptions(body.includes_usage, body.has_continuous_usage)
+    return stream_answer(context.gateway, jobs, CompletionStreamEncoder(head, shape, options, plans))

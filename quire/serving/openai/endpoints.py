@@ -1,0 +1,59 @@
+"""The routes of the OpenAI API."""
+
+from __future__ import annotations
+
+from quire.api.openai.chat import ChatCompletionRequest
+from quire.api.openai.completions import CompletionRequest
+from quire.api.openai.embeddings import EmbeddingRequest
+from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.serving.endpoint import Endpoint
+from quire.serving.openai.chat import post_chat
+from quire.serving.openai.completions import post_completion
+from quire.serving.openai.embeddings import post_embeddings
+from quire.serving.openai.models import get_model, list_models
+from quire.serving.openai.tokenize import post_detokenize, post_tokenize
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=post_chat,
+        summary="Continue a conversation",
+        tag="openai",
+        body=ChatCompletionRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/completions",
+        handler=post_completion,
+        summary="Continue a text",
+        tag="openai",
+        body=CompletionRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/embeddings",
+        handler=post_embeddings,
+        summary="Turn texts into vectors",
+        tag="openai",
+        body=EmbeddingRequest,
+    ),
+    Endpoint(method="GET", path="/v1/models", handler=list_models, summary="List the models", tag="openai"),
+    Endpoint(method="GET", path="/v1/models/{model:path}", handler=get_model, summary="Describe a model", tag="openai"),
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        handler=post_tokenize,
+        summary="Turn text into token ids",
+        tag="tokens",
+        body=TokenizeRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/detokenize",
+        handler=post_detokenize,
+        summary="Turn token ids into text",
+        tag="tokens",
+        body=DetokenizeRequest,
+    ),
+)

@@ -1,0 +1,115 @@
+"""Server-sent events of the OpenAI API, and the usage in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.api.openai.answers import CachedTokens, ReasoningTokens, Usage
+from quire.serving.generation.events import UsageEnd
+
+DONE = b"data: [DONE]\n\n"
+encode_json = msgspec.json.encode
+
+
+def frame(body: object) -> bytes:
+    """Return one event."""
+    return b"data: " + encode_json(body) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What all chunks of an answer have in common."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    service_tier: str | None = None
+
+    def opening(self, kind: str) -> bytes:
+        """Return the beginning of a JSON object of this kind, up to where "choices" goes."""
+        fields = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        fields["system_fingerprint"] = self.fingerprint
+        if self.service_tier is not None:
+            fields["service_tier"] = self.service_tier
+        return encode_json(fields)[:-1] + b","
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What a stream is to have beside its choices."""
+
+    includes_usage: bool = False
+    has_continuous_usage: bool = False
+
+
+def usage_of(end: UsageEnd) -> Usage:
+    """Return the usage of a whole answer."""
+    return Usage(
+        end.num_prompt,
+        end.num_completion,
+        end.num_prompt + end.num_completion,
+        CachedTokens(end.num_cached),
+        ReasoningTokens(end.num_reasoning),
+    )
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream: everything around a choice is encoded once.
+
+    num_prompt_tokens  for the usage so far
+    """
+
+    def __init__(self, head: AnswerHead, kind: str, options: StreamOptions, num_prompt_tokens: int) -> None:
+        self._opening = b"data: " + head.opening(kind)
+        self._options = options
+        self._num_prompt = num_prompt_tokens
+        self._num_completion = 0
+        self._closing = b"]"
+        if options.includes_usage and not options.has_continuous_usage:
+            self._closing += b',"usage":null'
+        self._closing += b"}\n\n"
+
+    @property
+    def prefix(self) -> bytes:
+        """What comes before the choice of a chunk."""
+        return self._opening + b'"choices":['
+
+    @property
+    def suffix(self) -> bytes | None:
+        """What comes after the choice of a chunk; None where it is not the same for all."""
+        return None if self._options.has_continuous_usage else self._closing
+
+    def add_tokens(self, count: int) -> None:
+        """Count output tokens for the usage so far."""
+        self._num_completion += count
+
+    def chunk(self, choice: bytes, extra: bytes = b"") -> bytes:
+        """Return a chunk with one choice, which is encoded already; extra is more of its JSON, with commas after each field."""
+        return b"".join((self._opening, extra, b'"choices":[', choice, self._end()))
+
+    def close(self, usage: UsageEnd) -> bytes:
+        """Return the end of the stream."""
+        if not self._options.includes_usage:
+            return DONE
+        return b"".join((self._opening, b'"choices":[],"usage":', encode_json(usage_of(usage)), b"}\n\n", DONE))
+
+    def _end(self) -> bytes:
+        if not self._options.has_continuous_usage:
+            return self._closing
+        usage = Usage(self._num_prompt, self._num_completion, self._num_prompt + self._num_completion)
+        return b'],"usage":' + encode_json(usage) + b"}\n\n"
+
+
+class TextSplicer:
+    """Encodes the chunk that has nothing but new text, which is nearly every one: only the text is escaped."""
+
+    def __init__(self, before: bytes, after: bytes) -> None:
+        self._before = before
+        self._after = after
+
+    def chunk(self, text: str) -> bytes:
+        """Return the chunk."""
+        return self._before + encode_json(text) + self._after

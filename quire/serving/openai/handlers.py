@@ -1,0 +1,78 @@
+"""What the handlers of the OpenAI API share: from a call to a caller, from events to an Answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from quire.serving.answers import Answer, Ready, Stream, Unary
+from quire.serving.endpoint import Call
+from quire.serving.errors import ApiError
+from quire.serving.generation.caller import Caller
+from quire.serving.generation.events import GenerationEvent
+from quire.serving.generation.plan import GenerationPlan
+from quire.serving.generation.served_model import ServedModel
+from quire.serving.generation.streams import generation_events
+from quire.serving.interfaces import Gateway, Job
+from quire.serving.openai.frames import AnswerHead
+from quire.serving.openai.requests import make_id
+
+Jobs = Sequence[tuple[Job, GenerationPlan]]
+
+
+class StreamEncoder(Protocol):
+    """Turns events into server-sent events."""
+
+    def encode(self, events: Sequence[GenerationEvent]) -> bytes: ...
+
+
+class Fold(Protocol):
+    """Adds events up to a whole answer."""
+
+    def add(self, events: Sequence[GenerationEvent]) -> None: ...
+
+    def body(self) -> bytes: ...
+
+
+def caller_of(call: Call, is_streaming: bool) -> Caller:
+    """Return on whose behalf a call is served."""
+    return Caller(owner=call.owner, route=call.route, deadline_s=call.deadline_s(is_streaming), traceparent=call.traceparent)
+
+
+def new_head(served: ServedModel, prefix: str, service_tier: str | None = None) -> AnswerHead:
+    """Return the head of a new answer."""
+    return AnswerHead(
+        id=make_id(prefix),
+        created=int(time.time()),
+        model=served.name,
+        fingerprint=served.fingerprint,
+        service_tier=service_tier,
+    )
+
+
+async def frames(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of jobs; closing the generator aborts them. Raises ApiError."""
+    async with aclosing(generation_events(gateway, jobs)) as events_of_deltas:
+        async for events in events_of_deltas:
+            chunks = encoder.encode(events)
+            if chunks:
+                yield chunks
+
+
+def stream_answer(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder) -> Answer:
+    """Return an answer that is streamed."""
+    return Stream(frames(gateway, jobs, encoder), ApiError.openai_event)
+
+
+def whole_answer(gateway: Gateway, jobs: Jobs, fold: Fold) -> Answer:
+    """Return an answer that is sent when it is complete."""
+
+    async def work() -> Ready:
+        async with aclosing(generation_events(gateway, jobs)) as events_of_deltas:
+            async for events in events_of_deltas:
+                fold.add(events)
+        return Ready(fold.body())
+
+    return Unary(work)

@@ -1,0 +1,35 @@
+"""GET /v1/models and /v1/models/{model}: what the model may be called."""
+
+from __future__ import annotations
+
+from quire.api.openai.answers import ModelCard, ModelList
+from quire.serving.answers import Answer, Ready
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call
+from quire.serving.generation.served_model import WILDCARD, ServedModel, checkpoint_name
+from quire.serving.openai.frames import encode_json
+
+
+async def list_models(context: ServerContext, call: Call) -> Answer:
+    """List the names of the model."""
+    served = context.model
+    names = [name for name in served.names if name != WILDCARD] or [served.name]
+    return Ready(encode_json(ModelList("list", [_card(served, name) for name in names])))
+
+
+async def get_model(context: ServerContext, call: Call) -> Answer:
+    """Describe one of them."""
+    name = call.path_params["model"]
+    return Ready(encode_json(_card(context.check_model(name), name)))
+
+
+def _card(served: ServedModel, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=served.created_s,
+        owned_by="quire",
+        root=checkpoint_name(served.info),
+        parent=None,
+        max_model_len=served.info.max_model_len,
+    )

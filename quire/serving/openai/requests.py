@@ -1,0 +1,138 @@
+"""Bodies of the OpenAI API as the neutral core takes them."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from typing import Any
+
+import msgspec
+
+from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, Message, Tool
+from quire.api.openai.completions import CompletionRequest
+from quire.api.openai.shared import SamplingFields
+from quire.base.errors import RequestError
+from quire.serving.generation.plan import ChatInput, GenerationOptions
+from quire.serving.interfaces import PriorityClass
+
+_ALPHABET = string.ascii_letters + string.digits
+_PLAIN_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "n",
+    "min_tokens",
+    "seed",
+    "skip_special_tokens",
+    "priority",
+    "prompt_logprobs",
+)
+DEFAULT_MAX_TOKENS = 16
+
+
+def make_id(prefix: str) -> str:
+    """Return a new id: the prefix and 29 letters or digits (over 170 bits)."""
+    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(29))
+
+
+def check_n(n: int | None, limit: int) -> None:
+    """Raise RequestError where more choices are asked for than the server gives."""
+    if n is not None and n > limit:
+        raise RequestError(f"n: this server gives at most {limit} choices, got {n}", "n")
+
+
+def priority_of(service_tier: str | None) -> PriorityClass:
+    """Return the class of a service tier."""
+    return "batch" if service_tier == "flex" else "default"
+
+
+def _sampling(body: SamplingFields) -> dict[str, Any]:
+    stated = {name: getattr(body, name) for name in _PLAIN_FIELDS}
+    if body.logit_bias is not None:
+        stated["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
+    return stated
+
+
+def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
+    """Return what a chat asks for beside its messages."""
+    sampling = _sampling(body)
+    sampling["max_tokens"] = body.max_output_tokens
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    return GenerationOptions(
+        sampling=sampling,
+        salt=body.cache_salt or "",
+        echo=bool(body.echo),
+        shows_reasoning=body.include_reasoning is not False,
+        wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
+    )
+
+
+def completion_options(body: CompletionRequest) -> GenerationOptions:
+    """Return what a completion asks for beside its prompts."""
+    sampling = _sampling(body)
+    sampling["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling["logprobs"] = body.logprobs
+    sampling["best_of"] = body.best_of
+    return GenerationOptions(
+        sampling=sampling,
+        salt=body.cache_salt or "",
+        echo=bool(body.echo),
+        wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
+    )
+
+
+def chat_input(body: ChatCompletionRequest) -> ChatInput:
+    """Return the conversation."""
+    tools = body.tools if body.tool_choice != "none" else None
+    return ChatInput(
+        messages=messages_of(body.messages),
+        tools=tools_of(tools),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continues_final_message=bool(body.continue_final_message),
+        template_variables=body.chat_template_kwargs or {},
+        reasoning_effort=body.reasoning_effort,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Return the tools as a chat template takes them."""
+    return [_without_null(msgspec.to_builtins(tool)) for tool in tools] if tools else None
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return the messages as a chat template takes them: what is null is absent, but for content."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    found = msgspec.to_builtins(message)
+    content = found.get("content")
+    if isinstance(content, list):
+        found["content"] = [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in content]
+    if isinstance(message, AssistantMessage):
+        reasoning = found.pop("reasoning")
+        if found["reasoning_content"] is None:
+            found["reasoning_content"] = reasoning
+        if content is None and message.refusal is not None:
+            found["content"] = message.refusal
+        found.pop("refusal")
+    return {name: value for name, value in found.items() if value is not None or name == "content"}
+
+
+def _without_null(tool: dict[str, Any]) -> dict[str, Any]:
+    # In the order in which the API states it: templates print it as it is.
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {"type": tool["type"], "function": function}

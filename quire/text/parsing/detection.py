@@ -1,0 +1,109 @@
+"""Which formats a model writes, by its chat template, and whether a prompt ends inside of reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.text.parsing.formats import find_reasoning_format
+
+
+@dataclass(frozen=True, slots=True)
+class ParserChoice:
+    """Names of formats, None where nothing fits."""
+
+    tool_format: str | None
+    reasoning_format: str | None
+
+
+# In this order: the first row whose markers are all in the template (or among the tokens, where not one is) is taken.
+_TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai", ("<|channel|>", "<|message|>", "functions.")),
+    ("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
+    ("minimax_m2", ("<minimax:tool_call>", "<invoke name=")),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("glm45", ("<arg_key>", "<arg_value>")),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("granite", ("<|tool_call|>",)),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("llama4_pythonic", ("<|python_start|>",)),
+    ("llama4_pythonic", ("<|header_start|>", "[func_name1(")),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ("<|start_header_id|>", '"parameters"')),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("[func_name1(",)),
+)
+_REASONING_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai_gptoss", ("<|channel|>", "<|message|>", "analysis")),
+    ("mistral", ("[THINK]",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
+    ("glm45", ("</think>", "<arg_key>")),
+    ("minimax_m2", ("</think>", "<minimax:tool_call>")),
+    ("kimi_k2", ("</think>", "<|im_middle|>")),
+    ("qwen3", ("</think>",)),
+)
+# Where a turn begins or ends: what stands before the last of these is not the model's.
+_BOUNDARIES = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_assistant|>",
+    "<|im_middle|>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|start|>",
+    "<|end_of_role|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|header_end|>",
+    "<|eot|>",
+    "<|endoftext|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<seed:bos>",
+    "[/INST]",
+    "]~b]",
+    "[e~[",
+    "</s>",
+)
+
+
+def detect_formats(template_source: str, id_of: Callable[[str], int | None]) -> ParserChoice:
+    """Return the formats whose markers are in a chat template; id_of looks a token up, as Tokenizer.id_of does.
+
+    Templates of reasoning models may leave the markers to the model: [THINK], <think> and </think> as tokens count too
+    where the template has no markers of reasoning.
+    """
+    tool_format = _first(_TOOL_MARKERS, template_source)
+    reasoning_format = _first(_REASONING_MARKERS, template_source)
+    if reasoning_format is None and id_of("[THINK]") is not None:
+        reasoning_format = "mistral"
+    return ParserChoice(tool_format, reasoning_format)
+
+
+def _first(rows: tuple[tuple[str, tuple[str, ...]], ...], source: str) -> str | None:
+    return next((name for name, markers in rows if all(marker in source for marker in markers)), None)
+
+
+def starts_in_reasoning(prompt_tail: str, reasoning_format: str | None) -> bool:
+    """Whether a rendered prompt leaves reasoning open: its last marker is an opening one of the turn that it ends in.
+
+    prompt_tail  the end of the prompt, its last few thousand characters or all of it
+    """
+    row = find_reasoning_format(reasoning_format)
+    if row is None:
+        return False
+    at, opener = max((prompt_tail.rfind(marker), marker) for marker in row.opens)
+    if at < 0:
+        return False
+    own = set(row.opens) | set(row.closes)
+    boundary = max(prompt_tail.rfind(marker) for marker in _BOUNDARIES if marker not in own and marker not in opener)
+    if boundary < 0:
+        return not prompt_tail[at + len(opener) :].strip()
+    return at > boundary and at > max(prompt_tail.rfind(marker) for marker in row.closes)

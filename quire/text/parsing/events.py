@@ -1,0 +1,90 @@
+"""What the parser of model output reports, piece by piece, and the message that the pieces add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """More of the visible answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins. index counts the calls of the message from 0, in order."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments; the pieces of a call are to be joined as they are."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A tool call is over. Every CallStart gets one, before the next CallStart; where the output broke off, the arguments
+    are as incomplete as it left them."""
+
+    index: int
+
+
+ParserEvent = TextPiece | ReasoningPiece | CallStart | CallArguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A whole tool call; arguments is the JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """A whole message; "" where there is no content or reasoning."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ParsedCall, ...]
+
+
+def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
+    """Return the message that all events of one output add up to."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    starts: list[CallStart] = []
+    arguments: list[list[str]] = []
+    for event in events:
+        if isinstance(event, TextPiece):
+            content.append(event.text)
+        elif isinstance(event, ReasoningPiece):
+            reasoning.append(event.text)
+        elif isinstance(event, CallStart):
+            starts.append(event)
+            arguments.append([])
+        elif isinstance(event, CallArguments):
+            arguments[event.index].append(event.text)
+    calls = zip(starts, arguments, strict=True)
+    return ParsedMessage(
+        "".join(content),
+        "".join(reasoning),
+        tuple(ParsedCall(start.call_id, start.name, "".join(pieces)) for start, pieces in calls),
+    )

@@ -1,0 +1,271 @@
+"""The tables of tool call and reasoning formats: a row each, by the names that users give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from quire.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """{"name": ..., "arguments": {...}}, alone or in a list, keys in any order.
+
+    is_strict    any other key means that this is no call
+    has_dotted   name.call(key="value") may stand in its place
+    """
+
+    is_strict: bool = False
+    has_dotted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJson:
+    """The name in a header, then the arguments as a JSON object.
+
+    prefixes     what has to stand before the name, one of them
+    name_ends    what ends the name; name_stops too, but is not part of the header
+    id_marks     what may stand in the header between the name and an id of the model's own
+    fences       what may stand before the object, and closing_fences after it
+    has_list     a list of JsonObject may stand in its place
+    has_own_id   the header is "functions.NAME:INDEX", and is the id of the call
+    """
+
+    name_ends: tuple[str, ...]
+    name_stops: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    id_marks: tuple[str, ...] = ()
+    fences: tuple[str, ...] = ()
+    closing_fences: tuple[str, ...] = ()
+    has_list: bool = False
+    has_own_id: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedValues:
+    """The name, then pairs of a key and a value in plain text, typed by the schema of the tool.
+
+    A value ends at a value_end after which, but for white space, a pair_open or an end or nothing comes.
+    trims_newlines  one line break at the beginning and one at the end of a value belong to the format
+    """
+
+    name_opens: tuple[str, ...]
+    name_ends: tuple[str, ...]
+    name_stops: tuple[str, ...]
+    pair_opens: tuple[str, ...]
+    key_ends: tuple[str, ...]
+    value_opens: tuple[str, ...]
+    value_ends: tuple[str, ...]
+    ends: tuple[str, ...]
+    trims_newlines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pythonic:
+    """[name(key=value, ...), ...] with values as Python writes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Harmony:
+    """Messages with a header, which says channel and recipient."""
+
+
+Body = JsonObject | NamedJson | KeyedValues | Pythonic | Harmony
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family writes tool calls.
+
+    openers     begin a call; of the markers, only these, sections, and what bodies begin with are looked for in text
+    sections    stand before the first opener
+    starts      first characters of a call without opener, at the beginning of the answer and after separators
+    separators  stand between calls that have no opener; in a list that is a comma, whatever the format
+    trailers    may follow a call, any number of them
+    call_ids    "random": call_ and 24 letters or digits; "short": 9 letters or digits; "native": the model's own
+    """
+
+    body: Body
+    openers: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+    separators: tuple[str, ...] = ()
+    trailers: tuple[str, ...] = ()
+    call_ids: Literal["random", "short", "native"] = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family writes reasoning; newlines around the markers that its template makes do not belong to the text."""
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    trims_newlines: bool = False
+
+
+_HERMES = ToolFormat(JsonObject(), openers=("<tool_call>",), trailers=("</tool_call>",))
+_QWEN_XML = ToolFormat(
+    KeyedValues(
+        name_opens=("<function=",),
+        name_ends=(">",),
+        name_stops=(),
+        pair_opens=("<parameter=",),
+        key_ends=(">",),
+        value_opens=(),
+        value_ends=("</parameter>",),
+        ends=("</function>", "</tool_call>"),
+        trims_newlines=True,
+    ),
+    openers=("<tool_call>", "<function="),
+    trailers=("</tool_call>",),
+)
+_GLM = ToolFormat(
+    KeyedValues(
+        name_opens=(),
+        name_ends=("\n",),
+        name_stops=("<arg_key>", "</tool_call>"),
+        pair_opens=("<arg_key>",),
+        key_ends=("</arg_key>",),
+        value_opens=("<arg_value>",),
+        value_ends=("</arg_value>",),
+        ends=("</tool_call>",),
+    ),
+    openers=("<tool_call>",),
+)
+_MINIMAX = ToolFormat(
+    KeyedValues(
+        name_opens=('<invoke name="',),
+        name_ends=('">',),
+        name_stops=(),
+        pair_opens=('<parameter name="',),
+        key_ends=('">',),
+        value_opens=(),
+        value_ends=("</parameter>",),
+        ends=("</invoke>",),
+        trims_newlines=True,
+    ),
+    openers=('<invoke name="',),
+    sections=("<minimax:tool_call>",),
+    trailers=("</minimax:tool_call>",),
+)
+_LLAMA3 = ToolFormat(
+    JsonObject(is_strict=True, has_dotted=True),
+    openers=("<|python_tag|>",),
+    starts=("{",),
+    separators=(";",),
+    trailers=("<|eom_id|>", "<|eot_id|>"),
+)
+_MISTRAL = ToolFormat(
+    NamedJson(name_ends=("[ARGS]",), name_stops=("{", "[TOOL_CALLS]"), id_marks=("[CALL_ID]",), has_list=True),
+    openers=("[TOOL_CALLS]",),
+    call_ids="short",
+)
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>",)
+_DEEPSEEK_OPENERS = ("<｜tool▁call▁begin｜>",)
+_DEEPSEEK_TRAILERS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_V3 = ToolFormat(
+    NamedJson(name_ends=("\n",), prefixes=("function<｜tool▁sep｜>",), fences=("```json",), closing_fences=("```",)),
+    openers=_DEEPSEEK_OPENERS,
+    sections=_DEEPSEEK_SECTION,
+    trailers=_DEEPSEEK_TRAILERS,
+)
+_DEEPSEEK_V31 = ToolFormat(
+    NamedJson(name_ends=("<｜tool▁sep｜>",)),
+    openers=_DEEPSEEK_OPENERS,
+    sections=_DEEPSEEK_SECTION,
+    trailers=_DEEPSEEK_TRAILERS,
+)
+_KIMI = ToolFormat(
+    NamedJson(name_ends=("<|tool_call_argument_begin|>",), has_own_id=True),
+    openers=("<|tool_call_begin|>",),
+    sections=("<|tool_calls_section_begin|>",),
+    trailers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    call_ids="native",
+)
+_PYTHONIC = ToolFormat(Pythonic(), openers=("<|python_start|>",), starts=("[",), trailers=("<|python_end|>",))
+_GRANITE = ToolFormat(JsonObject(), openers=("<tool_call>", "<|tool_call|>"), trailers=("</tool_call>",))
+_PHI4_MINI = ToolFormat(JsonObject(), openers=("functools",))
+_HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_HARMONY = ToolFormat(Harmony(), openers=_HARMONY_MARKERS)
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v31": _DEEPSEEK_V31,
+    "glm45": _GLM,
+    "granite": _GRANITE,
+    "hermes": _HERMES,
+    "kimi_k2": _KIMI,
+    "llama3_json": _LLAMA3,
+    "llama4_pythonic": _PYTHONIC,
+    "minimax_m2": _MINIMAX,
+    "mistral": _MISTRAL,
+    "openai": _HARMONY,
+    "phi4_mini_json": _PHI4_MINI,
+    "pythonic": _PYTHONIC,
+    "qwen3_coder": _QWEN_XML,
+    "qwen3_xml": _QWEN_XML,
+}
+
+_THINK = ReasoningFormat(("<think>",), ("</think>",), trims_newlines=True)
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "kimi_k2": _THINK,
+    "minimax_m2": _THINK,
+    "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
+    "openai_gptoss": ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",)),
+    "qwen3": _THINK,
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), trims_newlines=True),
+}
+
+
+def find_tool_format(name: str | None) -> ToolFormat | None:
+    """Return a row by its name, None for None. Raises ConfigError for an unknown name."""
+    return None if name is None else _find(TOOL_FORMATS, name, "tool_call_parser")
+
+
+def find_reasoning_format(name: str | None) -> ReasoningFormat | None:
+    """Return a row by its name, None for None. Raises ConfigError for an unknown name."""
+    return None if name is None else _find(REASONING_FORMATS, name, "reasoning_parser")
+
+
+def is_harmony(tool_format: str | None, reasoning_format: str | None) -> bool:
+    """Whether one of the names stands for the format of messages with channels, which is read as a whole."""
+    return tool_format == "openai" or reasoning_format == "openai_gptoss"
+
+
+def markers_of(tool_format: str | None, reasoning_format: str | None) -> tuple[str, ...]:
+    """Return the markers of two formats, to be looked up in a vocabulary for OutputParser's marker_token_ids."""
+    found: dict[str, None] = {}
+
+    def collect(texts: tuple[str, ...]) -> tuple[str, ...]:
+        found.update(dict.fromkeys(texts))
+        return texts
+
+    if is_harmony(tool_format, reasoning_format):
+        return _HARMONY_MARKERS
+    for row in (find_tool_format(tool_format), find_reasoning_format(reasoning_format)):
+        if row is not None:
+            map_markers(row, collect)
+    return tuple(text for text in found if len(text) > 2)
+
+
+def map_markers(row: Any, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Any:
+    """Return a row with every tuple of markers in it changed, those of its body too."""
+    changed: dict[str, Any] = {}
+    for item in fields(row):
+        value = getattr(row, item.name)
+        if isinstance(value, tuple):
+            changed[item.name] = change(value)
+        elif is_dataclass(value):
+            changed[item.name] = map_markers(value, change)
+    return replace(row, **changed)
+
+
+def _find(table: dict[str, Any], name: str, option: str) -> Any:
+    if name not in table:
+        raise ConfigError(f"{option} {name!r} is not known; allowed are {', '.join(sorted(table))}")
+    return table[name]

@@ -1,0 +1,88 @@
+"""Hiding special tokens that clients spell out in messages from the template's own, so that text cannot end a turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import RequestError
+
+_FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The text of a conversation, and which parts of it only look like special tokens.
+
+    literal_spans  [start, end) of spellings of special tokens that clients wrote, in order
+    """
+
+    text: str
+    literal_spans: tuple[tuple[int, int], ...] = ()
+
+
+class SpellingHider:
+    """Replaces spellings of tokens in messages by placeholders, and finds them again in the rendered text."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        ordered = sorted(spellings, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+        self._found: list[str] = []
+        self._opener = self._closer = ""
+
+    def hide(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Return messages and tools with placeholders; of what the assistant wrote only its calls are searched."""
+        self._choose_marks(json.dumps([messages, tools], ensure_ascii=False))
+        return [self._hide_message(message) for message in messages], self._hide_value(tools)
+
+    def show(self, text: str) -> RenderedChat:
+        """Return the text with the spellings again."""
+        if not self._found:
+            return RenderedChat(text)
+        opener, closer = (f"(?:{mark}|{re.escape(_escape(mark))})" for mark in (self._opener, self._closer))
+        pieces: list[str] = []
+        spans: list[tuple[int, int]] = []
+        start, length = 0, 0
+        for found in re.finditer(f"{opener}([0-9]+){closer}", text):
+            spelling = self._found[int(found.group(1))]
+            pieces += [text[start : found.start()], spelling]
+            length += found.start() - start
+            spans.append((length, length + len(spelling)))
+            length += len(spelling)
+            start = found.end()
+        shown = "".join([*pieces, text[start:]])
+        if self._opener in shown or self._closer in shown:
+            raise RequestError("the chat template cuts through the spelling of a special token in a message", "messages")
+        return RenderedChat(shown, tuple(spans))
+
+    def _choose_marks(self, text: str) -> None:
+        """Choose two characters for private use that the messages do not have."""
+        used = set(re.findall("[\U00100000-\U0010fffd]", text))
+        free = (chr(code) for code in range(_FIRST_PRIVATE, _LAST_PRIVATE) if chr(code) not in used)
+        self._opener, self._closer = next(free, ""), next(free, "")
+        if not self._closer:
+            raise RequestError("messages use all characters for private use", "messages")
+
+    def _hide_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls")
+            return {**message, "tool_calls": self._hide_value(calls)} if calls else message
+        return {name: value if name == "role" else self._hide_value(value) for name, value in message.items()}
+
+    def _hide_value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._pattern.sub(self._replace, value)
+        if isinstance(value, dict):
+            return {self._hide_value(name): self._hide_value(item) for name, item in value.items()}
+        return [self._hide_value(item) for item in value] if isinstance(value, list) else value
+
+    def _replace(self, found: re.Match[str]) -> str:
+        self._found.append(found.group())
+        return f"{self._opener}{len(self._found) - 1}{self._closer}"
+
+
+def _escape(mark: str) -> str:
+    return json.dumps(mark)[1:-1]

@@ -1,0 +1,454 @@
+"""The gateway over an engine that computes nothing: streams, ends, fairness, and random events."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from quire.base.errors import InvariantError
+from quire.serving.admission import AdmissionControl
+from quire.serving.config import ApiKey, ServerConfig
+from quire.serving.errors import ApiError
+from quire.serving.gateway import EngineGateway
+from quire.serving.link.messages import RequestDelta, StepOutputs
+from quire.serving.metrics.server_metrics import ServerMetrics
+from tests.unit.serving.gateway.virtual_engine import FakeEngine, make_job, run_virtual
+
+
+class Bench:
+    def __init__(self, loop, config=None, **engine):
+        self.loop = loop
+        self.config = config or ServerConfig()
+        self.engine = FakeEngine(loop, **engine)
+        self.admission = AdmissionControl(self.config, clock=loop.time, random=random.Random(1).random)
+        self.metrics = ServerMetrics(self.config, "demo", clock=loop.time)
+        self.gateway = EngineGateway(self.engine, self.admission, self.metrics, clock=loop.time)
+
+    async def check_empty(self):
+        await asyncio.sleep(0.5)  # aborts that are under way reach the engine
+        self.admission.check_invariants()
+        assert self.admission.is_empty
+        assert not self.metrics.records
+        assert not self.engine.errors, self.engine.errors
+        assert max(Counter(self.engine.aborts).values(), default=0) <= 1
+        assert await self.gateway.drained(0.1)
+        await self.engine.stop()
+
+
+def with_bench(test, **options):
+    async def main(loop):
+        bench = Bench(loop, **options)
+        result = await test(bench)
+        await bench.check_empty()
+        return result
+
+    return run_virtual(main)
+
+
+async def read(stream):
+    tokens, reasons = 0, []
+    async with stream:
+        async for delta in stream:
+            tokens += sum(len(choice.token_ids) for choice in delta.choices)
+            reasons += [choice.finish_reason for choice in delta.choices if choice.finish_reason]
+    return tokens, reasons
+
+
+async def fill(bench, count=12, **job):
+    """Open jobs that keep the engine full, read by tasks."""
+    streams = [bench.gateway.open(make_job(f"fill{i}", **job)) for i in range(count)]
+    return streams, [bench.loop.create_task(read(stream)) for stream in streams]
+
+
+def test_stream_gives_all_tokens_and_ends_when_nothing_happens():
+    async def test(bench):
+        assert await read(bench.gateway.open(make_job("a", n=2, max_tokens=5))) == (10, ["length", "length"])
+        assert bench.engine.aborts == []
+
+    with_bench(test)
+
+
+def test_abort_reaches_the_engine_once_when_the_block_is_left_early():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=50))
+        async with stream:
+            await anext(stream)
+        stream.abort("cancelled")
+        assert bench.engine.aborts == ["a"]
+
+    with_bench(test)
+
+
+def test_no_abort_is_sent_when_the_last_delta_is_not_yet_read():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=2))
+        async with stream:
+            await anext(stream)
+            await asyncio.sleep(1)
+        assert bench.engine.aborts == []
+
+    with_bench(test)
+
+
+def test_abort_is_sent_once_when_the_reading_task_is_cancelled():
+    async def test(bench):
+        task = bench.loop.create_task(read(bench.gateway.open(make_job("a", max_tokens=500))))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert bench.engine.aborts == ["a"]
+        assert bench.metrics.defined.disconnects.labels("decode").value == 1
+
+    with_bench(test)
+
+
+def test_iteration_ends_with_an_abort_delta_when_a_running_request_is_aborted():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=500))
+        async with stream:
+            await anext(stream)
+            stream.abort("tool_cut")
+            last = [delta async for delta in stream][-1]
+        assert last.finished
+        assert last.choices[0].finish_reason == "abort"
+        assert bench.engine.aborts == ["a"]
+
+    with_bench(test)
+
+
+def test_engine_never_hears_of_a_request_when_it_is_aborted_in_the_queue():
+    async def test(bench):
+        _, tasks = await fill(bench)
+        stream = bench.gateway.open(make_job("late", n=2))
+        stream.abort("cancelled")
+        assert await read(stream) == (0, ["abort", "abort"])
+        await asyncio.gather(*tasks)
+        assert "late" not in bench.engine.submitted
+        assert bench.engine.aborts == []
+
+    with_bench(test)
+
+
+def test_queued_request_fails_with_408_when_its_deadline_passes():
+    async def test(bench):
+        _, tasks = await fill(bench, max_tokens=200)
+        stream = bench.gateway.open(make_job("late", deadline_s=bench.loop.time() + 0.5))
+        with pytest.raises(ApiError) as caught:
+            await read(stream)
+        assert (caught.value.status, bench.loop.time()) == (408, 0.5)
+        await asyncio.gather(*tasks)
+        assert "late" not in bench.engine.submitted
+
+    with_bench(test)
+
+
+def test_running_request_is_aborted_with_504_when_its_deadline_passes():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=500, deadline_s=0.503))
+        with pytest.raises(ApiError) as caught:
+            await read(stream)
+        assert (caught.value.status, caught.value.should_retry) == (504, False)
+        assert bench.loop.time() == pytest.approx(0.503)
+        assert bench.engine.aborts == ["a"]
+
+    with_bench(test)
+
+
+def test_deadline_error_waits_for_the_reader_when_nobody_reads():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=500, deadline_s=0.5))
+        await asyncio.sleep(1)
+        with pytest.raises(ApiError, match="deadline"):
+            await read(stream)
+
+    with_bench(test)
+
+
+def test_outer_cancellation_wins_when_it_comes_together_with_a_deadline():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=500, deadline_s=0.5))
+        task = bench.loop.create_task(read(stream))
+        await asyncio.sleep(0.4)
+        bench.loop.call_at(0.5, task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with_bench(test)
+
+
+def test_reader_task_can_be_used_further_when_a_deadline_interrupted_it():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a", max_tokens=500, deadline_s=0.5))
+        with pytest.raises(ApiError):
+            await read(stream)
+        assert asyncio.current_task().cancelling() == 0
+        await asyncio.sleep(0.1)
+
+    with_bench(test)
+
+
+def test_all_fail_at_once_and_later_ones_succeed_when_the_engine_dies():
+    async def test(bench):
+        _, tasks = await fill(bench, 40, max_tokens=100)
+        await asyncio.sleep(0.3)
+        bench.engine.set_state("restarting")
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {(error.status, error.code) for error in found} == {(503, "engine_error"), (503, "engine_unavailable")}
+        assert bench.loop.time() == pytest.approx(0.3)
+        with pytest.raises(ApiError) as caught:
+            bench.gateway.open(make_job("b"))
+        assert caught.value.code == "engine_unavailable"
+        bench.engine.set_state("ready")
+        assert await read(bench.gateway.open(make_job("c", max_tokens=3))) == (3, ["length"])
+        assert bench.metrics.defined.restarts.labels().value == 1
+        assert bench.engine.aborts == []
+
+    with_bench(test)
+
+
+def test_new_jobs_are_refused_and_old_ones_end_when_draining():
+    async def test(bench):
+        _, tasks = await fill(bench, 20)
+        bench.gateway.start_drain()
+        with pytest.raises(ApiError) as caught:
+            bench.gateway.open(make_job("b"))
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "draining", 1.0)
+        assert not await bench.gateway.drained(0.01)
+        assert await bench.gateway.drained(60)
+        assert [reasons for _, reasons in await asyncio.gather(*tasks)] == [["length"]] * 20
+
+    with_bench(test)
+
+
+def test_every_stream_gets_an_error_when_all_are_failed():
+    async def test(bench):
+        _, tasks = await fill(bench, 20, max_tokens=1000)
+        await asyncio.sleep(0.1)
+        bench.gateway.start_drain()
+        bench.gateway.fail_all()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {error.code for error in found} == {"server_shutdown"}
+        assert sorted(bench.engine.aborts) == sorted(bench.engine.submitted)
+        assert await bench.gateway.drained(1)
+
+    with_bench(test)
+
+
+@pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 500)])
+def test_engine_error_becomes_an_api_error_when_a_delta_has_one(is_refused, status):
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a"))
+        one = bench.engine._waiting[0]
+        delta = RequestDelta("a", [], True, error="prompt too long", error_param="prompt", is_refused=is_refused)
+        bench.engine._end(one)
+        one.subscription.deliver(delta, 0.0)
+        for listener in bench.engine.on_step:
+            listener(StepOutputs([delta]))
+        with pytest.raises(ApiError) as caught:
+            await read(stream)
+        assert caught.value.status == status
+
+    with_bench(test)
+
+
+def test_books_are_closed_when_the_client_gives_up_a_request_that_nobody_reads():
+    async def test(bench):
+        bench.gateway.open(make_job("a"))
+        one = bench.engine._waiting[0]
+        bench.engine._end(one)
+        one.subscription.fail(ApiError(503, "the request was lost", code="engine_error"))
+        await asyncio.sleep(2)
+        assert bench.admission.is_empty
+
+    with_bench(test)
+
+
+def test_second_request_of_the_same_id_is_an_error_when_the_first_is_open():
+    async def test(bench):
+        stream = bench.gateway.open(make_job("a"))
+        with pytest.raises(InvariantError):
+            bench.gateway.open(make_job("a"))
+        await read(stream)
+
+    with_bench(test)
+
+
+@pytest.mark.parametrize("lengths", [(64, 64), (20, 100)], ids=["equal", "mixed"])
+def test_engine_does_not_starve_when_many_wait(lengths):
+    async def run(bench, hold_back):
+        rng = random.Random(3)
+        jobs = [make_job(f"r{i}", 20, rng.randint(*lengths)) for i in range(200)]
+        if hold_back:
+            await asyncio.gather(*(read(bench.gateway.open(job)) for job in jobs))
+            assert bench.engine.most_sequences <= bench.gateway.capacity
+        else:  # all at once, as a program without a server would
+            subscriptions = [bench.engine.submit(job.request) for job in jobs]
+            while not all(subscription.is_finished for subscription in subscriptions):
+                await asyncio.sleep(0.001)
+        return bench.loop.time()
+
+    served = with_bench(lambda bench: run(bench, True), max_num_seqs=16)
+    offline = with_bench(lambda bench: run(bench, False), max_num_seqs=16)
+    assert served <= 1.05 * offline
+
+
+def test_batch_runs_only_in_room_left_when_others_wait():
+    async def test(bench):
+        batch = [bench.gateway.open(make_job(f"b{i}", priority="batch")) for i in range(16)]
+        online = [bench.gateway.open(make_job(f"o{i}")) for i in range(30)]
+        tasks = [bench.loop.create_task(read(stream)) for stream in batch + online]
+        await asyncio.gather(*tasks)
+        order = bench.engine.submitted
+        first_batch = [name for name in order[: order.index("o0")] if name.startswith("b")]
+        assert len(first_batch) == bench.gateway.capacity  # the engine was idle when they came
+        assert all(name.startswith("o") for name in order[len(first_batch) : len(first_batch) + 30])
+        with pytest.raises(ApiError, match="window"):
+            [bench.gateway.open(make_job(f"c{i}", priority="batch")) for i in range(17)]
+        bench.gateway.fail_all()
+
+    with_bench(test)
+
+
+def test_flooding_owner_does_not_slow_another_when_both_have_keys():
+    keys = (ApiKey("flood", b""), ApiKey("polite", b""))
+
+    async def polite(bench):
+        waits = []
+        for i in range(20):
+            await asyncio.sleep(1)
+            stream, began = bench.gateway.open(make_job(f"p{i}", 20, 20, owner="polite")), bench.loop.time()
+            async with stream:
+                async for _ in stream:
+                    waits.append(bench.loop.time() - began)
+                    break
+        return sorted(waits)[18]
+
+    async def flooded(bench):
+        streams, refusals = [], set()
+        for i in range(1000):
+            try:
+                streams.append(bench.gateway.open(make_job(f"f{i}", 20, 20, owner="flood")))
+            except ApiError as error:
+                refusals.add(error.status)
+        assert refusals <= {429, 503}
+        tasks = [bench.loop.create_task(read(stream)) for stream in streams]
+        p95 = await polite(bench)
+        assert bench.gateway.snapshot().classes[1].num_requests > 100  # the flood still waits
+        bench.gateway.fail_all()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return p95
+
+    config = ServerConfig(api_keys=keys, max_queue_wait_s=600)
+    alone = with_bench(polite, config=config, max_num_seqs=8)
+    beside = with_bench(flooded, config=config, max_num_seqs=8)
+    request_s = 20 * (0.01 + 8 * 0.001)
+    assert beside <= 2 * alone + request_s  # nobody is preempted: a slot has to come free
+
+
+def test_snapshot_tells_what_waits_when_the_engine_is_full():
+    async def test(bench):
+        _, tasks = await fill(bench, 30, num_prompt_tokens=7)
+        await asyncio.sleep(0.25)
+        snapshot = bench.gateway.snapshot()
+        waiting = {one.priority: one for one in snapshot.classes}["default"]
+        assert waiting.num_requests == 30 - snapshot.num_in_engine - sum(task.done() for task in tasks)
+        assert waiting.num_prompt_tokens == 7 * waiting.num_requests
+        assert waiting.oldest_wait_s == pytest.approx(0.25)
+        assert waiting.estimated_wait_s > 0
+        bench.metrics.render()
+        assert bench.metrics.defined.queued.labels("default").value == waiting.num_requests
+        await asyncio.gather(*tasks)
+
+    with_bench(test)
+
+
+class Storm:
+    """Random opens, reads, cancels, deadlines, aborts and deaths; every stream's fate is written down."""
+
+    def __init__(self, bench, seed):
+        self.bench, self.rng = bench, random.Random(seed)
+        self.fates = Counter()
+        self.reading = []
+        self.num_choices = 0
+
+    async def client(self, name):
+        rng, bench = self.rng, self.bench
+        await asyncio.sleep(rng.expovariate(0.05))
+        length = rng.randint(1, 40)
+        deadline_s = bench.loop.time() + rng.expovariate(0.5) if rng.random() < 0.2 else None
+        job = make_job(
+            name, rng.randint(1, 200), length, rng.choice("abc"), rng.choice(["interactive", "default", "batch"]),
+            rng.choice([1, 1, 1, 3, 12]), deadline_s=deadline_s,
+        )  # fmt: skip
+        try:
+            stream = bench.gateway.open(job)
+        except ApiError as error:
+            self.fates["refused"] += error.status in (408, 429, 503)
+            return
+        self.num_choices += job.request.params.n
+        task = asyncio.current_task()
+        self.reading.append(task)
+        try:
+            self.fates[await self.use(stream, length * job.request.params.n)] += 1
+        except ApiError as error:
+            self.fates[error.code] += 1
+        except asyncio.CancelledError:
+            self.fates["cancelled"] += 1
+        finally:
+            self.reading.remove(task)
+
+    async def use(self, stream, num_expected):
+        """Read a stream, perhaps slowly, perhaps not to its end; returns how it ended."""
+        leave_after = self.rng.choice([None, None, None, 1, 5])
+        slow_s = self.rng.choice([0, 0, 0.3])
+        tokens, last = 0, None
+        async with stream:
+            async for delta in stream:
+                assert last is None or not last.finished
+                last = delta
+                tokens += sum(len(choice.token_ids) for choice in delta.choices)
+                if leave_after is not None and tokens >= leave_after:
+                    return "left"
+                if self.rng.random() < 0.01:
+                    stream.abort("cancelled")
+                if slow_s:
+                    await asyncio.sleep(slow_s)
+            reason = last.choices[0].finish_reason
+            assert last.finished
+            assert tokens == num_expected or reason == "abort"
+            return reason
+
+    async def run(self, num_clients):
+        tasks = [self.bench.loop.create_task(self.client(f"r{i}")) for i in range(num_clients)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(self.rng.expovariate(4))
+            self.bench.admission.check_invariants()
+            dice = self.rng.random()
+            if dice < 0.3:
+                self.rng.choice(self.reading or tasks).cancel()
+            elif dice < 0.33 and self.bench.engine.state == "ready":
+                self.bench.engine.set_state("restarting")
+                self.bench.loop.call_later(self.rng.uniform(0, 2), self.bench.engine.set_state, "ready")
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        self.fates["never"] = sum(task.cancelled() for task in tasks)
+        await asyncio.sleep(3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_once_when_anything_happens(seed):
+    config = ServerConfig(max_queued_requests=60, max_queued_tokens=4000, api_keys=(ApiKey("a", b"", max_concurrent=20),))
+
+    async def test(bench):
+        storm = Storm(bench, seed)
+        await storm.run(600)
+        assert sum(storm.fates.values()) == 600
+        assert {"refused", "length", "left", "cancelled", "abort"} <= storm.fates.keys(), storm.fates
+        assert sum(cell.value for cell in bench.metrics.defined.success.cells.values()) == storm.num_choices
+        assert sum(cell.value for cell in bench.metrics.defined.rejections.cells.values()) == storm.fates["refused"]
+        assert bench.engine.most_sequences <= max(bench.gateway.capacity, 12)
+
+    with_bench(test, config=config, max_num_seqs=8)

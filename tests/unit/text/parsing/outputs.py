@@ -1,0 +1,241 @@
+"""Outputs of every format, written out by hand, and the messages that they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.text.parsing.events import ParsedCall, ParsedMessage
+from quire.text.parsing.parser import Tool
+
+TOOLS = (
+    Tool(
+        "get_weather",
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"enum": ["C", "F"]},
+                "exact": {"type": "boolean"},
+                "near": {"type": ["array", "null"], "items": {"type": "string"}},
+                "options": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                "factor": {"type": "number"},
+            },
+        },
+    ),
+    Tool("now"),
+    Tool("brave_search", {"type": "object", "properties": {"query": {"type": "string"}}}),
+)
+# Markers, quotes, escapes, brackets and other scripts, as a model may put them into a string.
+NASTY = '{"city": "</tool_call>]}\\"\\\\ [TOOL_CALLS] 東京 😀\\u00e9 </think>", "days": [1, {"a": "]"}]}'
+
+
+@dataclass(frozen=True)
+class Case:
+    """reasoning of the format that belongs to it, starts_in_reasoning by `starts`; calls are (name, arguments)."""
+
+    format: str | None
+    text: str
+    content: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    thoughts: str = ""
+    reasoning: str | None = "qwen3"
+    starts: bool = False
+    ids: tuple[str, ...] = ()
+    special: tuple[str, ...] = field(default=())
+
+    @property
+    def message(self) -> ParsedMessage:
+        ids = self.ids or tuple(f"id{index}" for index in range(len(self.calls)))
+        return ParsedMessage(
+            self.content,
+            self.thoughts,
+            tuple(ParsedCall(call_id, *call) for call_id, call in zip(ids, self.calls, strict=True)),
+        )
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def deepseek_v3(name, arguments):
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def deepseek_v31(name, arguments):
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def kimi(header, arguments):
+    return f"<|tool_call_begin|>{header}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def harmony(channel, text, end="<|end|>"):
+    return f"<|channel|>{channel}<|message|>{text}{end}"
+
+
+WEATHER = '{"city": "Ōsaka", "days": 2}'
+BOTH = (("get_weather", NASTY), ("now", "{}"))
+START = "<|start|>assistant"
+
+CASES: dict[str, Case] = {
+    "plain": Case("hermes", "Just text with {braces} and <angles>.", "Just text with {braces} and <angles>."),
+    "plain-off": Case(
+        None, "\n<think>a</think>" + hermes("now", "{}"), "\n<think>a</think>" + hermes("now", "{}"), reasoning=None
+    ),
+    "reasoning": Case(None, "<think>\nLet me\nsee.\n</think>\n\nIt is <b>5</b>.", "It is <b>5</b>.", thoughts="Let me\nsee."),
+    "reasoning-started": Case(None, "Let <me>\n</think>\n\nA </think> b", "A </think> b", thoughts="Let <me>", starts=True),
+    "reasoning-repeated": Case(None, "<think>\nwell</think>A", "A", thoughts="well", starts=True),
+    "reasoning-empty": Case(None, "<think>\n\n</think>\n\nA", "A"),
+    "reasoning-open": Case(None, "<think>never ends", thoughts="never ends"),
+    "reasoning-late": Case(None, "A tag: <think> is text", "A tag: <think> is text"),
+    "reasoning-mistral": Case(
+        "mistral", "[THINK]hm[/THINK]Ok[TOOL_CALLS]now[ARGS]{}", "Ok", (("now", "{}"),), "hm", reasoning="mistral"
+    ),
+    "reasoning-then-call": Case("hermes", f"<think>a</think>\n\n{hermes('now', '{}')}", calls=(("now", "{}"),), thoughts="a"),
+    "call-in-reasoning": Case("hermes", f"a\n{hermes('now', '{}')}", calls=(("now", "{}"),), thoughts="a\n", starts=True),
+    "marker-in-reasoning": Case("hermes", "<think>a <tool_call> b</think>c", "c", thoughts="a <tool_call> b"),
+    "hermes": Case("hermes", f"Look: {hermes('get_weather', NASTY)}\n{hermes('now', '{}')}\n", "Look: ", BOTH),
+    "hermes-between": Case("hermes", f"{hermes('now', '{}')} and {hermes('now', '{}')} end", " and  end", BOTH[1:] * 2),
+    "hermes-order": Case("hermes", f'<tool_call>{{"arguments": {NASTY}, "name": "get_weather"}}</tool_call>', calls=BOTH[:1]),
+    "hermes-no-arguments": Case("hermes", '<tool_call>{"name": "now"}</tool_call>', calls=BOTH[1:]),
+    "hermes-string": Case("hermes", hermes("get_weather", '"{\\"days\\": 2}"'), calls=(("get_weather", '{"days": 2}'),)),
+    "hermes-extra-keys": Case("hermes", '<tool_call>{"id": [1, "x"], "name": "now", "k": null}</tool_call>', calls=BOTH[1:]),
+    "hermes-unknown": Case("hermes", f"a {hermes('rm', '{}')} b", f"a {hermes('rm', '{}')} b"),
+    "hermes-stray": Case("hermes", f"<tool_call>\n{hermes('now', '{}')}", "<tool_call>\n", BOTH[1:]),
+    "hermes-stray-quote": Case("hermes", f'<tool_call>{{"name": "{hermes("now", "{}")}', '<tool_call>{"name": "', BOTH[1:]),
+    "hermes-prose": Case("hermes", "Write <tool_call> {x} </tool_call>.", "Write <tool_call> {x} </tool_call>."),
+    "hermes-cut-arguments": Case(
+        "hermes", '<tool_call>{"name": "get_weather", "arguments": {"a": "b', calls=(("get_weather", '{"a": "b'),)
+    ),
+    "hermes-cut-closer": Case("hermes", hermes("now", "{}")[:-3], calls=BOTH[1:]),
+    "hermes-broken-tail": Case("hermes", '<tool_call>{"name": "now", "arguments": {} oops', "oops", BOTH[1:]),
+    "qwen3-coder": Case(
+        "qwen3_coder",
+        'Hm\n<tool_call>\n<function=get_weather>\n<parameter=city>\n Ō\n"</parameter>\\\n</parameter>\n<parameter=days>\n2\n'
+        '</parameter>\n<parameter=exact>True</parameter><parameter=near>\n["a"]\n</parameter>\n<parameter=options>null'
+        "</parameter>\n<parameter=factor>\nmany\n</parameter>\n</function>\n</tool_call>\n<function=now>\n</function>\nok",
+        "Hm\n\nok",
+        (
+            (
+                "get_weather",
+                '{"city": " Ō\\n\\"</parameter>\\\\", "days": 2, "exact": true, "near": ["a"], "options": null, '
+                '"factor": "many"}',
+            ),
+            ("now", "{}"),
+        ),
+    ),
+    "qwen3-coder-cut": Case(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=city>\nOsa",
+        calls=(("get_weather", '{"city": "Osa'),),
+    ),
+    "glm": Case(
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a\n</arg_value>\n<arg_key>days</arg_key><arg_value>2"
+        "</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call><tool_call>now</tool_call>",
+        calls=(("get_weather", '{"city": "a\\n", "days": 2}'), ("now", "{}"), ("now", "{}")),
+    ),
+    "minimax": Case(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        calls=(("get_weather", '{"days": 3}'), ("now", "{}")),
+    ),
+    "llama3": Case(
+        "llama3_json",
+        f'{{"name": "get_weather", "parameters": {NASTY}}};{{"type": "function", "name": "now", "parameters": {{}}}}<|eom_id|>',
+        calls=BOTH,
+    ),
+    "llama3-tag": Case("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}} ; x', " ; x", BOTH[1:]),
+    "llama3-builtin": Case(
+        "llama3_json", '<|python_tag|>brave_search.call(query="a \\"b")', calls=(("brave_search", '{"query": "a \\"b"}'),)
+    ),
+    "llama3-json-answer": Case("llama3_json", '{"answer": {"name": "now"}}', '{"answer": {"name": "now"}}'),
+    "llama3-code": Case("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    "pythonic": Case(
+        "pythonic",
+        "[get_weather(city='a\"\\n\\x41', days=-2, exact=True, near=[\"x\", ('y',)], options={'k': None, 1: {}}), now()]",
+        calls=(
+            (
+                "get_weather",
+                '{"city": "a\\"\\nA", "days": -2, "exact": true, "near": ["x", ["y"]], "options": {"k": null, "1": {}}}',
+            ),
+            ("now", "{}"),
+        ),
+    ),
+    "pythonic-markers": Case("llama4_pythonic", "<|python_start|>[now()]<|python_end|>", calls=BOTH[1:]),
+    "pythonic-list-answer": Case("pythonic", "[1, 2] is a list", "[1, 2] is a list"),
+    "pythonic-broken": Case("pythonic", "[get_weather(days=1 + x)]", "+ x)]", (("get_weather", '{"days": 1'),)),
+    "mistral-old": Case(
+        "mistral",
+        f'Ok[TOOL_CALLS] [{{"name": "get_weather", "arguments": {NASTY}}}, {{"arguments": {{}}, "name": "now"}}]',
+        "Ok",
+        BOTH,
+    ),
+    "mistral-old-unknown": Case(
+        "mistral",
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "rm", "arguments": {}}]',
+        ', {"name": "rm", "arguments": {}}]',
+        BOTH[1:],
+    ),
+    "mistral": Case("mistral", f"[TOOL_CALLS]get_weather[ARGS]{NASTY}[TOOL_CALLS]now{{}}", calls=BOTH),
+    "mistral-id": Case("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", calls=BOTH[1:], ids=("abcdefghi",)),
+    "deepseek-v3": Case(
+        "deepseek_v3",
+        f"Ok<｜tool▁calls▁begin｜>{deepseek_v3('get_weather', NASTY)}\n{deepseek_v3('now', '{}')}<｜tool▁calls▁end｜>",
+        "Ok",
+        BOTH,
+    ),
+    "deepseek-v31": Case(
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜>{deepseek_v31('get_weather', NASTY)}{deepseek_v31('now', '{}')}<｜tool▁calls▁end｜>after",
+        "after",
+        BOTH,
+    ),
+    "deepseek-unknown": Case(
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜>{deepseek_v31('rm', '{}')}<｜tool▁calls▁end｜>",
+        f"<｜tool▁calls▁begin｜>{deepseek_v31('rm', '{}')}<｜tool▁calls▁end｜>",
+    ),
+    "kimi": Case(
+        "kimi_k2",
+        f"<|tool_calls_section_begin|>{kimi('functions.get_weather:0', NASTY)}{kimi('functions.now:1', '{}')}"
+        "<|tool_calls_section_end|>",
+        calls=BOTH,
+        ids=("functions.get_weather:0", "functions.now:1"),
+    ),
+    "granite": Case(
+        "granite",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "now"}}]',
+        calls=(("get_weather", WEATHER), ("now", "{}")),
+    ),
+    "granite4": Case("granite", hermes("get_weather", WEATHER), calls=(("get_weather", WEATHER),)),
+    "phi4": Case(
+        "phi4_mini_json",
+        f'functools[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}] functools',
+        " functools",
+        (("get_weather", WEATHER), ("now", "{}")),
+    ),
+    "harmony": Case(
+        "openai",
+        harmony("analysis", "I <think>.")
+        + START
+        + harmony("commentary to=functions.get_weather <|constrain|>json", NASTY, "<|call|>")
+        + f"{START} to=functions.now<|channel|>commentary<|message|>{{}}<|call|>{START}"
+        + harmony("final", "Done.", "<|return|>"),
+        "Done.",
+        BOTH,
+        "I <think>.",
+        reasoning="openai_gptoss",
+    ),
+    "harmony-preamble": Case(
+        "openai",
+        harmony("commentary", "I will look.") + START + harmony("commentary to=functions.rm", "{}"),
+        f"I will look.{START}<|channel|>commentary to=functions.rm<|message|>{{}}",
+        reasoning="openai_gptoss",
+    ),
+    "harmony-role": Case(
+        "openai", " to=functions.now<|channel|>commentary<|message|>{}", calls=BOTH[1:], reasoning="openai_gptoss"
+    ),
+}
