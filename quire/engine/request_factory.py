@@ -10,6 +10,7 @@ from quire.base.ids import RequestId
 from quire.base.mixing import mix_seed
 from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import ModelSpec
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -34,12 +35,14 @@ class RequestFactory:
         self._tokenizer = tokenizer
         self._config = config
 
-    def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams) -> Request:
+    def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams | PoolingParams) -> Request:
         """Return the request, or raise RequestError with the field at fault.
 
         index  of the request in the life of the engine: requests without a seed get theirs from it
         """
         check_request_id(request_id)
+        if isinstance(params, PoolingParams):
+            return self._make_pooling(request_id, prompt, params)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
         text, token_ids, cache_salt = self._read_prompt(prompt)
@@ -56,6 +59,25 @@ class RequestFactory:
             prompt=text,
             eos_token_ids=self._spec.eos_token_ids,
             bad_word_token_ids=bad_words,
+            arrival_time_s=time.monotonic(),
+            cache_salt=cache_salt,
+        )
+
+    def _make_pooling(self, request_id: str, prompt: PromptLike, params: PoolingParams) -> Request:
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        size = self._spec.hidden_size
+        if params.dimensions is not None and params.dimensions > size:
+            raise RequestError(
+                f"dimensions must be from 1 to {size}, the hidden size of the model, got {params.dimensions}", "dimensions"
+            )
+        self._check_priority(params.priority)
+        return Request(
+            request_id=RequestId(request_id),
+            prompt_token_ids=token_ids,
+            params=SamplingParams(),
+            seed=0,
+            pooling=params,
+            prompt=text,
             arrival_time_s=time.monotonic(),
             cache_salt=cache_salt,
         )
@@ -121,14 +143,17 @@ class RequestFactory:
                     "-1 takes it away",
                     name,
                 )
-        if params.priority != 0 and self._config.scheduling_policy != "priority":
+        self._check_priority(params.priority)
+        if params.stop:
+            self._need_tokenizer("stop")
+
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self._config.scheduling_policy != "priority":
             raise RequestError(
-                f"priority is {params.priority}, but the engine runs with scheduling_policy 'fcfs', which knows none; "
+                f"priority is {priority}, but the engine runs with scheduling_policy 'fcfs', which knows none; "
                 "leave it 0 or start the engine with scheduling_policy 'priority'",
                 "priority",
             )
-        if params.stop:
-            self._need_tokenizer("stop")
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
