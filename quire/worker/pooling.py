@@ -35,11 +35,10 @@ class Pooler:
 
     def result(self) -> tuple[float, ...] | None:
         """Return the vector, f32 values, or None where it is not finite. At least one token must have been taken in."""
-        if self._sum is None:
+        if self._sum is None or not np.isfinite(self._sum).all():
             return None
         vector = (self._sum / self._num_tokens)[: self.params.dimensions]
         if self.params.normalize:
             # fsum is exact: the length does not depend on an order of summation.
             vector = vector / max(math.sqrt(math.fsum(np.square(vector))), _MIN_LENGTH)
-        values = vector.astype(np.float32)
-        return tuple(values.tolist()) if np.isfinite(values).all() else None
+        return tuple(vector.astype(np.float32).tolist())
