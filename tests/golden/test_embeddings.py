@@ -28,6 +28,17 @@ def expected(hidden: torch.Tensor, params: PoolingParams) -> torch.Tensor:
     return torch.nn.functional.normalize(vector, dim=0) if params.normalize else vector
 
 
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3", "gpt2", "mixtral"])
+def test_checkpoint_without_a_head_is_embedded_alike(checkpoint, tmp_path, case):
+    whole, headless, found = checkpoint(case, "v5"), tmp_path / case, []
+    reference_model(whole).base_model.save_pretrained(headless)
+    for folder in (whole, headless):
+        llm = LLM(str(folder), max_model_len=LENGTH, num_kv_blocks=10, max_num_seqs=4, skip_tokenizer_init=True)
+        found.append([output.outputs.embedding for output in llm.embed([PROMPT] * len(PARAMS), PARAMS, use_tqdm=False)])
+        llm.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint, case):
     folder = checkpoint(case, "v5")
