@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.base.errors import ConfigError, ModelFormatError, QuireError, RequestError, UnsupportedError
     from quire.contracts.config import EngineConfig
-    from quire.contracts.outputs import CompletionOutput, RequestOutput
+    from quire.contracts.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+    from quire.contracts.pooling_params import PoolingParams
     from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
@@ -21,10 +22,13 @@ _HOMES = {
     "BeamSearchParams": "quire.contracts.sampling_params",
     "CompletionOutput": "quire.contracts.outputs",
     "ConfigError": "quire.base.errors",
+    "EmbeddingOutput": "quire.contracts.outputs",
+    "EmbeddingRequestOutput": "quire.contracts.outputs",
     "EngineConfig": "quire.contracts.config",
     "LLM": "quire.engine.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "ModelFormatError": "quire.base.errors",
+    "PoolingParams": "quire.contracts.pooling_params",
     "QuireError": "quire.base.errors",
     "RequestError": "quire.base.errors",
     "RequestOutput": "quire.contracts.outputs",
@@ -38,9 +42,12 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "LLMEngine",
     "ModelFormatError",
+    "PoolingParams",
     "QuireError",
     "RequestError",
     "RequestOutput",

@@ -96,6 +96,34 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt.
+
+    embedding      f32 values, as many as asked for; empty where finish_reason is not "stop"
+    finish_reason  "stop", "abort" or "error"
+    """
+
+    embedding: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The only output of a request with PoolingParams: it comes when the whole prompt is computed, or the request has failed.
+
+    error  what went wrong, when the finish_reason is "error"
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
 class BeamSearchSequence:
     """One hypothesis of a beam search; `tokens` starts with the prompt, `score` is after the length penalty."""
 

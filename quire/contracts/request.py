@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.base.ids import RequestId
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -16,6 +17,8 @@ class Request:
     """One request after tokenising; nothing in it refers to text but `prompt`, which is only handed back.
 
     prompt_token_ids     at least one token, every id below the vocabulary size
+    pooling              the request asks for the pooled hidden state of its prompt instead of tokens; `params` are then the
+                         default ones, and nothing is sampled
     seed                 64-bit; choice i samples with mix_seed(seed, i)
     eos_token_ids        the model's end-of-sequence tokens
     bad_word_token_ids   every token sequence that spells a bad word
@@ -27,11 +30,17 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    pooling: PoolingParams | None = None
     prompt: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     arrival_time_s: float = 0.0
     cache_salt: str = field(default="")
+
+    @property
+    def priority(self) -> int:
+        """Lower runs first under the priority policy."""
+        return self.params.priority if self.pooling is None else self.pooling.priority
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ samples to its rows by itself; the scheduler does the same when it commits the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.base.ids import BlockId, SequenceId
@@ -37,7 +37,7 @@ class StepPlan:
     """One step: which sequences compute how many tokens, and where.
 
     num_scheduled_tokens  sequence -> number of tokens, >= 1, in batch order. Where they reach the last known token of the
-                          sequence, the worker samples the next one
+                          sequence, the worker samples the next one, or pools the hidden states of a request that asks for that
     starts                sequences that the worker sees for the first time (again), all of them in num_scheduled_tokens
     new_block_ids         blocks appended to the tables of sequences the worker knows
     replaced_blocks       sequence -> (index in its table, new block), after copy on write
@@ -81,6 +81,7 @@ class StepResult:
     logprobs         sequence -> one TokenLogprobs per sampled token, where its params ask for log probabilities
     prompt_logprobs  sequence -> log probabilities of the prompt tokens that follow the tokens computed in this step
     errors           sequence -> why no token could be sampled (its logits were not finite, say); it must be ended
+    pooled           sequence -> the vector of a request with pooling params, f32 values; no entry before its prompt is computed
     """
 
     step_id: int
@@ -88,6 +89,7 @@ class StepResult:
     logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     errors: dict[SequenceId, str]
+    pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=dict[SequenceId, tuple[float, ...]])
 
 
 class Runner(Protocol):

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import QuireError, RequestError, WorkerError
+from quire.base.errors import InvariantError, QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger, show_log
 from quire.contracts.config import EngineConfig
-from quire.contracts.outputs import CompletionOutput, RequestOutput
+from quire.contracts.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
-from quire.engine.llm_engine import LLMEngine
+from quire.engine.llm_engine import EngineOutput, LLMEngine
 from quire.engine.request_factory import PromptLike, check_request_id
 
 logger = get_logger(__name__)
@@ -25,14 +26,14 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """One call of generate: where its outputs go. What is sent after its request has ended is dropped."""
+    """One call of generate or embed: where its outputs go. What is sent after its request has ended is dropped."""
 
     request_id: str
     loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[RequestOutput | QuireError]
+    items: asyncio.Queue[EngineOutput | QuireError]
     is_cancelled: bool = False
 
-    def send(self, item: RequestOutput | QuireError) -> bool:
+    def send(self, item: EngineOutput | QuireError) -> bool:
         """Hand an output to the caller's event loop; False when that is closed. Called by the engine's thread."""
         try:
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
@@ -69,6 +70,8 @@ class AsyncLLM:
         Raises RequestError when it is invalid, can never fit or has an id that is in use, and WorkerError when the engine
         has stopped.
         """
+        if isinstance(sampling_params, PoolingParams):
+            raise RequestError("sampling_params must be a SamplingParams, got PoolingParams: use embed", "sampling_params")
         ticket = self._register(request_id)
         is_finished = False
         try:
@@ -80,6 +83,31 @@ class AsyncLLM:
                 if isinstance(item, QuireError):
                     raise item
                 yield item
+        finally:
+            self._leave(ticket, is_finished)
+
+    async def embed(
+        self, prompt: PromptLike, pooling_params: PoolingParams | None = None, request_id: str | None = None
+    ) -> EmbeddingRequestOutput:
+        """Return the embedding of a prompt: the last token's hidden state, normalised, unless pooling_params say otherwise.
+
+        Cancelling the call aborts the request; after `abort` the output has finish_reason "abort". Raises as generate does.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(f"pooling_params must be a PoolingParams, got {type(params).__name__}", "pooling_params")
+        ticket = self._register(request_id)
+        is_finished = False
+        try:
+            request = await asyncio.to_thread(self.engine.make_request, ticket.request_id, prompt, params)
+            self._send(lambda: self._submit(request, ticket))
+            item = await ticket.items.get()
+            is_finished = True
+            if isinstance(item, QuireError):
+                raise item
+            if not isinstance(item, EmbeddingRequestOutput):
+                raise InvariantError(f"a request with PoolingParams got a {type(item).__name__}")
+            return item
         finally:
             self._leave(ticket, is_finished)
 
@@ -150,7 +178,7 @@ class AsyncLLM:
             if output is not None:
                 self._deliver(output)
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: EngineOutput) -> None:
         ticket = self._running.get(output.request_id)
         if ticket is None:  # its caller has gone in the middle of this step
             return
@@ -193,7 +221,10 @@ class AsyncLLM:
             command()
 
 
-def _aborted(request: Request) -> RequestOutput:
+def _aborted(request: Request) -> EngineOutput:
     """Return the only output of a request that was aborted before the engine saw it."""
+    if request.pooling is not None:
+        nothing = EmbeddingOutput([], "abort")
+        return EmbeddingRequestOutput(request.request_id, request.prompt, list(request.prompt_token_ids), nothing)
     choices = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
     return RequestOutput(request.request_id, request.prompt, list(request.prompt_token_ids), choices, finished=True)

@@ -1,21 +1,24 @@
-"""LLM: offline generation, the way users of vLLM know it."""
+"""LLM: offline generation and embedding, the way users of vLLM know it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.base.logging import show_log
 from quire.contracts.config import EngineConfig
-from quire.contracts.outputs import BeamSearchOutput, RequestOutput
+from quire.contracts.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.beam_search import search_beams
-from quire.engine.llm_engine import LLMEngine
+from quire.engine.llm_engine import EngineOutput, LLMEngine
 from quire.engine.request_factory import PromptLike
 from quire.text.tokenizer import Tokenizer
+
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
@@ -45,9 +48,27 @@ class LLM:
         """
         prompt_list = _as_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params_list = _as_params(params, len(prompt_list))
+        params_list = _as_params(params, len(prompt_list), SamplingParams, "sampling_params")
         pairs = zip(prompt_list, params_list, strict=True)
         return self.run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of every prompt, in their order: `output.outputs.embedding` is a list of floats.
+
+        prompts         as for generate; up to max_model_len tokens
+        pooling_params  one for all, or one per prompt; None: the last token's hidden state, normalised
+        Raises RequestError before anything runs when one of them is invalid or can never fit.
+        """
+        prompt_list = _as_prompts(prompts)
+        params = PoolingParams() if pooling_params is None else pooling_params
+        params_list = _as_params(params, len(prompt_list), PoolingParams, "pooling_params")
+        pairs = zip(prompt_list, params_list, strict=True)
+        return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
 
     def chat(
         self,
@@ -84,11 +105,14 @@ class LLM:
         return search_beams(self, requests, params)
 
     def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests that are validated already and return their last outputs in order."""
+        """Run requests for tokens, validated already, and return their last outputs in order."""
+        return self._run(requests, use_tqdm)
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[Any]:
         engine = self.llm_engine
         for request in requests:
             engine.check_servable(request)
-        outputs: dict[str, RequestOutput] = {}
+        outputs: dict[str, EngineOutput] = {}
         submitted: list[RequestId] = []
         progress = _progress(len(requests)) if use_tqdm else None
         try:
@@ -122,7 +146,7 @@ class LLM:
         """Release the model's memory."""
         self.llm_engine.close()
 
-    def _make(self, prompt: PromptLike, params: SamplingParams) -> Request:
+    def _make(self, prompt: PromptLike, params: SamplingParams | PoolingParams) -> Request:
         request = self.llm_engine.make_request(f"llm-{self._num_requests}", prompt, params)
         self._num_requests += 1
         return request
@@ -139,19 +163,22 @@ def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     return [prompts] if is_token_ids else list(prompts)  # type: ignore[list-item]
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
+def _as_params(params: object, count: int, kind: type[Params], name: str) -> list[Params]:
+    """Return one per prompt; name is that of the argument."""
+    if isinstance(params, kind):
         return [params] * count
-    if not isinstance(params, list | tuple):
-        raise RequestError(
-            f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}", "sampling_params"
-        )
-    if len(params) != count:
-        raise RequestError(
-            f"sampling_params must be one for all or one per prompt: got {len(params)} for {count} prompts",
-            "sampling_params",
-        )
-    return list(params)
+    items = list(params) if isinstance(params, list | tuple) else [params]
+    for item in items:
+        if not isinstance(item, kind):
+            other = "; generate takes SamplingParams and embed PoolingParams" if _is_params(item) else ""
+            raise RequestError(f"{name} must be a {kind.__name__} or a list of them, got {type(item).__name__}{other}", name)
+    if len(items) != count:
+        raise RequestError(f"{name} must be one for all or one per prompt: got {len(items)} for {count} prompts", name)
+    return items
+
+
+def _is_params(item: object) -> bool:
+    return isinstance(item, SamplingParams | PoolingParams)
 
 
 def _progress(total: int) -> Any:

@@ -12,11 +12,13 @@ from typing import Any
 from quire.base.errors import ConfigError, QuireError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig, SchedulerConfig
-from quire.contracts.outputs import RequestOutput
+from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult
 from quire.engine.config import make_config
+from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
@@ -28,6 +30,10 @@ from quire.text.tokenizer import load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens
 
 logger = get_logger(__name__)
+
+
+EngineOutput = RequestOutput | EmbeddingRequestOutput
+"""What a step hands out; the latter for requests with PoolingParams."""
 
 
 @dataclass(slots=True)
@@ -71,15 +77,15 @@ class LLMEngine:
         )
         self._runner = runner
         self._factory = RequestFactory(RequestRules.of(report.spec, config), tokenizer)
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputStream | EmbeddingStream] = {}
         self._request_indices = itertools.count()
-        self._undelivered: list[RequestOutput] = []
+        self._undelivered: list[EngineOutput] = []
         self._is_closed = False
         self.stats = EngineStats()
         self.is_recording = False  # whether last_step is wanted
         self.last_step: StepRecord | None = None
 
-    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | None) -> Request:
+    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
         """Tokenise and validate without adding; raises RequestError. May be called from other threads."""
         params = self.default_sampling_params() if params is None else params
         return self._factory.make(request_id, next(self._request_indices), prompt, params)
@@ -88,14 +94,15 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> None:
-        """Queue a request; without sampling_params with the checkpoint's own defaults.
+        """Queue a request; without params with the checkpoint's own defaults for sampling.
 
-        Raises RequestError, naming the field, when it is invalid or can never fit.
+        With PoolingParams it has one output, an EmbeddingRequestOutput, whatever the output_kind. Raises RequestError, naming
+        the field, when it is invalid or can never fit.
         """
-        self.submit(self.make_request(request_id, prompt, sampling_params), output_kind)
+        self.submit(self.make_request(request_id, prompt, params), output_kind)
 
     def check_request(self, request: Request) -> None:
         """Raise RequestError when a request that was made elsewhere does not fit the model or the engine's options."""
@@ -109,7 +116,8 @@ class LLMEngine:
         """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
         if self._is_closed:
             raise WorkerError("the engine has been closed")
-        stream = OutputStream(request, self.tokenizer, output_kind)
+        is_pooled = request.pooling is not None
+        stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
         with deferred_interrupts():
             self.scheduler.add(request, time.monotonic())
             self._streams[request.request_id] = stream
@@ -126,7 +134,7 @@ class LLMEngine:
         """Requests that have not ended."""
         return len(self._streams)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Run one step and return the outputs of the requests that it moved, in the form each one asked for.
 
         A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
@@ -162,8 +170,8 @@ class LLMEngine:
         now = time.monotonic()
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
 
-    def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[RequestOutput]:
-        touched: dict[str, OutputStream] = {}
+    def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:
+        touched: dict[str, OutputStream | EmbeddingStream] = {}
         for update in updates:
             stream = touched[update.request_id] = self._streams[update.request_id]
             try:
@@ -173,7 +181,7 @@ class LLMEngine:
                 logger.exception("the output of request %s failed", update.request_id)
                 self.scheduler.abort(update.request_id)
                 stream.fail(f"{type(error).__name__}: {error}")
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         for request_id, stream in touched.items():
             if stream.is_finished:
                 stream.metrics.finished_time = now
@@ -183,7 +191,7 @@ class LLMEngine:
                 outputs.append(output)
         return outputs
 
-    def _apply(self, stream: OutputStream, update: SequenceUpdate, now: float) -> None:
+    def _apply(self, stream: OutputStream | EmbeddingStream, update: SequenceUpdate, now: float) -> None:
         stats = update.stats
         if stream.apply(update, now):
             ended = self.scheduler.finish(update.sequence_id, "stop")
@@ -191,7 +199,7 @@ class LLMEngine:
         if stats is not None:
             stream.add_stats(update.choice, stats)
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
+    def abort_request(self, request_id: str) -> EngineOutput | None:
         """End a request now and return its last output (finish_reason "abort"); None when there is no such request.
 
         Outputs of it that an interrupted step left behind are dropped, or returned if they were its last.

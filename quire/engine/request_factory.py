@@ -11,6 +11,7 @@ from quire.base.ids import RequestId
 from quire.base.mixing import mix_seed
 from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import ModelSpec
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -29,9 +30,10 @@ def check_request_id(request_id: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
-    """What a request is checked against: of the model its vocabulary and its end, of the engine what it allows."""
+    """What a request is checked against: of the model its sizes and its end, of the engine what it allows."""
 
     vocab_size: int
+    hidden_size: int
     eos_token_ids: frozenset[int]
     seed: int
     max_logprobs: int
@@ -42,6 +44,7 @@ class RequestRules:
         """Return the rules of a model in an engine."""
         return cls(
             vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
             eos_token_ids=spec.eos_token_ids,
             seed=config.seed,
             max_logprobs=config.max_logprobs,
@@ -56,12 +59,14 @@ class RequestFactory:
         self._rules = rules
         self._tokenizer = tokenizer
 
-    def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams) -> Request:
+    def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams | PoolingParams) -> Request:
         """Return the request, or raise RequestError with the field at fault.
 
         index  of the request in the life of the engine: requests without a seed get theirs from it
         """
         check_request_id(request_id)
+        if isinstance(params, PoolingParams):
+            return self._make_pooling(request_id, prompt, params)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
         text, token_ids, cache_salt = self._read_prompt(prompt)
@@ -88,9 +93,24 @@ class RequestFactory:
         token_ids, size = request.prompt_token_ids, self._rules.vocab_size
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:  # a long prompt is passed quickly
             self._check_token_ids(token_ids, "prompt_token_ids")
+        self._check_pooling(request.pooling)
         self._check_params(request.params)
         for word in request.bad_word_token_ids:
             self._check_token_ids(word, "bad_words")
+
+    def _make_pooling(self, request_id: str, prompt: PromptLike, params: PoolingParams) -> Request:
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        self._check_pooling(params)
+        return Request(
+            request_id=RequestId(request_id),
+            prompt_token_ids=token_ids,
+            params=SamplingParams(),
+            seed=0,
+            pooling=params,
+            prompt=text,
+            arrival_time_s=time.monotonic(),
+            cache_salt=cache_salt,
+        )
 
     def _read_prompt(self, prompt: PromptLike) -> tuple[str | None, tuple[int, ...], str]:
         text, cache_salt = None, ""
@@ -153,14 +173,27 @@ class RequestFactory:
                     "-1 takes it away",
                     name,
                 )
-        if params.priority != 0 and self._rules.scheduling_policy != "priority":
+        self._check_priority(params.priority)
+        if params.stop:
+            self._need_tokenizer("stop")
+
+    def _check_pooling(self, params: PoolingParams | None) -> None:
+        if params is None:
+            return
+        size = self._rules.hidden_size
+        if params.dimensions is not None and params.dimensions > size:
             raise RequestError(
-                f"priority is {params.priority}, but the engine runs with scheduling_policy 'fcfs', which knows none; "
+                f"dimensions must be from 1 to {size}, the hidden size of the model, got {params.dimensions}", "dimensions"
+            )
+        self._check_priority(params.priority)
+
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self._rules.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority is {priority}, but the engine runs with scheduling_policy 'fcfs', which knows none; "
                 "leave it 0 or start the engine with scheduling_policy 'priority'",
                 "priority",
             )
-        if params.stop:
-            self._need_tokenizer("stop")
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:

@@ -38,7 +38,7 @@ def effective_max_model_len(spec: ModelSpec, max_model_len: int | None) -> int:
 
 
 Model = Decoder | NativeDecoder
-"""What runs a model: the torch reference or the native kernels, with the same `step` and `logits_at`."""
+"""What runs a model: the torch reference or the native kernels, with the same `step`, `logits_at` and `hidden_states`."""
 
 
 def runs_natively(spec: ModelSpec, block_size: int) -> bool:

@@ -36,6 +36,7 @@ class Decoder:
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
         self._layers = [_Layer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
+        self._hidden_rows: list[int] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
@@ -64,13 +65,16 @@ class Decoder:
         kv: KvPool,
         logit_rows: list[int],
         keeps_all: bool = False,
+        hidden_rows: list[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`.
 
-        keeps_all  logits_at may ask for other rows before the next step
+        keeps_all    logits_at may ask for other rows before the next step
+        hidden_rows  other rows, of which hidden_states may ask for some
         """
         hidden = self.forward(token_ids, positions, step, kv)
-        self._hidden = hidden if keeps_all else None
+        self._hidden = hidden if keeps_all or hidden_rows else None
+        self._hidden_rows = hidden_rows or []
         return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
 
     def logits_at(self, first: int, last: int) -> Tensor:
@@ -78,6 +82,12 @@ class Decoder:
         if self._hidden is None:
             raise InvariantError("the last step did not keep its rows")
         return self.logits(self._hidden[first:last])
+
+    def hidden_states(self, first: int, last: int) -> Tensor:
+        """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
+        if self._hidden is None:
+            raise InvariantError("the last step did not keep its rows")
+        return self._hidden[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

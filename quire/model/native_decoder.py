@@ -66,6 +66,7 @@ class NativeDecoder:
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         self._layers = self._build()
         self._kv: KvPool | None = None
+        self._hidden_rows = torch.empty(0, dtype=torch.int32)
         self._process = os.getpid()
         if self._parameters:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
@@ -198,12 +199,14 @@ class NativeDecoder:
         kv: KvPool,
         logit_rows: list[int],
         keeps_all: bool = False,
+        hidden_rows: list[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
+        hidden_rows           indices of other tokens, of which hidden_states may ask for some
         """
         if os.getpid() != self._process:
             raise InvariantError(
@@ -217,7 +220,11 @@ class NativeDecoder:
         starts = torch.tensor(step.query_starts, dtype=torch.int32)
         lengths = torch.tensor(step.context_lens, dtype=torch.int32)
         tables = step.block_tables.to(torch.int32).contiguous()
-        rows = torch.tensor(logit_rows, dtype=torch.int32)
+        hidden_rows = hidden_rows or []
+        rows = torch.tensor([*logit_rows, *hidden_rows], dtype=torch.int32)
+        self._hidden_rows = (
+            rows[len(logit_rows) :] if keeps_all else torch.arange(len(logit_rows), len(rows), dtype=torch.int32)
+        )
         logits = torch.empty(len(logit_rows), self.spec.vocab_size)
         self._plan.num_threads = torch.get_num_threads()
         self._plan.step(
@@ -231,6 +238,7 @@ class NativeDecoder:
             tables.data_ptr(),
             tables.shape[1],
             rows.data_ptr(),
+            len(rows),
             len(logit_rows),
             keeps_all,
             logits.data_ptr(),
@@ -243,6 +251,13 @@ class NativeDecoder:
         logits = torch.empty(last - first, self.spec.vocab_size)
         self._plan.logits(rows.data_ptr(), len(rows), logits.data_ptr())
         return logits
+
+    def hidden_states(self, first: int, last: int) -> Tensor:
+        """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
+        rows = self._hidden_rows[first:last]
+        hidden = torch.empty(len(rows), self.spec.hidden_size)
+        self._plan.hidden_states(rows.data_ptr(), len(rows), hidden.data_ptr())
+        return hidden
 
 
 class _Angles:

@@ -23,6 +23,12 @@ class RenderedChat:
     text: str
     literal_spans: tuple[tuple[int, int], ...] = ()
 
+    def cut(self, end: int) -> RenderedChat:
+        """Return the first `end` characters."""
+        return RenderedChat(
+            self.text[:end], tuple((start, min(stop, end)) for start, stop in self.literal_spans if start < end)
+        )
+
 
 class SpellingHider:
     """Replaces spellings of tokens in messages by placeholders, and finds them again in the rendered text."""

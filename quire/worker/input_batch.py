@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +14,15 @@ from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.kernels.reference.attention import AttentionInput
 from quire.sampling.row_state import SamplingRow
+from quire.worker.pooling import Pooler
 
 
 @dataclass(slots=True)
 class Row:
-    """One sequence as the worker knows it; `table` is its line of the batch's block tables."""
+    """One sequence as the worker knows it; `table` is its line of the batch's block tables.
+
+    pooler  of a request that asks for a pooled hidden state: nothing is sampled then
+    """
 
     start: SequenceStart
     token_ids: list[int]
@@ -25,6 +30,7 @@ class Row:
     num_blocks: int
     table: int
     sampling: SamplingRow
+    pooler: Pooler | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -35,6 +41,17 @@ class Row:
     def num_prompt_logprobs(self) -> int | None:
         """Log probabilities to return at each prompt position; None: none at all, as for every choice but the first."""
         return self.start.request.params.prompt_logprobs if self.start.choice == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRun:
+    """Tokens [first, last) of a step, all of one sequence, whose hidden states are pooled; is_complete: they end its prompt."""
+
+    row: Row
+    pooler: Pooler
+    first: int
+    last: int
+    is_complete: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +68,27 @@ class StepInput:
     rows: list[Row]
 
     def ready_rows(self) -> list[tuple[Row, int]]:
-        """Return the sequences whose known tokens are all computed after this step, each with the index of its last token."""
-        ends = zip(self.rows, self.attention.context_lens, self.attention.query_starts[1:], strict=True)
-        return [(row, end - 1) for row, context_len, end in ends if context_len == len(row.token_ids)]
+        """Return the sequences that get a token after this step, each with the index of its last known one."""
+        return [(row, end - 1) for row, _, end, is_complete in self._runs() if is_complete and row.pooler is None]
+
+    def pooled_rows(self) -> list[PooledRun]:
+        """Return the tokens of the step whose hidden states are pooled."""
+        found: list[PooledRun] = []
+        for row, start, end, is_complete in self._runs():
+            if row.pooler is None:
+                continue
+            if row.pooler.params.needs_every_token:
+                found.append(PooledRun(row, row.pooler, start, end, is_complete))
+            elif is_complete:
+                found.append(PooledRun(row, row.pooler, end - 1, end, is_complete))
+        return found
+
+    def _runs(self) -> Iterator[tuple[Row, int, int, bool]]:
+        """Yield every sequence, its tokens [start, end) of the step, and whether all its known tokens are computed then."""
+        starts = self.attention.query_starts
+        for index, row in enumerate(self.rows):
+            is_complete = self.attention.context_lens[index] == len(row.token_ids)
+            yield row, starts[index], starts[index + 1], is_complete
 
 
 class InputBatch:
@@ -92,7 +127,9 @@ class InputBatch:
             raise InvariantError(f"sequence {start.sequence_id} is started twice")
         sampling = SamplingRow(start.request, start.choice, start.token_ids, self._vocab_size)
         table = self._free_tables.pop()
-        row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, sampling)
+        pooling = start.request.pooling
+        pooler = None if pooling is None else Pooler(pooling)
+        row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, sampling, pooler)
         self._rows[start.sequence_id] = row
         self._append_blocks(row, start.block_ids)
 

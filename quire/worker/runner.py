@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.base.ids import SequenceId
@@ -19,7 +21,7 @@ from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
-from quire.worker.input_batch import InputBatch, Row, StepInput
+from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
 from quire.worker.memory import check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
@@ -86,12 +88,39 @@ class ModelRunner:
         step = self._batch.build(plan)
         ready = step.ready_rows()
         keeps_all = any(row.num_prompt_logprobs is not None for row in step.rows)
+        runs = step.pooled_rows()
         logits = self._decoder.step(
-            step.token_ids, step.positions, step.attention, self._kv, [last for _, last in ready], keeps_all
+            step.token_ids,
+            step.positions,
+            step.attention,
+            self._kv,
+            [last for _, last in ready],
+            keeps_all,
+            [index for run in runs for index in range(run.first, run.last)],
         )
         prompt_logprobs = self._prompt_logprobs(step)
+        pooled, errors = self._pool(runs)
         self._batch.advance(step)
-        return self._sample(plan, [row for row, _ in ready], logits, prompt_logprobs)
+        result = self._sample(plan, [row for row, _ in ready], logits, prompt_logprobs)
+        return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
+
+    def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
+        """Take in the hidden states of this step; return the vectors that are complete, and why some are none."""
+        pooled: dict[SequenceId, tuple[float, ...]] = {}
+        errors: dict[SequenceId, str] = {}
+        offset = 0
+        for run in runs:
+            num_tokens = run.last - run.first
+            run.pooler.add(self._decoder.hidden_states(offset, offset + num_tokens).numpy())
+            offset += num_tokens
+            if not run.is_complete:
+                continue
+            vector = run.pooler.result()
+            if vector is None:
+                errors[run.row.start.sequence_id] = "the pooled hidden state is not finite"
+            else:
+                pooled[run.row.start.sequence_id] = vector
+        return pooled, errors
 
     def _sample(
         self,

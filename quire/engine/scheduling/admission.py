@@ -1,6 +1,7 @@
 """Which requests can be served at all, and how long their sequences may become.
 
-The KV of the last output token is never computed: a sequence that ends with T tokens needs room for T - 1. A request is
+The KV of the last output token is never computed: a sequence that ends with T tokens needs room for T - 1. An embedding
+has no output token: its prompt may be as long as max_model_len, and needs room for all of it. A request is
 accepted when each of its sequences, alone in the pool, can reach its end; so there is always one that can go on.
 
 An explicit max_tokens is a promise: if the pool cannot hold it, the request is refused. Without max_tokens the output may
@@ -22,7 +23,13 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
     pool = f"the KV pool holds {num_slots} tokens ({config.num_kv_blocks} blocks of {config.block_size})"
     if num_prompt == 0:
         raise RequestError("the prompt has 0 tokens: at least 1 is needed", "prompt")
-    if num_prompt >= config.max_model_len:
+    if request.pooling is not None and num_prompt > config.max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but max_model_len is {config.max_model_len}: shorten the prompt, or raise "
+            "max_model_len where the model takes more",
+            "prompt",
+        )
+    if request.pooling is None and num_prompt >= config.max_model_len:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, but with max_model_len {config.max_model_len} at most "
             f"{config.max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
@@ -34,7 +41,7 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
             f"the prompt has {num_prompt} tokens, but {pool}: shorten the prompt or raise num_kv_blocks", "prompt"
         )
     max_tokens = request.params.max_tokens
-    if max_tokens is None:
+    if request.pooling is not None or max_tokens is None:
         return
     num_needed = min(num_prompt + max_tokens, config.max_model_len) - 1
     if num_needed > num_slots:
@@ -46,7 +53,12 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
 
 
 def max_total_tokens(request: Request, config: SchedulerConfig) -> int:
-    """Return the number of tokens, prompt and output together, at which a sequence of a servable request ends."""
+    """Return the number of tokens, prompt and output together, at which a sequence of a servable request ends.
+
+    One that is pooled ends with its prompt, before it reaches that number.
+    """
+    if request.pooling is not None:
+        return len(request.prompt_token_ids) + 1
     longest = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
     max_tokens = request.params.max_tokens
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)

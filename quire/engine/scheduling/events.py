@@ -33,6 +33,7 @@ class SequenceUpdate:
     logprobs               one per new token, where the request asks for them
     prompt_logprobs        of consecutive prompt tokens, each handed out once and in order, for choice 0 alone
     prompt_logprobs_start  prompt position of the first of them, >= 1; 0 when there are none
+    pooled                 the vector of a request with pooling params, with finish_reason "stop"
     stop_reason            the stop token id or stop string; None for end of sequence
     error                  why it ended with "error"
     start                  with the first new token, None otherwise
@@ -46,6 +47,7 @@ class SequenceUpdate:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs_start: int = 0
+    pooled: tuple[float, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -26,7 +26,7 @@ def _fcfs_key(request: Request, arrival: int, choice: int) -> OrderKey:
 
 
 def _priority_key(request: Request, arrival: int, choice: int) -> OrderKey:
-    return (request.params.priority, request.arrival_time_s, arrival, choice)
+    return (request.priority, request.arrival_time_s, arrival, choice)
 
 
 _ORDERS: dict[str, Callable[[Request, int, int], OrderKey]] = {"fcfs": _fcfs_key, "priority": _priority_key}

@@ -18,6 +18,8 @@ admission; a fork needs a block to spare, so this holds for it too): there is al
 The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
 prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
 costs next to nothing then. Otherwise, or when choice 0 ends before, they wait like others, and the prefix cache serves them.
+
+A request with pooling params is a sequence like any other, which ends when its prompt is computed.
 """
 
 from __future__ import annotations
@@ -157,11 +159,8 @@ class Scheduler:
             if sequence is None:
                 continue
             error = result.errors.get(sequence_id)
-            is_sampled = bool(result.sampled.get(sequence_id))
-            if error is None and is_sampled != (num_tokens == sequence.num_uncomputed_tokens):
-                error = (
-                    f"the worker returned {'a' if is_sampled else 'no'} token where {'none' if is_sampled else 'one'} was due"
-                )
+            if error is None:
+                error = _find_mistake(sequence, num_tokens == sequence.num_uncomputed_tokens, result)
             if error is not None:
                 updates.append(self._end(sequence, "error", error=error))
                 continue
@@ -258,6 +257,9 @@ class Scheduler:
         self.kv.publish(sequence)
         if sequence.choice == 0 and num_computed_before < sequence.num_prompt_tokens <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
+        pooled = result.pooled.get(sequence.sequence_id)
+        if pooled is not None:
+            return self._end(sequence, "stop", pooled=pooled)
         token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
         is_start = bool(token_ids) and sequence.first_token_s is None
         if is_start:
@@ -299,11 +301,13 @@ class Scheduler:
         *,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        pooled: tuple[float, ...] | None = None,
     ) -> SequenceUpdate:
         return SequenceUpdate(
             sequence_id=sequence.sequence_id,
             request_id=sequence.request.request_id,
             choice=sequence.choice,
+            pooled=pooled,
             finish_reason=reason,
             stop_reason=stop_reason,
             error=error,
@@ -337,6 +341,16 @@ def _stats(sequence: Sequence) -> SequenceStats:
         num_cached_tokens=sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions,
     )
+
+
+def _find_mistake(sequence: Sequence, is_due: bool, result: StepResult) -> str | None:
+    """Return what is wrong with the worker's result for a sequence, whose last known token is computed where is_due."""
+    is_pooled = sequence.request.pooling is not None
+    has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
+    for name, has, is_wanted in (("token", has_token, not is_pooled), ("pooled vector", has_vector, is_pooled)):
+        if has != (is_wanted and is_due):
+            return f"the worker returned {'a' if has else 'no'} {name} where {'none' if has else 'one'} was due"
+    return None
 
 
 def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:

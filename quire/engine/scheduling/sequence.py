@@ -81,7 +81,12 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Tokens that may come from the prefix cache: one is left to compute, and every prompt log probability still due."""
+        """Tokens that may come from the prefix cache: one is left to compute, and every prompt log probability still due.
+
+        None of a prompt whose every hidden state is pooled.
+        """
+        if self.request.pooling is not None and self.request.pooling.needs_every_token:
+            return 0
         if self.next_prompt_logprob < self.num_prompt_tokens:
             return self.next_prompt_logprob - 1
         return self.num_tokens - 1

@@ -15,12 +15,15 @@ from quire.model.families.sources import Sources
 _INVERSE_FREQUENCIES = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq")
 """A table that old checkpoints carry and every program computes by itself."""
 
+_HEAD = re.compile("(ForCausalLM|LMHeadModel)$")
+
 
 @dataclass(frozen=True, slots=True)
 class FamilyPage:
     """A model family.
 
-    architectures  the classes in config.json whose results the page reproduces
+    architectures  the classes in config.json whose results the page reproduces; a class that is one of them without its head,
+                   as embedding models are often stored, is accepted too
     read_spec      config.json -> ModelSpec, in the checkpoint's dtype
     find_sources   (spec, stored names without prefix) -> where each canonical parameter comes from; the stored names serve
                    only to choose between layouts that are both in use
@@ -61,10 +64,10 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]
         known = ", ".join(sorted({*FAMILIES, *_NESTED}))
         got = f"model_type {model_type!r}" + (f" (architectures {names})" if names else "")
         raise UnsupportedError(f"{got} is not supported; supported model types: {known}")
-    if names and not set(names) & set(_architectures(model_type)):
+    known = _architectures(model_type)
+    if names and not set(names) & {*known, *(_HEAD.sub("Model", name) for name in known)}:
         raise UnsupportedError(
-            f"architectures {names} of model_type {model_type!r} are not supported; supported: "
-            f"{', '.join(_architectures(model_type))}"
+            f"architectures {names} of model_type {model_type!r} are not supported; supported: {', '.join(known)}"
         )
     if model_type in _NESTED:
         return _NESTED[model_type], _text_config(config, _NESTED[model_type])

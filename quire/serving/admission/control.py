@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from quire.serving.admission.fair_queue import FairQueue
-from quire.serving.admission.limits import OwnerLimits
+from quire.serving.admission.limits import OwnerLimits, check_key
 from quire.serving.admission.rates import ServiceRates
 from quire.serving.admission.ticket import Ticket
 from quire.serving.config import ApiKey, ServerConfig
@@ -25,7 +25,7 @@ class AdmissionControl:
 
     Classes: of "interactive" and "default" the estimated wait is bounded by max_queue_wait_s. "batch" may wait as long as its
     deadline allows and takes no room from the others, but at most 2 * max_num_seqs sequences of it are here and in the engine.
-    max_concurrent of a key does not count batch jobs; its rates do.
+    max_concurrent of a key does not count batch jobs; its rates do. Raises ConfigError for a key with an impossible limit.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class AdmissionControl:
         self._config = config
         self._clock = clock
         self._random = random
+        for key in config.api_keys:
+            check_key(key)
         self._keys: dict[str, ApiKey] = {key.name: key for key in config.api_keys}
         self._owners: dict[str, OwnerLimits] = {}
         self._taken: dict[int, Ticket] = {}

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import math
 
+from quire.base.errors import ConfigError
 from quire.serving.config import ApiKey
+
+
+def check_key(key: ApiKey) -> None:
+    """Raise ConfigError when a key has a weight or limit that would let nothing through."""
+    if not 0 < key.weight < math.inf:
+        raise ConfigError(f"api_keys: the weight of {key.name!r} must be above 0 and finite, got {key.weight}")
+    for name in ("max_concurrent", "requests_per_minute", "tokens_per_minute"):
+        value = getattr(key, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"api_keys: {name} of {key.name!r} must be at least 1, or left out for no limit, got {value}")
 
 
 class TokenBucket:

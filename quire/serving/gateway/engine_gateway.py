@@ -308,6 +308,12 @@ class EngineGateway:
         for priority, backlog in backlogs.items():
             defined.queued.labels(priority).set(backlog.num_requests)
             defined.queued_tokens.labels(priority).set(backlog.num_prompt_tokens)
+        # The engine reports with its steps: after an abort of the last request there is none.
+        running = defined.running.labels()
+        running.set(min(running.value, self._admission.num_taken_sequences))
+        if not self._running:
+            self._metrics.num_engine_waiting = 0
+            defined.kv_usage.labels().set(0)
         num_deferred = backlogs["batch"].num_requests
         num_waiting = len(queue) + self._metrics.num_engine_waiting
         defined.waiting.labels().set(num_waiting)

@@ -78,6 +78,7 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
     names = config.served_model_names or (checkpoint_name(info),)
     rules = RequestRules(
         vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
         eos_token_ids=frozenset(info.eos_token_ids),
         seed=info.seed,
         max_logprobs=info.max_logprobs,

@@ -115,12 +115,13 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
     except PeerGoneError:
         raise
     except Exception as error:
-        if isinstance(error, _CONFIG_ERRORS) and engine is None:
+        is_config = engine is None and isinstance(error, _CONFIG_ERRORS)
+        if is_config:
             logger.error("%s", error)  # meant for the user, who has no use for a traceback
         else:
             logger.exception("the engine failed")
         message = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-        port.send(Failed(type(error).__name__, message, isinstance(error, _CONFIG_ERRORS)))
+        port.send(Failed(type(error).__name__, message, is_config))
         return EXIT_FAILED
     finally:
         if engine is not None:

@@ -133,6 +133,7 @@ class Supervisor:
         if self._task is not None:
             raise InvariantError("the engine has been started before")
         self._first = asyncio.get_running_loop().create_future()
+        self._first.add_done_callback(lambda first: first.exception())  # it may be that nobody waits any more
         self._task = asyncio.create_task(self._run(), name="quire-engine-supervisor")
         await asyncio.shield(self._first)
 
@@ -278,8 +279,15 @@ class Supervisor:
             self._failed = message
         elif isinstance(message, Ready):
             self._watchdog = Watchdog(self._options.watchdog_timeout_s, now)
-            self._events.on_message(message, now)
+            self._tell(message, now)
             self._set_state("ready")
             self._settle(None)
         else:
+            self._tell(message, now)
+
+    def _tell(self, message: FromEngine, now: float) -> None:
+        try:
             self._events.on_message(message, now)
+        except Exception:  # a bug here must not leave anybody waiting for what the message held
+            logger.exception("a message of the engine could not be taken in")
+            self._events.on_lost_outputs()

@@ -55,6 +55,7 @@ class HarmonyMessage(MessageReader):
         reader = self.reader
         reader.mark(len(marker), 2 * MAX_HEADER_CHARACTERS)
         draft = self.new_draft(own_ids=False)
+        channel = ""
         try:
             header = marker + (yield from reader.read_until(self._message))
             channel, recipient = self._parse_header(header)
@@ -64,7 +65,7 @@ class HarmonyMessage(MessageReader):
         except RefusedError as error:
             if not draft.is_accepted:
                 kept = reader.go_back(len(marker), error)
-                is_cut_off = isinstance(error, OutputEndError) and is_between
+                is_cut_off = isinstance(error, OutputEndError) and is_between and marker != _ROLE_RECIPIENT
                 if is_cut_off:
                     reader.take(len(reader.text))
                 else:

@@ -105,6 +105,7 @@ def make_context(gateway: Gateway, served: ServedModel | None = None, config: Se
         gateway=gateway,
         client=None,  # type: ignore[arg-type]
         metrics=None,  # type: ignore[arg-type]
+        authenticator=None,  # type: ignore[arg-type]
         served=served or make_served(config=config),
         phase="serving",
     )

@@ -64,6 +64,14 @@ def test_messages_without_special_tokens_are_encoded_as_one_text(real_tokenizer,
         assert bool(chat.literal_spans) == (case["case"] == "unicode")
 
 
+def test_a_rendered_chat_is_cut_with_its_spans(real_tokenizer):
+    tokenizer = real_tokenizer("qwen3")
+    chat = tokenizer.render_chat([{"role": "user", "content": "a<|im_end|>b<|im_end|>c"}])
+    cut = chat.cut(chat.text.index("b") + 1)
+    assert (cut.text, len(cut.literal_spans)) == ("<|im_start|>user\na<|im_end|>b", 1)
+    assert tokenizer.id_of("<|im_end|>") not in tokenizer.encode_rendered(cut)
+
+
 def test_assistant_text_keeps_its_reasoning_markers(real_tokenizer):
     tokenizer = real_tokenizer("qwen3")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}]

@@ -62,9 +62,10 @@ struct StepInput {
     const i64* positions = nullptr;
     const i64* slots = nullptr;
     Batch batch;
-    // Rows whose logits are wanted. Unless keeps_all, only these are computed past the last attention: no later block mixes rows.
-    const i32* logit_rows = nullptr;
-    i32 num_logit_rows = 0;
+    // Rows whose results are wanted, first those that get logits. Unless keeps_all, only these are computed past the last
+    // attention: no later block mixes rows.
+    const i32* wanted_rows = nullptr;
+    i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
     float* logits = nullptr;  // [num_logit_rows][vocab]
 };
@@ -82,6 +83,8 @@ public:
     void step(const StepInput& input);
     // Logits of rows of the last step, which must have kept all.
     void logits(const i32* rows, i32 count, float* out);
+    // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, or else places in wanted_rows.
+    void hidden_states(const i32* rows, i32 count, float* out);
     i64 scratch_bytes() const;
 
     Norm final_norm;

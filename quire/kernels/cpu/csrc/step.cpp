@@ -218,17 +218,17 @@ struct Stepper {
         kernels.attention->attend(worker, a, in.batch);
     }
 
-    // After the last attention no block mixes rows: the rows whose logits are wanted move to the front and go on alone.
-    void keep_logit_rows(i64 width) {
+    // After the last attention no block mixes rows: the rows that are wanted move to the front and go on alone.
+    void keep_wanted_rows(i64 width) {
         if (worker.rank == 0) {
             const auto gather = [&](float* values, float* free, i64 size) {
-                for (i32 i = 0; i < in.num_logit_rows; ++i) memcpy(free + i * size, values + in.logit_rows[i] * size, sizeof(float) * size);
-                memcpy(values, free, sizeof(float) * size * in.num_logit_rows);
+                for (i32 i = 0; i < in.num_wanted_rows; ++i) memcpy(free + i * size, values + in.wanted_rows[i] * size, sizeof(float) * size);
+                memcpy(values, free, sizeof(float) * size * in.num_wanted_rows);
             };
             gather(plan.x_, plan.extra_, hidden_stride());
             gather(plan.attended_, plan.qkv_, width);
         }
-        num_rows = in.num_logit_rows;
+        num_rows = in.num_wanted_rows;
         barrier(worker);
     }
 
@@ -237,7 +237,7 @@ struct Stepper {
         project(l);
         rotate_and_store(l);
         attend(l);
-        if (is_last && !in.keeps_all) keep_logit_rows(width);
+        if (is_last && !in.keeps_all) keep_wanted_rows(width);
         pack_all(l.o_site, plan.attended_, width);
         run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
     }
@@ -368,6 +368,15 @@ struct Stepper {
         each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
     }
 
+    // Hidden states after the final norm of `count` rows of x_.
+    void hidden_states(const i32* rows, i32 count, float* out) {
+        each(count, [&](i64 i) {
+            float* to = out + i * plan.hidden_;
+            const float* values = normed(plan.final_norm, rows[i], to);
+            if (values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
+        });
+    }
+
     // Logits of `count` rows of x_; rows null: the first ones.
     void logits(const i32* rows, i32 count, float* out) {
         num_rows = count;
@@ -399,13 +408,19 @@ void step_body(void* argument, Worker& worker) {
     Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
     stepper.embed();
     stepper.layers();
-    if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.logit_rows : nullptr, in.num_logit_rows, in.logits);
+    if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.wanted_rows : nullptr, in.num_logit_rows, in.logits);
 }
 
 void logits_body(void* argument, Worker& worker) {
     const Call& call = *static_cast<Call*>(argument);
     Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count};
     stepper.logits(call.rows, call.count, call.out);
+}
+
+void hidden_body(void* argument, Worker& worker) {
+    const Call& call = *static_cast<Call*>(argument);
+    Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count};
+    stepper.hidden_states(call.rows, call.count, call.out);
 }
 
 }  // namespace
@@ -423,6 +438,14 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
     const StepInput none;
     Call call = {this, &none, rows, count, out};
     run_team(num_threads, logits_body, &call);
+}
+
+void Plan::hidden_states(const i32* rows, i32 count, float* out) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
+    const StepInput none;
+    Call call = {this, &none, rows, count, out};
+    run_team(num_threads, hidden_body, &call);
 }
 
 }  // namespace quire

@@ -14,6 +14,7 @@ from zlib import crc32
 from quire.base.ids import BlockId, RequestId, SequenceId
 from quire.base.mixing import mix_seed
 from quire.contracts.config import SchedulerConfig
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
@@ -35,12 +36,14 @@ def make_config(**options) -> SchedulerConfig:
     return SchedulerConfig(**{**defaults, **options})
 
 
-def make_request(name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[int](), **params) -> Request:
+def make_request(name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[int](), pooling=None, **params) -> Request:
+    """Return a request; with `pooling`, the name of one, for an embedding, of which `params` are the PoolingParams."""
     prompt_token_ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
     return Request(
         request_id=RequestId(str(name)),
         prompt_token_ids=prompt_token_ids,
-        params=SamplingParams(**params),
+        params=SamplingParams(**(params if pooling is None else {})),
+        pooling=None if pooling is None else PoolingParams(pooling=pooling, **params),
         seed=seed,
         eos_token_ids=frozenset(eos),
         arrival_time_s=arrival,
@@ -61,6 +64,11 @@ def sample(request: Request, choice: int, chain: list[int]) -> int:
     return mix_seed(mix_seed(request.seed, choice) ^ chain[-1], len(chain)) % VOCAB_SIZE
 
 
+def pool(request: Request, chain: list[int]) -> tuple[float, ...]:
+    """Return the fake vector of a prompt, given the fake KV of the tokens that are pooled."""
+    return tuple(float(value % 1009) for value in (chain if request.pooling.needs_every_token else chain[-1:]))
+
+
 def is_stop_string(request: Request, token_id: int) -> bool:
     """Stand in for the text layer: some tokens complete the stop string."""
     return bool(request.params.stop) and token_id % 13 == 5
@@ -69,6 +77,8 @@ def is_stop_string(request: Request, token_id: int) -> bool:
 def reference_run(request: Request, choice: int, config: SchedulerConfig):
     """Return (output tokens, finish reason, stop reason) of a choice that runs alone, by the words of the contract."""
     tokens, chain = list(request.prompt_token_ids), []
+    if request.pooling is not None:
+        return [], "stop", None
     num_prompt, params = len(tokens), request.params
     limit = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
     if params.max_tokens is not None:
@@ -97,6 +107,7 @@ class Row:
     table: list[BlockId]
     num_computed: int
     chain: list[int] = field(default_factory=list)
+    pooled: list[int] = field(default_factory=list)
 
 
 class FakeWorker:
@@ -131,23 +142,27 @@ class FakeWorker:
                 block = row.table[position // self.block_size]
                 assert holders[block] == 1, f"block {block} is written, but {holders[block]} sequences hold it"
                 self.kv[block][position % self.block_size] = row.chain[position]
+                row.pooled.append(row.chain[position])
             if row.request.params.prompt_logprobs is not None:
                 last = min(row.num_computed + num_tokens, len(row.request.prompt_token_ids) - 1)
                 positions = range(row.num_computed + 1, last + 1)
                 prompt_logprobs[sequence_id] = tuple(TokenLogprobs(row.tokens[p], -float(p), 1) for p in positions)
         sampled: dict[SequenceId, tuple[int, ...]] = {}
+        pooled: dict[SequenceId, tuple[float, ...]] = {}
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             row = self.rows[sequence_id]
             row.num_computed += num_tokens
             self.check_row(row)
-            if row.num_computed == len(row.tokens):
+            if row.num_computed == len(row.tokens) and row.request.pooling is not None:
+                pooled[sequence_id] = pool(row.request, row.pooled)
+            elif row.num_computed == len(row.tokens):
                 sampled[sequence_id] = self._sample(row)
         logprobs = {
             sequence_id: tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
             for sequence_id, tokens in sampled.items()
             if self.rows[sequence_id].request.params.needs_logprob
         }
-        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, {})
+        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, {}, pooled)
 
     def check_row(self, row: Row) -> None:
         size = self.block_size
@@ -265,6 +280,11 @@ class Driver:
         output = self.outputs[update.request_id, update.choice]
         request = self.requests[update.request_id]
         assert output.reason is None, "an update after the last one"
+        assert (update.pooled is not None) == (request.pooling is not None and update.finish_reason == "stop")
+        if update.pooled is not None:
+            chain: list[int] = []
+            extend_chain(chain, request.prompt_token_ids, request.cache_salt)
+            assert update.pooled == pool(request, chain), "pooled are other tokens than those of the prompt, each once"
         assert (update.stats is None) == (update.finish_reason is None)
         assert (update.error is not None) == (update.finish_reason == "error")
         assert len(update.logprobs) == (len(update.new_token_ids) if request.params.needs_logprob else 0)

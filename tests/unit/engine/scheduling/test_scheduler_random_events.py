@@ -32,6 +32,9 @@ def random_request(rng, name, prefixes):
     prompt = (prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else prefix) + tail
     n = rng.choice([1, 1, 1, 2, 3, 4])
     max_tokens = rng.choice([None, 1, 2, 5, 12, 30])
+    if rng.random() < 0.2:
+        salt, pooling = rng.choice(["", "", "tenant"]), rng.choice(["last", "mean"])
+        return make_request(name, prompt, salt=salt, pooling=pooling, priority=rng.randint(-2, 2))
     return make_request(
         name,
         prompt,
@@ -56,7 +59,8 @@ def fail_some(rng, result, plan):
     """Let one sequence of the step fail, as a worker does when its logits are not finite."""
     victim = rng.choice(list(plan.num_scheduled_tokens))
     sampled = {key: tokens for key, tokens in result.sampled.items() if key != victim}
-    return replace(result, sampled=sampled, errors={victim: "logits are not finite"})
+    pooled = {key: vector for key, vector in result.pooled.items() if key != victim}
+    return replace(result, sampled=sampled, pooled=pooled, errors={victim: "logits are not finite"})
 
 
 def live(seed, num_events):
@@ -116,11 +120,25 @@ def test_outputs_equal_isolated_runs_when_hashes_collide(seed, weak_hash):
 
 
 def test_random_events_reach_every_mechanism():
-    seen = {"preempted": 0, "copied": 0, "replaced": 0, "hit": 0, "chunked": 0, "started": 0}
+    seen = {
+        "preempted": 0,
+        "copied": 0,
+        "replaced": 0,
+        "hit": 0,
+        "chunked": 0,
+        "started": 0,
+        "pooled": 0,
+        "pooled again": 0,
+        "pooled after a hit": 0,
+    }
     for seed in range(60):
         driver = live(seed, num_events=80)
         seen["preempted"] += driver.scheduler.num_preemptions
         seen["hit"] += driver.scheduler.prefix_cache_hits
+        embedded = [output.last for output in driver.outputs.values() if output.last and output.last.pooled]
+        seen["pooled"] += len(embedded)
+        seen["pooled again"] += sum(update.stats.num_preemptions for update in embedded)
+        seen["pooled after a hit"] += sum(update.stats.num_cached_tokens > 0 for update in embedded)
         for plan in driver.worker.plans:
             seen["copied"] += len(plan.block_copies)
             seen["replaced"] += len(plan.replaced_blocks or {})

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.serving.admission import AdmissionControl, FairQueue, OwnerLimits, ServiceRates, Ticket, TokenBucket
 from quire.serving.admission.limits import format_reset
 from quire.serving.config import ApiKey, ServerConfig
@@ -105,6 +105,12 @@ def test_expected_length_is_learnt_when_outputs_end():
     for _ in range(100):
         limits.learn(30)
     assert (limits.expected_output_tokens(None), limits.expected_output_tokens(10)) == (30, 10)
+
+
+@pytest.mark.parametrize("limit", ["weight", "max_concurrent", "requests_per_minute", "tokens_per_minute"])
+def test_config_error_names_the_limit_when_a_key_could_send_nothing(limit):
+    with pytest.raises(ConfigError, match=limit):
+        control(api_keys=(ApiKey("a", b"", **{limit: 0}),))
 
 
 # Rates.

@@ -1,4 +1,4 @@
-"""An engine process without a model that fails as it is told: at the start by the model's name, later by a prompt's first token.
+"""An engine process without a model that fails as it is told: at first by the model's name, later by a prompt's first token.
 
 It writes the tokens 1, 2, 3, ... as their digits, one in a step.
 """

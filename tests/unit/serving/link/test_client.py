@@ -116,6 +116,25 @@ def test_abort_frees_the_blocks_within_a_step(loop, client):
     assert reports[-1].num_free_blocks == 256
 
 
+def test_watch_shows_who_holds_which_blocks(loop, client):
+    reports = []
+
+    async def scenario():
+        client.on_kv.append(reports.append)
+        client.watch(30)
+        running = client.submit(request("held", [9] * 40, max_tokens=900))
+        await until(lambda: any(len(report.blocks.get("held", ())) >= 3 for report in reports))
+        client.abort("held")
+        await read(running)
+        reports.clear()
+        await until(lambda: reports and not reports[-1].blocks and reports[-1].cached)
+        client.watch(0)
+        client.on_kv.clear()
+
+    loop.run(scenario())
+    assert reports[-1].num_blocks == 256
+
+
 def test_idle_engine_takes_next_to_no_processor_time(loop, client):
     async def scenario():
         await asyncio.sleep(0.1)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
@@ -52,7 +53,7 @@ async def until(condition, timeout_s=30.0):
         await asyncio.sleep(0.005)
 
 
-def with_client(scenario, model="fake", config=None, **changes):
+def with_client(scenario, model="fake", config=None, loop_factory=None, **changes):
     """Run a scenario with a started client, and close it."""
 
     async def main():
@@ -64,7 +65,8 @@ def with_client(scenario, model="fake", config=None, **changes):
             await client.close()
         assert client.num_unfinished == 0
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 def is_alive(pid):
@@ -75,7 +77,8 @@ def is_alive(pid):
         return False
 
 
-def test_answers_come_whole_and_in_order_when_many_ask():
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_answers_come_whole_and_in_order_when_many_ask(loop_factory):
     async def scenario(client):
         subscriptions = [client.submit(request(f"r{n}", max_tokens=n + 1)) for n in range(50)]
         answers = await asyncio.gather(*map(read, subscriptions))
@@ -83,7 +86,7 @@ def test_answers_come_whole_and_in_order_when_many_ask():
         assert client.info.model == "fake"
         assert client.heartbeat_age_s < 10
 
-    with_client(scenario)
+    with_client(scenario, loop_factory=loop_factory)
 
 
 @pytest.mark.parametrize("code", [fake.KILL, fake.RAISE])
@@ -260,6 +263,20 @@ def test_listener_that_raises_harms_nobody():
         client.on_step += [lambda message: 1 / 0, steps.append]
         assert text_of(await read(client.submit(request("a")))) == counted(5)
         assert sum(message.report is not None for message in steps) == 5
+
+    with_client(scenario)
+
+
+def test_bug_in_the_client_leaves_nobody_waiting(monkeypatch):
+    async def scenario(client):
+        running = [client.submit(request(f"r{n}", max_tokens=10**6)) for n in range(3)]
+        await asyncio.gather(*(one.next() for one in running))
+        monkeypatch.setattr(client, "_deliver", lambda delta, now: 1 / 0)
+        for one in running:
+            with pytest.raises(ApiError, match="outputs were lost"):
+                await read(one)
+        monkeypatch.undo()
+        assert text_of(await read(client.submit(request("a")))) == counted(5)
 
     with_client(scenario)
 

@@ -190,6 +190,37 @@ def test_reasoning_is_ended_by_the_token_when_the_marker_is_one():
     assert fold(events + parser.finish()) == fold([ReasoningPiece("a </think> b"), TextPiece("c")])
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_message_is_the_same_when_markers_are_tokens(case):
+    """Every marker of the case comes as one token, all other text by characters, which come up to three steps late."""
+    markers = [text for text in markers_of(case.format, case.reasoning) if text[0] in "<[" and text[-1] in ">]"]
+    ids = {marker: 1000 + index for index, marker in enumerate(markers)}
+    pattern = re.compile("|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)")
+    tokens, start = [], 0
+    for found in [*pattern.finditer(case.text), None]:
+        tokens += [(1, character) for character in case.text[start : found.start() if found else None]]
+        if found:
+            tokens.append((ids[found.group()], found.group()))
+            start = found.end()
+    for lag in (0, 3):
+        parser = make_parser(case.format, case.reasoning, starts=case.starts, marker_token_ids=ids)
+        texts = [""] * lag + [text for _, text in tokens]
+        pairs = zip([[token_id] for token_id, _ in tokens] + [[]] * lag, texts, strict=True)
+        events = [event for token_ids, text in pairs for event in parser.feed(text, token_ids)]
+        message = fold([*events, *parser.finish()])
+        if "late" not in case.text and case.text != CASES["reasoning-late"].text:
+            assert message == case.message
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_nothing_is_parsed_when_no_marker_token_came(case):
+    markers = markers_of(case.format, case.reasoning)
+    parser = make_parser(case.format, case.reasoning, marker_token_ids={marker: 1000 + i for i, marker in enumerate(markers)})
+    message = fold(parser.feed(case.text, [1, 2, 3]) + parser.finish())
+    if case.format not in ("llama3_json", "pythonic"):
+        assert (message.content, message.calls) == (case.text, ())
+
+
 def test_lone_surrogates_are_replaced_when_markers_are_tokens():
     parser = make_parser("hermes", marker_token_ids={"<tool_call>": 7})
     assert fold(parser.feed("a\ud800b") + parser.finish()).content == "a\ufffdb"

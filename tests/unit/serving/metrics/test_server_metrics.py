@@ -1,0 +1,315 @@
+"""Metrics: their definitions on requests with known times, the exposition, and what bounds its size."""
+
+import asyncio
+import bisect
+import random
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.base.errors import InvariantError
+from quire.contracts.outputs import RequestMetrics
+from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited
+from quire.serving.link.messages import ChoiceDelta, RequestDelta, StepOutputs, StepPart, StepReport
+from quire.serving.metrics.definitions import length_buckets
+from quire.serving.metrics.engine_load import EngineLoad, step_work
+from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
+from quire.serving.metrics.loop_lag import watch_loop
+from quire.serving.metrics.server_metrics import ServerMetrics
+from tests.unit.serving.gateway.virtual_engine import VirtualLoop, make_info, make_job
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_metrics(**config):
+    clock = Clock()
+    return ServerMetrics(ServerConfig(**config), "demo", clock=clock, max_model_len=4096), clock
+
+
+def samples(metrics, compat=None):
+    """{(sample name, labels without those of all)} -> value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render(compat)[0].decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[(sample.name, *sorted(labels.items()))] = sample.value
+    return found
+
+
+def report(step_id=0, prefill=0, decode=0, totals=(0, 0, 0), seconds=0.1, started_s=99.0, free=75, context=0, parts=()):
+    return StepReport(step_id, started_s, seconds, prefill, decode, context, 3, 2, free, 5, *totals, list(parts))
+
+
+def run_request(metrics, clock, times=(101.0, 101.5, 102.5), **job):
+    """One request of 3 tokens: arrives at 99, opened at 100, dispatched at 100.5, first step at 100.6, tokens at `times`."""
+    clock.now = 100.0
+    record = metrics.opened(make_job("r", 10, 16, arrival_s=99.0, **job))
+    clock.now = 100.5
+    metrics.dispatched(record)
+    engine = RequestMetrics(99.0, 100.6, times[0] - 0.01, None, num_cached_tokens=4, num_preemptions=1)
+    for i, clock.now in enumerate(times):
+        is_last = i == len(times) - 1
+        if is_last:
+            engine.finished_time = clock.now - 0.01
+        choice = ChoiceDelta(0, "x", [1], finish_reason="stop" if is_last else None)
+        metrics.step(StepOutputs([RequestDelta("r", [choice], is_last, engine if i == 0 or is_last else None)]))
+    return record
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("time_to_first_token_seconds", 2.0),
+        ("e2e_request_latency_seconds", 3.5),
+        ("request_queue_time_seconds", 1.6),
+        ("queue_wait_seconds", 0.5),
+        ("request_prefill_time_seconds", 0.39),
+        ("request_decode_time_seconds", 1.5),
+        ("request_inference_time_seconds", 1.89),
+        ("request_time_per_output_token_seconds", 0.75),
+        ("request_prompt_tokens", 10),
+        ("request_generation_tokens", 3),
+        ("request_max_num_generation_tokens", 3),
+        ("request_params_max_tokens", 16),
+        ("request_params_n", 1),
+        ("request_num_preemptions", 1),
+        ("request_prefill_kv_computed_tokens", 6),
+    ],
+)
+def test_one_sample_is_as_defined_when_a_request_has_known_times(name, value):
+    metrics, clock = make_metrics()
+    run_request(metrics, clock)
+    labels = (("class", "default"),) if name == "queue_wait_seconds" else ()
+    found = samples(metrics)
+    assert found[(f"quire:{name}_sum", *labels)] == pytest.approx(value)
+    assert found[(f"quire:{name}_count", *labels)] == 1
+
+
+def test_counters_and_gaps_are_those_of_the_tokens_when_a_request_ends():
+    metrics, clock = make_metrics()
+    run_request(metrics, clock)
+    found = samples(metrics)
+    assert found[("quire:inter_token_latency_seconds_count",)] == 2
+    assert found[("quire:inter_token_latency_seconds_sum",)] == pytest.approx(1.5)
+    assert found[("quire:prompt_tokens_total",)] == 10
+    assert found[("quire:prompt_tokens_cached_total",)] == 4
+    assert found[("quire:prompt_tokens_by_source_total", ("source", "local_compute"))] == 6
+    assert found[("quire:generation_tokens_total",)] == 3
+    assert found[("quire:request_success_total", ("finished_reason", "stop"))] == 1
+    assert not metrics.records
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "is_met"),
+    [
+        ({}, True),
+        ({"slo_ttft_s": 2.1, "slo_tpot_s": 0.8, "slo_e2e_s": 3.6}, True),
+        ({"slo_ttft_s": 1.9}, False),
+        ({"slo_tpot_s": 0.7}, False),
+        ({"slo_e2e_s": 3.4}, False),
+    ],
+)
+def test_goodput_counts_requests_within_every_threshold_when_some_are_set(thresholds, is_met):
+    metrics, clock = make_metrics(**thresholds)
+    run_request(metrics, clock)
+    found = samples(metrics)
+    assert (found[("quire:slo_requests_total",)], found[("quire:slo_requests_met_total",)]) == (1, is_met)
+
+
+def test_given_up_requests_do_not_count_for_goodput_when_their_clients_go():
+    metrics, _ = make_metrics()
+    for reason in ("disconnect", "deadline"):
+        record = metrics.opened(make_job(reason))
+        metrics.aborted(record, reason)
+        metrics.aborted(record, "cancelled")
+        metrics.ended(record, "abort")
+        metrics.ended(record, "error")
+    found = samples(metrics)
+    assert (found[("quire:slo_requests_total",)], found[("quire:slo_requests_met_total",)]) == (1, 0)
+    assert found[("quire:stream_aborts_total", ("reason", "disconnect"))] == 1
+    assert found[("quire:client_disconnects_total", ("phase", "queue"))] == 1
+    assert ("quire:stream_aborts_total", ("reason", "cancelled")) not in found
+    assert found[("quire:request_success_total", ("finished_reason", "abort"))] == 2
+
+
+def test_every_choice_counts_once_when_a_request_has_several():
+    metrics, _ = make_metrics()
+    metrics.opened(make_job("r", n=3))
+    choices = [ChoiceDelta(0, "a", [1, 2], finish_reason="stop"), ChoiceDelta(1, "b", [1])]
+    metrics.step(StepOutputs([RequestDelta("r", choices, False)]))
+    metrics.step(StepOutputs([RequestDelta("r", [ChoiceDelta(1, "", [], finish_reason="length")], True, error="broken")]))
+    found = samples(metrics)
+    reasons = {key[1][1]: value for key, value in found.items() if key[0] == "quire:request_success_total"}
+    assert reasons == {"stop": 1, "length": 1, "error": 1}
+    assert found[("quire:request_max_num_generation_tokens_sum",)] == 2
+
+
+def test_rejections_are_counted_by_reason_when_refused():
+    metrics, _ = make_metrics()
+    for error in (overloaded("", 1), rate_limited("", 1), engine_unavailable(""), ApiError(400, "", code="x" * 99)):
+        metrics.rejected(error)
+    reasons = {key[1][1] for key in samples(metrics) if key[0] == "quire:admission_rejections_total"}
+    assert reasons == {"overloaded", "rate_limited", "engine_unavailable", "invalid"}
+
+
+def test_engine_gauges_show_the_last_step_when_it_reports():
+    metrics, _ = make_metrics()
+    metrics.engine_state("ready")
+    metrics.engine_ready(make_info(num_kv_blocks=100))
+    metrics.step(StepOutputs([], report(prefill=30, decode=4, totals=(1, 50, 20))))
+    metrics.step(StepOutputs([], report(1, prefill=0, decode=5, totals=(3, 60, 20))))
+    found = samples(metrics)
+    assert found[("quire:num_requests_running",)] == 3
+    assert found[("quire:kv_cache_usage_perc",)] == pytest.approx(0.25)
+    assert (found[("quire:batch_prefill_tokens",)], found[("quire:batch_decode_tokens",)]) == (0, 5)
+    assert found[("quire:num_preemptions_total",)] == 3
+    assert (found[("quire:prefix_cache_queries_total",)], found[("quire:prefix_cache_hits_total",)]) == (60, 20)
+    assert found[("quire:iteration_tokens_total_sum",)] == 39
+    assert found[("quire:engine_state", ("state", "ready"))] == 1
+
+
+def test_totals_go_on_growing_when_the_engine_starts_again():
+    metrics, _ = make_metrics()
+    metrics.step(StepOutputs([], report(totals=(5, 100, 50))))
+    for state in ("restarting", "restarting", "ready"):
+        metrics.engine_state(state)
+    metrics.step(StepOutputs([], report(totals=(2, 10, 5))))
+    found = samples(metrics)
+    assert found[("quire:num_preemptions_total",)] == 7
+    assert found[("quire:engine_restarts_total",)] == 1
+    assert {key[1][1]: value for key, value in found.items() if key[0] == "quire:engine_state"} == {"restarting": 0, "ready": 1}
+
+
+# Work and load.
+
+
+def test_step_work_is_the_sum_by_hand_when_prompt_and_decoding_mix():
+    info = make_info(num_active_parameters=1000, weight_bytes=2000, kv_bytes_per_token=64)
+    parts = [StepPart("a", 0, 10, True), StepPart("b", 0, 1, False)]
+    work = step_work(info, report(prefill=10, decode=1, context=10 + 30, parts=parts))
+    pairs = 40 + 10 * 9 // 2
+    assert work.flops == 2 * 1000 * 11 + 4 * (64 / 2 / 2) * pairs
+    assert work.read_bytes == 2000 + 64 * 40
+    assert work.written_bytes == 64 * 11
+    assert step_work(info, report()).read_bytes == 0
+
+
+def test_shares_are_of_step_time_and_end_when_the_engine_idles():
+    clock = Clock()
+    load = EngineLoad(clock, peak_flops_per_s=1e6)
+    info = make_info(num_active_parameters=1000, kv_bytes_per_token=0)
+    for i in range(50):
+        one = report(i, decode=5, started_s=50 + i, seconds=0.1)
+        load.observe(step_work(info, one), one)
+    clock.now = 101.0
+    assert load.flops_per_s() == pytest.approx(2 * 1000 * 5 / 0.1)
+    assert load.mfu() == pytest.approx(0.1)
+    assert load.mbu() is None
+    clock.now = 200.0
+    assert load.flops_per_s() == 0
+
+
+def test_shares_are_exported_only_when_peaks_are_known():
+    metrics, _ = make_metrics()
+    assert ("quire:mfu",) not in samples(metrics)
+    assert ("quire:achieved_flops_per_second",) in samples(metrics)
+    metrics.load.peak_flops_per_s = 1e9
+    assert ("quire:mfu",) in samples(metrics)
+
+
+# The exposition.
+
+
+def test_every_metric_has_help_and_the_labels_of_all_when_rendered():
+    metrics, clock = make_metrics(metric_labels={"zone": "a"})
+    run_request(metrics, clock)
+    text = metrics.render()[0].decode()
+    for instrument in metrics.defined.all:
+        assert len(instrument.text) > 10
+        assert f"# HELP {instrument.name}" in text
+        assert instrument.label_names[:3] == ("model_name", "engine", "zone")
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            assert line.startswith("quire:")
+            assert 'model_name="demo"' in line
+    assert len({instrument.name for instrument in metrics.defined.all}) == len(metrics.defined.all)
+
+
+def test_prefix_alone_changes_when_rendered_for_other_dashboards():
+    metrics, clock = make_metrics(metric_labels={"note": "quire:x"})
+    run_request(metrics, clock)
+    own, other = metrics.render()[0].decode(), metrics.render("vllm")[0].decode()
+    assert other.replace("vllm:", "quire:") == own
+    assert 'note="quire:x"' in other
+    with pytest.raises(ApiError, match="compat"):
+        metrics.render("x")
+
+
+def test_registries_are_apart_when_there_are_two_servers():
+    first, clock = make_metrics()
+    second, _ = make_metrics()
+    run_request(first, clock)
+    assert samples(second)[("quire:generation_tokens_total",)] == 0
+
+
+def test_exposition_stays_small_when_clients_invent_names():
+    metrics, _ = make_metrics()
+    for i in range(3000):
+        metrics.ignored_param(f"invented{i}")
+        metrics.http_request(f"/route/{i}", 200)
+        metrics.tool_parser(f"format{i}", "parsed")
+    metrics.ignored_param("user")
+    found = samples(metrics)
+    assert found[("quire:ignored_params_total", ("param", "other"))] == 3000
+    assert found[("quire:ignored_params_total", ("param", "user"))] == 1
+    routes = [value for key, value in found.items() if key[0] == "quire:http_requests_total"]
+    assert len(routes) <= MAX_LABEL_VALUES + 1
+    assert sum(routes) == 3000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_histogram_counts_like_a_plain_loop_when_values_are_random(seed):
+    rng, bounds = random.Random(seed), (0.1, 0.5, 1.0, 10.0)
+    histogram = Histogram("quire:h", "text", {}, bounds)
+    values = [rng.choice([rng.expovariate(1), 0.1, 1.0, 10.0, 99.0]) for _ in range(500)]
+    for value in values:
+        histogram.labels().observe(value)
+    rows = histogram.labels().cumulative()
+    assert [count for _, count in rows] == [sum(value <= bound for value in values) for bound in (*bounds, float("inf"))]
+    assert histogram.labels().sum == pytest.approx(sum(values))
+    assert bisect.bisect_left([float(bound) for bound, _ in rows], 10.0) == 3
+
+
+def test_wrong_number_of_labels_is_an_error_when_used():
+    with pytest.raises(InvariantError):
+        Counter("quire:c", "text", {}, ("a",)).labels()
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, (1,)), (7, (1, 2, 5, 7)), (100, (1, 2, 5, 10, 20, 50, 100)), (150, (1, 2, 5, 10, 20, 50, 100, 150))],
+)
+def test_length_buckets_end_at_the_models_length_when_it_is_any(length, expected):
+    assert length_buckets(length) == expected
+
+
+def test_loop_lag_is_what_a_blocking_call_took_when_it_blocks():
+    loop, found = VirtualLoop(), []
+    task = loop.create_task(watch_loop(found.append, 0.25))
+    loop.call_at(0.6, lambda: setattr(loop._jumping, "now", loop.time() + 1.0))
+    loop.run_until_complete(_sleep(3))
+    task.cancel()
+    loop.run_until_complete(_sleep(0))
+    loop.close()
+    assert max(found) == pytest.approx(0.85)
+    assert sorted(found)[-2] == pytest.approx(0)
+
+
+async def _sleep(seconds):
+    await asyncio.sleep(seconds)
