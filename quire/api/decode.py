@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -20,7 +20,7 @@ _MISSING = re.compile(r"^Object missing required field `([^`]+)`")
 Refusal = Callable[[Any], str | None]
 """Looks at the value of a field (JSON as Python objects); returns why it is refused, or None."""
 
-ErrorCode = Literal["invalid_value", "missing_required_parameter", "unsupported_parameter", "invalid_json"]
+ErrorCode = Literal["invalid_value", "missing_required_parameter", "unsupported_parameter", "unsupported_value", "invalid_json"]
 
 
 class BodyError(RequestError):
@@ -74,8 +74,8 @@ def decode_body(data: bytes, struct_type: type[T]) -> tuple[T, tuple[str, ...]]:
         raise _explain(str(error)) from None
     except ValueError as error:
         raise BodyError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if isinstance(body, Body):
-        body.check()
+    if issubclass(struct_type, Body):
+        cast(Body, body).check()
     ignored = [shorten(name, 100) for name in fields if name not in known]
     return body, tuple(ignored[:MAX_IGNORED])
 
@@ -97,8 +97,8 @@ def shorten(text: str, limit: int) -> str:
 
 def _items(holder: object) -> list[object]:
     if isinstance(holder, dict):
-        return list(holder.values())
-    return holder if isinstance(holder, list) else []
+        return list(cast("dict[str, object]", holder).values())
+    return cast("list[object]", holder) if isinstance(holder, list) else []
 
 
 @lru_cache(maxsize=1)
@@ -113,8 +113,8 @@ def _decoder(struct_type: type[T]) -> msgspec.json.Decoder[T]:
 
 @lru_cache(maxsize=64)
 def _known_fields(struct_type: type[msgspec.Struct]) -> frozenset[str]:
-    refused = struct_type.refusals() if issubclass(struct_type, Body) else {}
-    return frozenset(struct_type.__struct_encode_fields__) | frozenset(refused)
+    fields = frozenset(struct_type.__struct_encode_fields__)
+    return fields | struct_type.refusals().keys() if issubclass(struct_type, Body) else fields
 
 
 @lru_cache(maxsize=64)

@@ -89,10 +89,9 @@ class LLM:
         conversations: list[Any] = [messages] if is_single else list(messages)
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
         tokenizer = self.get_tokenizer()
-        texts = [tokenizer.apply_chat_template(conversation, **options) for conversation in conversations]
-        # The template has written the special tokens: none may be added.
+        rendered = [tokenizer.render_chat(conversation, **options) for conversation in conversations]
         prompts: list[PromptLike] = [
-            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
+            {"prompt": chat.text, "prompt_token_ids": tokenizer.encode_rendered(chat)} for chat in rendered
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 

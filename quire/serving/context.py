@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from quire.serving.config import ServerConfig
@@ -24,7 +25,8 @@ Phase = Literal["starting", "serving", "draining", "failed"]
 class ServerContext:
     """The parts of one server. `served` is None until the engine is loaded for the first time.
 
-    failure  why the server gives up, where phase is "failed"
+    failure      why the server gives up, where phase is "failed"
+    signing_key  of this process, for what clients hold for it and send back
     """
 
     config: ServerConfig
@@ -37,6 +39,7 @@ class ServerContext:
     responses: ResponseStore | None = None
     phase: Phase = "starting"
     failure: str | None = None
+    signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
     def model(self) -> ServedModel:

@@ -159,13 +159,20 @@ class Embedding(msgspec.Struct):
     embedding: list[float] | str
 
 
+class PromptUsage(msgspec.Struct):
+    """The tokens of a request that has no output."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
 class Embeddings(msgspec.Struct):
     """The vectors of all inputs."""
 
     object: str
     data: list[Embedding]
     model: str
-    usage: Usage
+    usage: PromptUsage
 
 
 class ModelCard(msgspec.Struct):

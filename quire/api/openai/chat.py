@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Refusal, always, check_depth, unless
-from quire.api.openai.shared import MAX_DEPTH, NO_CONSTRAINTS, SERVICE_TIERS, Metadata, SamplingFields
+from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, NO_CONSTRAINTS, SERVICE_TIERS, Metadata, SamplingFields
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -179,8 +179,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: ContinuesFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, description="Default: what the context has left.")] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, description="The old name of max_completion_tokens.")] | None = None
+    max_completion_tokens: (
+        Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="Default: what the context has left.")] | None
+    ) = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="The old name of max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Needs logprobs.")] | None = None
     tool_choice: Literal["none", "auto"] | None = None

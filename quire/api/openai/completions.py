@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Refusal, always
-from quire.api.openai.shared import MAX_N, SamplingFields, TokenId
+from quire.api.openai.shared import MAX_N, MAX_TOKEN_ID, SamplingFields, TokenId
 
 MAX_PROMPTS = 256
 
@@ -33,7 +33,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """A text to be continued."""
 
     prompt: PromptField
-    max_tokens: Annotated[int, Meta(ge=0, description="Default 16; 0 needs echo.")] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="Default 16; 0 needs echo.")] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: Annotated[bool, Meta(description="Answer with the prompt in front.")] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None

@@ -113,8 +113,7 @@ class SamplingFields(Body, kw_only=True):
 
 
 def _refuse_format(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return None if kind == "text" else f"{NO_CONSTRAINTS}; only {{'type': 'text'}} is"
+    return None if value == {"type": "text"} else f"{NO_CONSTRAINTS}; only {{'type': 'text'}} is"
 
 
 def _refuse_truthy(value: Any) -> str | None:

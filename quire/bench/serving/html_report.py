@@ -22,7 +22,7 @@ _STYLE = """
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ed;--soft:#a3adb8;--paper:#14171a;--line:#343b43;--c0:#6cb2ff;--c1:#ff9a5c;
 --c2:#5fd39a;--c3:#cf94f2}}
 body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;margin:0 auto;padding:1rem}
-h1,h2{line-height:1.2}table{border-collapse:collapse;display:block;overflow-x:auto}th,td{padding:.2rem .6rem;text-align:right;
+h1,h2{line-height:1.2}.wide{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.2rem .6rem;text-align:right;
 border-bottom:1px solid var(--line)}th:first-child,td:first-child{text-align:left}caption{text-align:left;color:var(--soft)}
 figure{margin:1rem 0}svg{width:100%;height:auto}svg text{fill:var(--soft);font-size:12px}
 .grid{stroke:var(--line);stroke-width:1}
@@ -65,7 +65,10 @@ def _warnings(figures: dict[str, Any]) -> str:
 def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(_shown(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table><caption>{escape(caption)}</caption><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    return (
+        f'<div class="wide" role="region" aria-label="{escape(caption)}" tabindex="0">{table}</div>'  # scrolls by keyboard too
+    )
 
 
 def _shown(value: Any) -> str:
@@ -86,7 +89,7 @@ def _headline(figures: dict[str, Any]) -> str:
         "request_goodput": "Good requests per second",
         "output_throughput": "Output tokens per second",
         "total_token_throughput": "Total tokens per second",
-        "max_output_tokens_per_s": "Peak output tokens in a second",
+        "max_output_tokens_per_s": "Most output tokens in a second",
         "max_concurrent_requests": "Peak concurrent requests",
     }
     rows = [(name, figures[key]) for key, name in names.items() if figures[key] is not None]
@@ -102,11 +105,12 @@ def _headline(figures: dict[str, Any]) -> str:
 
 
 def _latency_table(report: Report) -> str:
-    head = ("Metric (ms)", "Count", "Mean", "Std", "Min", "Median", *(f"P{p:g}" for p in report.percentiles), "Max")
+    shown = [percent for percent in report.percentiles if percent != 50]  # that is the median
+    head = ("Metric (ms)", "Count", "Mean", "Std", "Min", "Median", *(f"P{p:g}" for p in shown), "Max")
     rows = []
     for name, found in report.distributions().items():
         if found is not None:
-            values = (found.mean, found.std, found.min, found.median, *found.percentiles.values(), found.max)
+            values = (found.mean, found.std, found.min, found.median, *(found.percentiles[p] for p in shown), found.max)
             rows.append((name, found.count, *(value * 1000.0 for value in values)))
     return f"<section><h2>Latencies</h2>{_table('All metrics, as defined below', head, rows)}</section>"
 

@@ -171,6 +171,22 @@ def timeline(result: LoadResult, bin_s: float) -> Timeline:
     return Timeline(bin_s, (tokens / bin_s).tolist(), _concurrency(result, bin_s, num_bins))
 
 
+def peak_throughput(result: LoadResult, window_s: float = 1.0) -> float:
+    """Return the most output tokens per second within any window of window_s, or of the whole run where that is shorter."""
+    window = min(window_s, result.duration_s)
+    found = [
+        (time, tokens)
+        for record in result.records
+        for time, tokens in zip(record.content_s, record.tokens_by_event(), strict=True)
+    ]
+    if not found or window <= 0:
+        return 0.0
+    times, tokens = np.array(sorted(found)).T
+    totals = np.concatenate([[0.0], np.cumsum(tokens)])
+    first = np.searchsorted(times, times - window, side="right")
+    return float((totals[1:] - totals[first]).max() / window)
+
+
 def _concurrency(result: LoadResult, bin_s: float, num_bins: int) -> list[int]:
     peaks = [0] * num_bins
     under_way, at = 0, 0

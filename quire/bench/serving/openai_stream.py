@@ -113,13 +113,23 @@ class StreamRecorder:
 
     def _read_usage(self, usage: dict[str, Any], has_content: bool) -> None:
         record = self._record
-        record.usage_prompt_tokens = usage.get("prompt_tokens", record.usage_prompt_tokens)
-        record.usage_output_tokens = usage.get("completion_tokens", record.usage_output_tokens)
+        record.usage_prompt_tokens = _count(usage, "prompt_tokens", record.usage_prompt_tokens)
+        record.usage_output_tokens = _count(usage, "completion_tokens", record.usage_output_tokens)
         details = usage.get("prompt_tokens_details")
         if details:
-            record.usage_cached_tokens = details.get("cached_tokens")
+            record.usage_cached_tokens = _count(details, "cached_tokens", record.usage_cached_tokens)
         if has_content and record.usage_output_tokens is not None:
             record.content_tokens.append(record.usage_output_tokens)
+
+
+def _count(fields: dict[str, Any], name: str, before: int | None) -> int | None:
+    """Return a count of tokens, or the one known before where there is none. Raises TypeError for what is no count."""
+    value = fields.get(name)
+    if value is None:
+        return before
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}")
+    return value
 
 
 def describe_error(error: Any) -> str:

@@ -20,7 +20,7 @@ from quire.bench.serving.metrics import (
     distribution,
     metric_values,
     peak_concurrency,
-    timeline,
+    peak_throughput,
     title_of,
 )
 from quire.bench.serving.records import RequestRecord
@@ -126,7 +126,7 @@ def _rates(result: LoadResult, goals: Goals) -> dict[str, Any]:
         "goodput_limits_ms": {name: limit * 1000.0 for name, limit in goals.limits_s.items()},
         "output_throughput": num_output * per_s,
         "total_token_throughput": num_total * per_s,
-        "max_output_tokens_per_s": max(timeline(result, min(duration, 1.0) or 1.0).tokens_per_s),
+        "max_output_tokens_per_s": peak_throughput(result),
         "max_concurrent_requests": peak_concurrency(result),
     }
 

@@ -66,7 +66,7 @@ class AdmissionControl:
         now_s = self._clock()
         owner = self._owner(job.owner.name)
         num_sequences = job.request.params.num_sequences
-        expected = num_sequences * owner.expected_output_tokens(job.request.params.max_tokens)
+        expected = 0 if job.request.pooling else num_sequences * owner.expected_output_tokens(job.request.params.max_tokens)
         num_prompt_tokens = len(job.request.prompt_token_ids)
         if job.deadline_s is not None and job.deadline_s <= now_s:
             raise deadline_exceeded(while_queued=True)
@@ -122,7 +122,7 @@ class AdmissionControl:
             self.queue.settle(ticket, num_output_tokens)
             unused = ticket.num_expected_tokens - num_output_tokens
         owner.charge(-unused, self._clock(), num_requests=0)
-        if is_complete:
+        if is_complete and ticket.job.request.pooling is None:
             owner.learn(math.ceil(num_output_tokens / ticket.num_sequences))
 
     def observe(self, report: StepReport) -> None:

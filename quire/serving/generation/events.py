@@ -16,6 +16,16 @@ Position = list[TokenLogprob]
 """What is known of one token: the token that is there first, then the most likely ones, which may have it again."""
 
 
+class GenerationStart(msgspec.Struct):
+    """The first event of plans with wants_start: the request runs.
+
+    num_cached  prompt tokens taken from the prefix cache
+    """
+
+    num_prompt: int
+    num_cached: int
+
+
 class TextDelta(msgspec.Struct):
     """More of the visible answer of a choice; its positions are those of just this text, where they were asked for."""
 
@@ -104,7 +114,8 @@ class UsageEnd(msgspec.Struct):
 
 
 GenerationEvent = (
-    TextDelta
+    GenerationStart
+    | TextDelta
     | ReasoningDelta
     | ToolCallStart
     | ToolCallArguments

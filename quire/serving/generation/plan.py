@@ -41,6 +41,7 @@ class GenerationPlan:
     echo_text             comes first in every choice
     echoes_prompt         echo_text is the prompt: it comes as a PromptEcho
     wants_tokens          TokensDelta events are wanted
+    wants_start           a GenerationStart is wanted
     """
 
     request: Request
@@ -56,6 +57,7 @@ class GenerationPlan:
     echo_text: str = ""
     echoes_prompt: bool = False
     wants_tokens: bool = False
+    wants_start: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -96,3 +98,4 @@ class GenerationOptions:
     echo: bool = False
     shows_reasoning: bool = True
     wants_tokens: bool = False
+    wants_start: bool = False

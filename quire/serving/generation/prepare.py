@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from quire.base.errors import RequestError
 from quire.contracts.sampling_params import SamplingParams
@@ -47,6 +47,7 @@ def prepare_chat(
         hides_special_tokens=hides_special,
         echo_text=echo,
         wants_tokens=options.wants_tokens,
+        wants_start=options.wants_start,
     )
 
 
@@ -127,7 +128,7 @@ def text_of(content: object) -> str:
         return content
     if not isinstance(content, list):
         return ""
-    return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+    return "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))
 
 
 def salt_of(owner: Owner, salt: str) -> str:

@@ -16,10 +16,11 @@ def make_sampling(stated: Mapping[str, Any], recommended: Mapping[str, Any], **f
     forced       comes before both
     Raises RequestError.
     """
-    fields = dict(recommended)
+    fields: dict[str, Any] = dict(recommended)
     fields.update((name, value) for name, value in stated.items() if value is not None or name == "max_tokens")
     fields.update(forced)
     num_sequences = max(fields.get("n") or 1, fields.get("best_of") or 1)
     if num_sequences == 1 or fields.get("temperature", 1.0) != 0:
         return SamplingParams(**fields), False
-    return SamplingParams(**{**fields, "n": 1, "best_of": None}), True
+    fields.update(n=1, best_of=None)
+    return SamplingParams(**fields), True

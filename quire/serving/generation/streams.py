@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack
 
 from quire.serving.errors import ApiError, engine_unavailable, invalid
@@ -11,6 +11,7 @@ from quire.serving.generation.choice_reader import ChoiceReader
 from quire.serving.generation.events import (
     ChoiceEnd,
     GenerationEvent,
+    GenerationStart,
     PromptEcho,
     PromptPositions,
     TextDelta,
@@ -77,6 +78,8 @@ class GenerationReader:
     def _start(self, delta: RequestDelta, events: list[GenerationEvent]) -> None:
         plan = self._plan
         self._has_started = True
+        if plan.wants_start:
+            events.append(GenerationStart(plan.num_prompt_tokens, self._num_cached))
         token_ids = plan.request.prompt_token_ids
         if plan.has_prompt_positions and delta.prompt_logprobs is not None:
             events.append(PromptPositions(self._prompt, token_ids, delta.prompt_logprobs))
@@ -113,7 +116,7 @@ def _error_of(delta: RequestDelta) -> ApiError:
 
 async def generation_events(
     gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]]
-) -> AsyncIterator[list[GenerationEvent]]:
+) -> AsyncGenerator[list[GenerationEvent], None]:
     """Open the jobs and yield what happens, the choices of plan i numbered from i * num_choices; at last one UsageEnd of all.
 
     Raises ApiError. Closing the generator aborts what still runs.
@@ -131,7 +134,7 @@ async def generation_events(
             yield events
 
 
-async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> AsyncIterator[list[GenerationEvent]]:
+async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> AsyncGenerator[list[GenerationEvent], None]:
     async for delta in stream:
         events = reader.feed(delta)
         if reader.has_ended:
@@ -146,7 +149,7 @@ async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> As
 
 async def _merge(
     opened: Sequence[tuple[GenerationStream, GenerationReader]],
-) -> AsyncIterator[list[GenerationEvent]]:
+) -> AsyncGenerator[list[GenerationEvent], None]:
     """Yield the events of several streams as they come, and the sum of their usages at the end."""
     queue: asyncio.Queue[list[GenerationEvent] | Exception] = asyncio.Queue(MAX_WAITING_LISTS)
 
@@ -164,8 +167,10 @@ async def _merge(
             events = await queue.get()
             if isinstance(events, Exception):
                 raise events
-            if isinstance(events[-1], UsageEnd):
-                usages.append(events.pop())
+            last = events[-1]
+            if isinstance(last, UsageEnd):
+                usages.append(last)
+                events = events[:-1]
             if events:
                 yield events
         yield [_sum(usages)]

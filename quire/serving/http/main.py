@@ -14,6 +14,7 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.serving.admission import AdmissionControl
+from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
 from quire.serving.batch import endpoints as batch_endpoints
 from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
 from quire.serving.batch.service import BatchService
@@ -32,6 +33,8 @@ from quire.serving.metrics.log_format import log_ended, setup_log_format
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
+from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
+from quire.serving.responses.store import ResponseStore
 
 logger = get_logger(__name__)
 
@@ -76,12 +79,13 @@ class Server:
             lambda: self.gateway.batch_window,
         )
         await context.batches.start()
+        context.responses = await asyncio.to_thread(ResponseStore, context.config.data_dir)
         if context.config.data_dir is None:
-            logger.info("files and batches are kept in memory: --data-dir keeps them over a restart")
+            logger.info("files, batches and responses are kept in memory: --data-dir keeps them over a restart")
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Return every route."""
-        found = (*OPENAI_ENDPOINTS, *batch_endpoints.ENDPOINTS)
+        found = (*OPENAI_ENDPOINTS, *RESPONSES_ENDPOINTS, *ANTHROPIC_ENDPOINTS, *batch_endpoints.ENDPOINTS)
         return (*found, *make_endpoints(found, self.context.config.enable_metrics))
 
 

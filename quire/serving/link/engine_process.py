@@ -21,7 +21,7 @@ import zmq
 import quire
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
-from quire.serving.link.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received
+from quire.serving.link.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received, is_readable
 from quire.serving.link.messages import FromEngine, Start
 from quire.serving.link.process import write_start
 
@@ -69,7 +69,7 @@ class EngineProcess:
             self._release()
             raise
         self._send_start(write_start(start))
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self.drain)
+        self._loop.add_reader(int(self._socket.get(zmq.FD)), self.drain)
         self._loop.call_soon(self.drain)
 
     @property
@@ -91,14 +91,14 @@ class EngineProcess:
         except zmq.ZMQError as error:
             raise WorkerError(f"the engine's process takes no commands: {error}") from error
         # Sending may take the note that something can be read, which the event loop will then not see.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if is_readable(self._socket):
             self._loop.call_soon(self.drain)
         return sequence
 
     def drain(self) -> None:
         """Read what has come; what is more than a round's worth in the next round of the event loop."""
         for _ in range(_MAX_FRAMES_AT_ONCE):
-            if self._is_closed or not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if self._is_closed or not is_readable(self._socket):
                 return
             self._on_frame(self._reader.read(self._socket.recv(zmq.NOBLOCK)))
         self._loop.call_soon(self.drain)
@@ -106,6 +106,12 @@ class EngineProcess:
     def seal(self) -> None:
         """Remove the socket's path; the connection that there is stays."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process has ended by itself, not by a signal."""
+        status = self._process.poll()
+        return status is not None and status >= 0
 
     def describe_end(self) -> str | None:
         """Return how the process ended; None while it runs."""
@@ -130,7 +136,7 @@ class EngineProcess:
         self.kill()
         await self._wait(_KILL_WAIT_S)
         if not self._is_closed:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(int(self._socket.get(zmq.FD)))
         self._release()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import zmq
 
 from quire.base.errors import QuireError
 from quire.base.logging import get_logger
@@ -22,6 +23,11 @@ MAX_FRAME_BYTES = HEADER.size + MAX_MESSAGE_BYTES
 SESSION_BYTES = 8
 
 Message = TypeVar("Message")
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a frame waits in a socket."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class MessageError(QuireError):

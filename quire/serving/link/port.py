@@ -9,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 import zmq
 
-from quire.serving.link.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter
+from quire.serving.link.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter, is_readable
 from quire.serving.link.messages import Lost, Start, ToEngine
 
 _MAX_QUEUED_FRAMES = 10_000
@@ -50,11 +50,11 @@ class EnginePort:
 
         What is missing among them is reported to the server at once.
         """
-        if timeout_s > 0 and not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._poller.poll(timeout_s * 1000)
+        if timeout_s > 0 and not is_readable(self._socket):
+            self._poller.poll(round(timeout_s * 1000))
             self.check_peer()
         commands: list[ToEngine] = []
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while is_readable(self._socket):
             received = self._reader.read(self._socket.recv(zmq.NOBLOCK))
             if received.lost is not None:
                 self.send(Lost(*received.lost))

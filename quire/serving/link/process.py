@@ -15,6 +15,7 @@ import msgspec
 
 from quire.base.errors import ConfigError, ModelFormatError, QuireError, UnsupportedError
 from quire.base.logging import get_logger, setup_logging
+from quire.base.threads import prefer_short_spins
 from quire.contracts.config import EngineConfig
 from quire.serving.link.engine_info import describe_engine
 from quire.serving.link.engine_loop import EngineLoop
@@ -77,7 +78,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 def load_engine(config: EngineConfig) -> LLMEngine:
     """Load the model."""
-    from quire import LLMEngine  # settles how OpenMP's threads wait, then loads torch: seconds, after Hello
+    prefer_short_spins()
+    from quire.engine.llm_engine import LLMEngine  # loads torch: seconds, after Hello
 
     return LLMEngine(config)
 

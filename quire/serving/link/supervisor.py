@@ -26,7 +26,7 @@ EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
 """failed: it was given up, for the reason in last_error."""
 
 _TICK_S = 0.1
-_LAST_WORDS_S = 0.5
+_LAST_WORDS_S = 0.25
 _CONFIG_ERRORS: dict[str, type[QuireError]] = {
     kind.__name__: kind for kind in (ConfigError, ModelFormatError, UnsupportedError)
 }
@@ -185,7 +185,7 @@ class Supervisor:
                 await asyncio.sleep(_TICK_S)
                 engine.drain()
                 self._events.on_tick(time.monotonic())
-            if self._failed is None and engine.describe_end() is not None:
+            if self._failed is None and engine.has_exited:
                 end = await self._hear_last_words(engine, end)
             self._note_end(end)
             return end

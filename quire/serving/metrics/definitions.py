@@ -144,7 +144,9 @@ class Definitions:
             TOKEN_BUCKETS,
         )
         self.e2e = histogram(
-            "e2e_request_latency_seconds", "From the arrival of a request to its last output.", REQUEST_BUCKETS
+            "e2e_request_latency_seconds",
+            "From the arrival of a request to its last output, of those that had any.",
+            REQUEST_BUCKETS,
         )
         self.queue_time = histogram(
             "request_queue_time_seconds",
@@ -170,7 +172,7 @@ class Definitions:
         histogram = self._histogram
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of ended requests.", lengths)
         self.generation_length = histogram(
-            "request_generation_tokens", "Output tokens of ended requests, all choices.", lengths
+            "request_generation_tokens", "Output tokens of ended requests, all choices; none of embeddings.", lengths
         )
         self.longest_choice = histogram(
             "request_max_num_generation_tokens", "Output tokens of the longest choice of ended requests.", lengths

@@ -172,8 +172,8 @@ class ServerMetrics:
 
     def _observe_times(self, record: RequestRecord) -> None:
         defined, engine = self.defined, record.engine
-        if record.ended_s is not None and record.last_output_s is not None:
-            defined.e2e.labels().observe(record.ended_s - record.arrival_s)
+        if record.e2e_s is not None and (record.last_output_s is not None or record.has_ended_well):
+            defined.e2e.labels().observe(record.e2e_s)
         if engine is None or engine.first_scheduled_time is None:
             return
         scheduled_s, first_s, finished_s = engine.first_scheduled_time, engine.first_token_time, engine.finished_time
@@ -190,14 +190,16 @@ class ServerMetrics:
     def _observe_sizes(self, record: RequestRecord) -> None:
         defined, params = self.defined, record.job.request.params
         defined.prompt_length.labels().observe(record.num_prompt_tokens)
+        if record.engine is not None:
+            defined.computed_prompt.labels().observe(record.num_prompt_tokens - record.engine.num_cached_tokens)
+            defined.request_preemptions.labels().observe(record.engine.num_preemptions)
+        if record.job.request.pooling is not None:
+            return
         defined.generation_length.labels().observe(record.num_output_tokens)
         defined.longest_choice.labels().observe(record.longest_choice_tokens)
         defined.params_n.labels().observe(params.n)
         if params.max_tokens is not None:
             defined.max_tokens.labels().observe(params.max_tokens)
-        if record.engine is not None:
-            defined.computed_prompt.labels().observe(record.num_prompt_tokens - record.engine.num_cached_tokens)
-            defined.request_preemptions.labels().observe(record.engine.num_preemptions)
 
     def _is_within_slo(self, record: RequestRecord) -> bool:
         config = self._config

@@ -17,6 +17,8 @@ from quire.serving.errors import ApiError
 from quire.serving.generation.events import (
     ChoiceEnd,
     GenerationEvent,
+    GenerationStart,
+    PromptEcho,
     PromptPositions,
     ReasoningDelta,
     TextDelta,
@@ -31,6 +33,7 @@ from quire.serving.openai.logprobs import LogprobWriter, prompt_logprobs
 
 CHUNK = "chat.completion.chunk"
 NO_LOGPROBS = b"null"
+UNTOLD = (GenerationStart, PromptPositions, PromptEcho)  # events that a stream of a chat has no chunk for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +79,12 @@ class ChatStreamEncoder:
             return b""
         if isinstance(event, UsageEnd):
             return self._writer.close(event)
-        if isinstance(event, PromptPositions) or not hasattr(event, "choice"):
+        if isinstance(event, UNTOLD):
             return b""
         delta = self._delta(event)
         if delta is None:
             return b""
-        start = self._start(event)
+        start = self._start(event.choice, isinstance(event, TextDelta | ChoiceEnd))
         if isinstance(event, TextDelta):
             return start + self._chunk(event.choice, delta, self._logprobs(event))
         if isinstance(event, ChoiceEnd):
@@ -103,9 +106,8 @@ class ChatStreamEncoder:
             return b'{"tool_calls":[' + encode_json(call) + b"]}"
         return b"{}" if isinstance(event, ChoiceEnd) else None
 
-    def _start(self, event: GenerationEvent) -> bytes:
+    def _start(self, choice: int, has_content: bool) -> bytes:
         """Return the chunk with the role, once for each choice, when it first has something to say."""
-        choice: int = event.choice  # type: ignore[union-attr]
         if choice in self._has_started:
             return b""
         self._has_started.add(choice)
@@ -113,7 +115,7 @@ class ChatStreamEncoder:
             before = b'%s{"index":%d,"delta":{"content":' % (self._writer.prefix, choice)
             after = b'},"logprobs":null,"finish_reason":null}' + self._writer.suffix
             self._splicers[choice] = TextSplicer(before, after)
-        content = b'""' if isinstance(event, TextDelta | ChoiceEnd) else b"null"
+        content = b'""' if has_content else b"null"
         extra, self._extra = self._extra, b""
         return self._writer.chunk(
             b'{"index":%d,"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null}' % (choice, content),
@@ -169,7 +171,7 @@ class ChatFold:
                 self._usage = event
             elif isinstance(event, PromptPositions):
                 self._prompt_logprobs = prompt_logprobs(event.positions, self._plan.tokenizer, self._shape.num_prompt_logprobs)
-            elif hasattr(event, "choice"):
+            elif not isinstance(event, GenerationStart):
                 self._add(self._choices[event.choice], event)
 
     def _add(self, choice: _Choice, event: GenerationEvent) -> None:

@@ -8,7 +8,7 @@ import base64
 import sys
 from collections.abc import Sequence
 
-from quire.api.openai.answers import Embedding, Embeddings, Usage
+from quire.api.openai.answers import Embedding, Embeddings, PromptUsage
 from quire.api.openai.embeddings import MAX_INPUT_TOKENS, MAX_INPUTS, EmbeddingRequest, split_prompts
 from quire.base.errors import RequestError
 from quire.contracts.pooling_params import PoolingParams
@@ -98,7 +98,7 @@ async def _embed_one(gateway: Gateway, job: Job) -> list[float]:
 def _answer(served: ServedModel, body: EmbeddingRequest, vectors: Sequence[list[float]], num_tokens: int) -> Embeddings:
     is_base64 = body.encoding_format == "base64"
     data = [Embedding("embedding", index, to_base64(vector) if is_base64 else vector) for index, vector in enumerate(vectors)]
-    return Embeddings("list", data, served.name, Usage(num_tokens, 0, num_tokens))
+    return Embeddings("list", data, served.name, PromptUsage(num_tokens, num_tokens))
 
 
 def to_base64(vector: Sequence[float]) -> str:

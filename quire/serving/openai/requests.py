@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -118,10 +118,11 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    found = msgspec.to_builtins(message)
+    found: dict[str, Any] = msgspec.to_builtins(message)
     content = found.get("content")
     if isinstance(content, list):
-        found["content"] = [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in content]
+        parts = cast("list[dict[str, Any]]", content)
+        found["content"] = [{"type": "text", "text": part.get("text", part.get("refusal"))} for part in parts]
     if isinstance(message, AssistantMessage):
         reasoning = found.pop("reasoning")
         if found["reasoning_content"] is None:

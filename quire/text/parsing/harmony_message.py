@@ -18,7 +18,7 @@ _ROLE_RECIPIENT = " to="
 class HarmonyMessage(MessageReader):
     """Channel analysis is reasoning, where that is wanted; a message to functions.NAME is a call; all else is content.
 
-    White space between messages is dropped, and so is a header in which the output ends.
+    A header in which the output ends is dropped.
     """
 
     def __init__(self, has_reasoning: bool, options: MessageOptions) -> None:

@@ -297,3 +297,21 @@ def test_https_is_spoken_with_trusted_servers_only(capsys, tmp_path, monkeypatch
         status, out, err = run(capsys, 1, *options)
     assert (status, err) == (0, "")
     assert "Successful requests:                       3" in out
+
+
+def test_standard_library_does_where_the_extras_are_missing():
+    code = """
+import sys
+sys.modules["msgspec"] = sys.modules["uvloop"] = None
+from quire.bench.serving.openai_stream import JSON_PARSER, StreamRecorder
+from quire.bench.serving.records import RequestRecord
+from quire.bench.serving.serve import find_event_loop
+records = [RequestRecord(0, 0.0, 1, 1), RequestRecord(1, 0.0, 1, 1)]
+for record, text in zip(records, (b'{"choices":[{"text":"a","finish_reason":"stop"}]}', b'{')):
+    recorder = StreamRecorder(record)
+    recorder.on_body(b"data: " + text + b"\\n\\ndata: [DONE]\\n\\n", 1.0)
+    recorder.finish(2.0)
+print(JSON_PARSER, find_event_loop()[0], records[0].outcome, records[1].error_kind)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["json", "asyncio", "ok", "bad_json"]

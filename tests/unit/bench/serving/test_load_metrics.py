@@ -14,6 +14,7 @@ from quire.bench.serving.metrics import (
     metric_of,
     metric_values,
     peak_concurrency,
+    peak_throughput,
     timeline,
     title_of,
 )
@@ -125,6 +126,16 @@ def test_timeline_keeps_all_tokens_and_finds_the_most_requests(result):
         inside = [count for at, count in zip(moments, under_way, strict=True) if low <= at < high]
         at_start = sum(record.sent_s < low < record.end_s for record in result.records)
         assert most == max([at_start, *inside])
+
+
+def test_peak_throughput_is_that_of_the_fullest_second(result):
+    events = [item for record in result.records for item in zip(record.content_s, record.tokens_by_event(), strict=True)]
+    expected = max(sum(tokens for time, tokens in events if end - 1.0 < time <= end) for end, _ in events)
+    assert peak_throughput(result) == pytest.approx(expected)
+    assert peak_throughput(result) >= sum(tokens for _, tokens in events) / result.duration_s
+    short = LoadResult(result.records[:1], 0.0, 0.5, False)
+    assert peak_throughput(short) >= 2 * max(tokens for _, tokens in events[:1])
+    assert peak_throughput(LoadResult((), 0.0, 1.0, False)) == 0.0
 
 
 def test_token_counts_say_where_they_come_from():

@@ -112,6 +112,8 @@ def test_tokens_of_each_event_are_known_when_usage_comes_all_along():
         ([head(), chunked(event('{"error":"gone"}'), end=False)], "stream_error", "gone"),
         ([head(), chunked(event("{nonsense"), DONE)], "bad_json", "nonsense"),
         ([head(), chunked(event("[1]"), DONE)], "bad_event", "[1]"),
+        ([head(), chunked(event('{"choices":7}'), DONE)], "bad_event", "choices"),
+        ([head(), chunked(event('{"usage":{"completion_tokens":"7"}}'), DONE)], "bad_event", "completion_tokens"),
         ([head(), chunked(text_event("", '"error"'), DONE)], "stream_error", "finish_reason error"),
         ([refusal(500, b'{"error":{"message":"broke"}}')], "http_500", "broke"),
         ([refusal(400, b'{"error":"bad"}')], "http_400", "bad"),

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from quire.base.errors import ConfigError, InvariantError
+from quire.contracts.pooling_params import PoolingParams
 from quire.serving.admission import AdmissionControl, FairQueue, OwnerLimits, ServiceRates, Ticket, TokenBucket
 from quire.serving.admission.limits import format_reset
 from quire.serving.config import ApiKey, ServerConfig
@@ -299,6 +300,15 @@ def test_refusal_is_503_when_the_queue_is_full_of_requests_or_tokens():
     admission = control(max_queued_tokens=1000)
     admission.admit(make_job("a", 900))
     assert "prompt tokens" in refusal(admission.admit, make_job("b", 200)).message
+
+
+def test_embedding_is_charged_for_its_prompt_alone_when_admitted():
+    admission = control()
+    ticket = admission.admit(make_job("a", 100, pooling=PoolingParams()))
+    assert ticket.cost == 100
+    admission.take(4)
+    admission.finish(ticket, 0, is_complete=True)
+    assert admission.admit(make_job("b", 100, 16)).num_expected_tokens == 16  # nothing was learnt of outputs
 
 
 def test_large_request_is_admitted_when_nothing_else_is_held():

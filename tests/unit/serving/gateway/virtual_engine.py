@@ -53,13 +53,16 @@ def run_virtual(main):
     return result
 
 
-def make_job(name, num_prompt_tokens=10, max_tokens=16, owner="anonymous", priority="default", n=1, arrival_s=0.0, **rest):
+def make_job(
+    name, num_prompt_tokens=10, max_tokens=16, owner="anonymous", priority="default", n=1, arrival_s=0.0, pooling=None, **rest
+):
     params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
     request = Request(
         request_id=RequestId(name),
         prompt_token_ids=(1,) * num_prompt_tokens,
         params=params,
         seed=0,
+        pooling=pooling,
         arrival_time_s=arrival_s,
     )
     return Job(

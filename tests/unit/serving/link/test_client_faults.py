@@ -189,7 +189,9 @@ def test_only_the_lost_request_fails_when_a_command_does_not_arrive():
     with_client(scenario)
 
 
-def test_request_fails_when_its_command_was_the_last_one_and_is_lost():
+def test_request_fails_when_its_command_was_the_last_one_and_is_lost(monkeypatch):
+    monkeypatch.setattr("quire.serving.link.client._COMMAND_TIMEOUT_S", 0.2)
+
     async def scenario(client):
         supervisor, send = client._supervisor, client._supervisor.send
         writer = supervisor._engine._writer

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.errors import InvariantError
 from quire.contracts.outputs import RequestMetrics
+from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited
 from quire.serving.link.messages import ChoiceDelta, RequestDelta, StepOutputs, StepPart, StepReport
@@ -148,6 +149,21 @@ def test_every_choice_counts_once_when_a_request_has_several():
     reasons = {key[1][1]: value for key, value in found.items() if key[0] == "quire:request_success_total"}
     assert reasons == {"stop": 1, "length": 1, "error": 1}
     assert found[("quire:request_max_num_generation_tokens_sum",)] == 2
+
+
+def test_embedding_counts_its_prompt_and_no_output_when_it_ends():
+    metrics, clock = make_metrics(slo_e2e_s=9.0)
+    metrics.opened(make_job("r", 10, arrival_s=99.0, pooling=PoolingParams()))
+    engine = RequestMetrics(99.0, 100.5, None, 101.0)
+    clock.now = 102.0
+    metrics.step(StepOutputs([RequestDelta("r", [], True, engine, embedding=[0.5])]))
+    found = samples(metrics)
+    assert found[("quire:prompt_tokens_total",)] == 10
+    assert found[("quire:e2e_request_latency_seconds_sum",)] == 3
+    assert found[("quire:time_to_first_token_seconds_count",)] == 0
+    assert found[("quire:request_generation_tokens_count",)] == 0
+    assert found[("quire:slo_requests_met_total",)] == 1
+    assert found[("quire:request_success_total", ("finished_reason", "stop"))] == 1
 
 
 def test_rejections_are_counted_by_reason_when_refused():

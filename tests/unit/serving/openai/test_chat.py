@@ -61,7 +61,7 @@ def test_stream_with_usage_has_exactly_these_bytes():
     where = say("Hi", tokens_per_delta=50, gateway={"num_cached_tokens": 1}, finish_reason="length")
     found = fix(ask_chat(where, stream=True, stream_options={"include_usage": True}, service_tier="auto"))
     head = OPEN.replace('"FP",', '"FP","service_tier":"default",')
-    usage = '{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"prompt_tokens_details":{"cached_tokens":1},'
+    usage = '{"prompt_tokens":4,"completion_tokens":2,"total_tokens":6,"prompt_tokens_details":{"cached_tokens":1},'
     assert found == "".join(
         f"data: {event}\n\n"
         for event in (
@@ -209,7 +209,7 @@ def test_continuous_usage_is_on_every_chunk():
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == len(TOKENIZER.encode("One two")) + 1
-    assert all(chunk["usage"]["total_tokens"] == chunk["usage"]["completion_tokens"] + 3 for chunk in chunks)
+    assert all(chunk["usage"]["total_tokens"] == chunk["usage"]["completion_tokens"] + 4 for chunk in chunks)
 
 
 def test_usage_is_absent_unless_asked_for():
@@ -253,7 +253,7 @@ def test_token_ids_are_returned_when_asked_for():
 def test_prompt_logprobs_are_returned_when_asked_for():
     found = whole(say("Hi"), prompt_logprobs=1)["prompt_logprobs"]
     assert found[0] is None
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(entry["logprob"] == -0.5 and entry["decoded_token"] for entry in list(found[1].values())[:1])
 
 

@@ -1,0 +1,1 @@
+"""Wire types of the Anthropic API; import its modules directly."""

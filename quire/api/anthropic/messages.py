@@ -1,0 +1,148 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.api.anthropic.blocks import AssistantMessage, CacheControl, Messages, Texts, ToolUseBlock
+from quire.api.decode import Body, BodyError, Refusal, always, check_depth, unless
+from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
+from quire.api.openai.shared import MAX_DEPTH, MAX_STOP_STRINGS, MAX_TOKEN_ID, NO_CONSTRAINTS, Name, StopString
+
+ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A function that the model may call; input_schema is a JSON schema."""
+
+    name: ToolName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: Annotated[Literal[False], Meta(description="true needs constrained decoding, which is not here yet.")] | None = None
+    cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        check_depth(self.input_schema, MAX_DEPTH, "input_schema")
+        size = len(msgspec.json.encode(self.input_schema))
+        if size > MAX_SCHEMA_BYTES:
+            raise ValueError(f"input_schema may have {MAX_SCHEMA_BYTES} bytes, got {size}")
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """Whether the model may call tools; disable_parallel_tool_use cuts its answer after the first call."""
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled", kw_only=True):
+    """The model is to reason. A chat template with levels takes the budget for one of them; it is no limit of its own."""
+
+    budget_tokens: Annotated[int, Meta(ge=1024, le=MAX_TOKEN_ID)]
+    display: Annotated[Literal["summarized", "omitted"], Meta(description="Shown reasoning is shown in full.")] | None = None
+
+
+class ThinkingDisabled(msgspec.Struct, tag_field="type", tag="disabled", kw_only=True):
+    """The model is not to reason."""
+
+
+class ThinkingAdaptive(msgspec.Struct, tag_field="type", tag="adaptive", kw_only=True):
+    """The chat template decides, or output_config.effort."""
+
+    display: Annotated[Literal["summarized", "omitted"], Meta(description="Shown reasoning is shown in full.")] | None = None
+
+
+Thinking = ThinkingEnabled | ThinkingDisabled | ThinkingAdaptive
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """How much the model is to reason, as its chat template knows it."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Annotated[None, Meta(description="Needs constrained decoding, which is not here yet.")] = None
+
+
+class RequestMetadata(msgspec.Struct, kw_only=True):
+    """Accepted and not used."""
+
+    user_id: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class PromptFields(Body, kw_only=True):
+    """What makes the prompt."""
+
+    model: Annotated[Name, Meta(description="One of GET /v1/models.")]
+    messages: Messages
+    system: Texts | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Annotated[Thinking, Meta(description="Default: as the chat template has it.")] | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            "tools": _refuse_tools,
+            "tool_choice": _refuse_tool_choice,
+            "output_config": _refuse_output_config,
+            "output_format": always(NO_CONSTRAINTS),
+            "speed": unless("standard", reason="there is only 'standard'"),
+            "mcp_servers": always("this server calls no MCP servers; give their tools as tools"),
+            **{
+                name: always("is not supported; leave it out")
+                for name in ("container", "context_management", "diagnostics", "inference_geo")
+            },
+        }
+
+    def check(self) -> None:
+        """Check what lies between the fields."""
+        names = [tool.name for tool in self.tools or ()]
+        for position, name in enumerate(names):
+            if name in names[:position]:
+                raise BodyError(f"tools: two have the name {name!r}", f"tools[{position}].name")
+        last = self.messages[-1]
+        if isinstance(last, AssistantMessage) and any(isinstance(block, ToolUseBlock) for block in last.content):
+            where = f"messages[{len(self.messages) - 1}]"
+            raise BodyError(f"{where}: the last message has tool_use blocks without the tool_result blocks after them", where)
+
+
+class CountTokensRequest(PromptFields, kw_only=True):
+    """A conversation whose tokens are to be counted."""
+
+
+class MessagesRequest(PromptFields, kw_only=True):
+    """A conversation to be continued."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID)]
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1, description="0 takes the most likely token.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="0: all tokens.")] | None = None
+    metadata: RequestMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+def _refuse_tools(value: Any) -> str | None:
+    for tool in value if isinstance(value, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            return f"this server runs no tools of its own, such as {kind[:100]!r}; only tools with name and input_schema are"
+    return None
+
+
+def _refuse_tool_choice(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"{NO_CONSTRAINTS}, which {kind!r} needs; 'auto' and 'none' are" if kind in ("any", "tool") else None
+
+
+def _refuse_output_config(value: Any) -> str | None:
+    return f"{NO_CONSTRAINTS}; leave format out" if isinstance(value, dict) and value.get("format") is not None else None

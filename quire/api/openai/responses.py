@@ -1,0 +1,183 @@
+"""The body of POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.api.decode import Body, BodyError, Refusal, always, check_depth, unless
+from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
+from quire.api.openai.responses_items import InputItems
+from quire.api.openai.shared import (
+    MAX_DEPTH,
+    MAX_TOKEN_ID,
+    NO_CONSTRAINTS,
+    SERVICE_TIERS,
+    Metadata,
+    Name,
+    Penalty,
+    Salt,
+    Stop,
+)
+
+MAX_INCLUDES = 32
+Identifier = Annotated[str, Meta(max_length=512)]
+_TOOL_NAME = "^[A-Za-z0-9_-]{1,64}$"
+_INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call; parameters is a JSON schema."""
+
+    type: Annotated[str, Meta(max_length=64, description="'function': the server runs no tools of its own.")]
+    name: Annotated[str, Meta(pattern=_TOOL_NAME)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Literal[False], Meta(description="true needs constrained decoding, which is not here yet.")] | None = None
+
+    def __post_init__(self) -> None:
+        if self.parameters is None:
+            return
+        check_depth(self.parameters, MAX_DEPTH, "parameters")
+        size = len(msgspec.json.encode(self.parameters))
+        if size > MAX_SCHEMA_BYTES:
+            raise ValueError(f"parameters may have {MAX_SCHEMA_BYTES} bytes, got {size}")
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How much the model is to reason. A summary is not made: the reasoning is given in full."""
+
+    effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """The form of the text."""
+
+    type: Literal["text"]
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """The form of the text, and how long it is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    """Options of streams."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Body, kw_only=True):
+    """A conversation to be continued, perhaps one that the server has stored."""
+
+    model: Annotated[Name, Meta(description="One of GET /v1/models.")]
+    input: str | InputItems
+    instructions: Annotated[str, Meta(description="A system message; not taken over from the previous response.")] | None = None
+    previous_response_id: Annotated[Identifier, Meta(description="A stored response to go on from.")] | None = None
+    store: Annotated[bool, Meta(description="Keep the response for 30 days. Default true.")] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="Default: what the context has left.")] | None = (
+        None
+    )
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Of hosted tools, which there are none of.")] | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=128)]], Meta(max_length=MAX_INCLUDES)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the most likely token.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID, description="0 and -1: all tokens.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    stop: Stop | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: Annotated[Salt, Meta(description="Keeps the prefix cache of these requests apart.")] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    user: Identifier | None = None
+    safety_identifier: Identifier | None = None
+    prompt_cache_key: Identifier | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            "background": unless(False, reason="responses are not made in the background; leave it out"),
+            "truncation": unless("disabled", reason="is not supported; shorten the input"),
+            "tool_choice": _refuse_tool_choice,
+            "text": _refuse_text,
+            "service_tier": SERVICE_TIERS,
+            "prompt": always("there are no stored prompts; send instructions and input"),
+            "conversation": always("is not supported; use previous_response_id"),
+            **{name: always("is not supported; leave it out") for name in ("context_management", "moderation")},
+        }
+
+    def check(self) -> None:
+        """Check what lies between the fields."""
+        for position, item in enumerate(() if isinstance(self.input, str) else self.input):
+            item.check(f"input[{position}]")
+        if not self.input and self.previous_response_id is None:
+            raise BodyError("input: is empty", "input")
+        if self.stream_options is not None and not self.stream:
+            raise BodyError("stream_options: can only be used with stream true", "stream_options")
+        self._check_tools()
+        for position, name in enumerate(self.include or ()):
+            if name not in _INCLUDES:
+                param = f"include[{position}]"
+                raise BodyError(f"{param}: may be one of {', '.join(_INCLUDES)}, got {name!r}", param, "unsupported_value")
+
+    def _check_tools(self) -> None:
+        names: list[str] = []
+        for position, tool in enumerate(self.tools or ()):
+            where = f"tools[{position}]"
+            if tool.type != "function":
+                raise BodyError(
+                    f"{where}.type: this server runs no tools of its own, such as {tool.type!r}; only 'function' is supported",
+                    f"{where}.type",
+                    "unsupported_value",
+                )
+            if tool.name is None:
+                raise BodyError(f"{where}.name is required", f"{where}.name", "missing_required_parameter")
+            if tool.name in names:
+                raise BodyError(f"tools: two have the name {tool.name!r}", f"{where}.name")
+            names.append(tool.name)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response is to be kept."""
+        return self.store is not False
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the log probabilities of the answer's tokens are wanted."""
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+
+def _refuse_tool_choice(value: Any) -> str | None:
+    is_known = value in ("none", "auto") or (not isinstance(value, str) and not isinstance(value, dict))
+    return None if is_known else f"{NO_CONSTRAINTS}, which this needs; 'auto' and 'none' are"
+
+
+def _refuse_text(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    form = value.get("format")
+    if isinstance(form, dict) and form.get("type") in ("json_schema", "json_object", "grammar"):
+        return f"{NO_CONSTRAINTS}; the format can only be {{'type': 'text'}}"
+    if value.get("verbosity") in ("low", "high"):
+        return "verbosity is not supported; say in the instructions how long the answer is to be"
+    return None

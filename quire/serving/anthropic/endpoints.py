@@ -1,0 +1,72 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from quire.api.anthropic.answers import TokenCount
+from quire.api.anthropic.messages import CountTokensRequest, MessagesRequest
+from quire.serving.answers import Answer, Ready, Stream
+from quire.serving.anthropic.answers import MessageFold, MessageHead, MessageStreamEncoder
+from quire.serving.anthropic.requests import chat_input, message_options
+from quire.serving.anthropic.thinking import ThinkingSigner
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call, Endpoint
+from quire.serving.generation.plan import GenerationPlan
+from quire.serving.generation.prepare import need_tokenizer, prepare_chat, render_chat
+from quire.serving.openai.frames import encode_json
+from quire.serving.openai.handlers import caller_of, frames, whole_answer
+from quire.serving.openai.requests import make_id
+
+
+async def post_message(context: ServerContext, call: Call) -> Answer:
+    """Continue a conversation."""
+    context.check_accepting()
+    body = await call.body(MessagesRequest)
+    served = context.check_model(body.model)
+    caller = caller_of(call, bool(body.stream))
+    signer = ThinkingSigner(context.signing_key, call.owner.name)
+    head = MessageHead(id=make_id("msg_"), model=served.name, max_tokens=body.max_tokens, sign=signer.sign)
+
+    def prepare() -> GenerationPlan:
+        return prepare_chat(served, head.id, chat_input(served, body, signer), message_options(body), call.owner)
+
+    plan = await served.preparation.run(prepare)
+    jobs = [(caller.job(plan.request, bool(body.stream)), plan)]
+    if not body.stream:
+        return whole_answer(context.gateway, jobs, MessageFold(head))
+    encoder = MessageStreamEncoder(head)
+    return Stream(frames(context.gateway, jobs, encoder), lambda error: error.anthropic_event(call.request_id))
+
+
+async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
+    """Count the tokens of a conversation, tools and all that the chat template adds included."""
+    body = await call.body(CountTokensRequest)
+    served = context.check_model(body.model)
+    signer = ThinkingSigner(context.signing_key, call.owner.name)
+
+    def count() -> int:
+        text = render_chat(served, chat_input(served, body, signer))
+        return len(need_tokenizer(served).encode(text, add_special_tokens=False))
+
+    return Ready(encode_json(TokenCount(await served.preparation.run(count))))
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        method="POST",
+        path="/v1/messages",
+        handler=post_message,
+        summary="Continue a conversation",
+        tag="anthropic",
+        body=MessagesRequest,
+        is_anthropic=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=post_count_tokens,
+        summary="Count the tokens of a conversation",
+        tag="anthropic",
+        body=CountTokensRequest,
+        is_anthropic=True,
+    ),
+)

@@ -1,0 +1,115 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from quire.api.openai.responses import ResponsesRequest
+from quire.api.openai.responses_answers import Response
+from quire.serving.answers import Answer, Ready, Stream, Unary
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call
+from quire.serving.errors import ApiError
+from quire.serving.generation.caller import Caller
+from quire.serving.generation.plan import GenerationPlan
+from quire.serving.generation.prepare import prepare_chat
+from quire.serving.generation.sse import named_frame
+from quire.serving.generation.streams import generation_events
+from quire.serving.openai.frames import encode_json
+from quire.serving.openai.handlers import Jobs, caller_of
+from quire.serving.openai.logprobs import LogprobWriter
+from quire.serving.openai.requests import make_id, priority_of
+from quire.serving.responses.machine import ResponseMachine
+from quire.serving.responses.requests import chat_input, items_of, new_response, response_options, stored_items
+from quire.serving.responses.store import ResponseStore, StoredResponse
+
+
+def open_store(context: ServerContext) -> ResponseStore:
+    """Return the store. Raises ApiError 503 while there is none."""
+    if context.responses is None:
+        raise ApiError(503, "the response store is not open yet", code="engine_unavailable", retry_after_s=1)
+    return context.responses
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeper:
+    """Stores one response when it has ended; items is None where it is not to be stored."""
+
+    store: ResponseStore
+    owner: str
+    items: bytes | None
+
+    async def keep(self, response: Response) -> None:
+        """Store the response. Raises ApiError 503."""
+        if self.items is None:
+            return
+        record = StoredResponse(
+            id=response.id,
+            previous_id=response.previous_response_id,
+            items=self.items,
+            body=encode_json(response),
+        )
+        await self.store.put(self.owner, record)
+
+
+async def post_response(context: ServerContext, call: Call) -> Answer:
+    """Continue a conversation, perhaps a stored one."""
+    context.check_accepting()
+    body = await call.body(ResponsesRequest)
+    return await respond(context, body, caller_of(call, bool(body.stream)))
+
+
+async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller) -> Answer:
+    """Return the answer to a request for a response. Raises ApiError and RequestError."""
+    served = context.check_model(body.model)
+    store, owner = open_store(context), caller.owner.name
+    history = [] if body.previous_response_id is None else await store.history(owner, body.previous_response_id)
+    response_id = make_id("resp_")
+
+    def prepare() -> GenerationPlan:
+        chat = chat_input(served.template_source, body, history)
+        return prepare_chat(served, response_id, chat, response_options(body), caller.owner)
+
+    plan = await served.preparation.run(prepare)
+    response = new_response(response_id, int(time.time()), served.name, body, plan.request.params)
+    logprobs = LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids=False) if body.has_logprobs else None
+    machine = ResponseMachine(response, logprobs)
+    keeper = _Keeper(store, owner, encode_json(stored_items(items_of(body))) if body.is_stored else None)
+    jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority_of(body.service_tier)), plan)]
+    if body.stream:
+        return Stream(_frames(context, jobs, machine, keeper), lambda error: named_frame(machine.fail(error)))
+
+    async def work() -> Ready:
+        async with aclosing(generation_events(context.gateway, jobs)) as events_of_deltas:
+            async for events in events_of_deltas:
+                machine.feed(events)
+        whole = machine.response()
+        await keeper.keep(whole)
+        return Ready(encode_json(whole))
+
+    return Unary(work)
+
+
+async def _frames(context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a response, which is stored before the last of them: clients go on from it at once.
+
+    An error after the first of them ends the response as failed, which is stored too; one before it is raised.
+    """
+    try:
+        async with aclosing(generation_events(context.gateway, jobs)) as events_of_deltas:
+            async for events in events_of_deltas:
+                found = machine.feed(events)
+                if found:
+                    yield b"".join([named_frame(event) for event in found])
+    except ApiError as error:
+        if not machine.has_started:
+            raise
+        await keeper.keep(machine.failed_response(error))
+        yield named_frame(machine.fail(error))
+        return
+    whole = machine.response()
+    await keeper.keep(whole)
+    yield named_frame(machine.finish(whole))

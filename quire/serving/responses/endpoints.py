@@ -1,0 +1,124 @@
+"""The routes of the Responses API, and what is asked about stored responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.api.openai.responses import ResponsesRequest
+from quire.api.openai.responses_answers import DeletedResponse, ItemList
+from quire.serving.answers import Answer, Ready
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call, Endpoint
+from quire.serving.errors import invalid, not_found, unsupported
+from quire.serving.openai.frames import encode_json
+from quire.serving.responses.create import open_store, post_response
+from quire.serving.responses.store import StoredResponse
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+
+
+async def _stored(context: ServerContext, call: Call) -> StoredResponse:
+    return await open_store(context).get(call.owner.name, str(call.path_params["response_id"]))
+
+
+async def get_response(context: ServerContext, call: Call) -> Answer:
+    """Return a stored response."""
+    if call.query.get("stream", "false") != "false":
+        raise unsupported("stream", "a stored response is not streamed again; leave stream out")
+    return Ready((await _stored(context, call)).body)
+
+
+async def delete_response(context: ServerContext, call: Call) -> Answer:
+    """Forget a stored response; conversations that went on from it cannot be continued."""
+    response_id = str(call.path_params["response_id"])
+    await open_store(context).delete(call.owner.name, response_id)
+    return Ready(encode_json(DeletedResponse(response_id)))
+
+
+async def cancel_response(context: ServerContext, call: Call) -> Answer:
+    """Refuse: only a response that is made in the background could be cancelled, and there are none."""
+    record = await _stored(context, call)
+    raise invalid(
+        f"the response {record.id!r} was not made in the background and has ended; to cancel one, close its connection",
+        "response_id",
+        "response_not_cancellable",
+    )
+
+
+async def list_input_items(context: ServerContext, call: Call) -> Answer:
+    """List the items of a response's own input."""
+    record = await _stored(context, call)
+    items: list[dict[str, Any]] = msgspec.json.decode(record.items)
+    order, after = call.query.get("order", "desc"), call.query.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid(f"order must be 'asc' or 'desc', got {order[:20]!r}", "order")
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise not_found(f"there is no item {after[:100]!r}", param="after")
+        items = items[places[0] + 1 :]
+    limit = _limit(call)
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return Ready(encode_json(ItemList("list", page, first, last, len(items) > limit)))
+
+
+def _limit(call: Call) -> int:
+    text = call.query.get("limit", str(DEFAULT_LIMIT))
+    if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_LIMIT):
+        raise invalid(f"limit must be an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}", "limit")
+    return int(text)
+
+
+def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        handler=post_response,
+        summary="Continue a conversation, perhaps a stored one",
+        tag="responses",
+        body=ResponsesRequest,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        handler=get_response,
+        summary="Read a stored response",
+        tag="responses",
+        query=(_query("stream", {"type": "string", "enum": ["false"]}),),
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        handler=delete_response,
+        summary="Forget a stored response",
+        tag="responses",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=cancel_response,
+        summary="Cancel a response that is made in the background",
+        tag="responses",
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{response_id}/input_items",
+        handler=list_input_items,
+        summary="List the items of a response's own input",
+        tag="responses",
+        query=(
+            _query("after", {"type": "string"}),
+            _query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}),
+            _query("order", {"type": "string", "enum": ["asc", "desc"]}),
+        ),
+    ),
+)

@@ -1,0 +1,186 @@
+"""Bodies of the Responses API, and what was stored before them, as the neutral core takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.api.openai.responses import FunctionTool, ResponsesRequest
+from quire.api.openai.responses_answers import EchoedReasoning, Response
+from quire.api.openai.responses_items import InputItem, InputText, RefusalText
+from quire.base.errors import RequestError
+from quire.contracts.sampling_params import SamplingParams
+from quire.serving.generation.conversation import Conversation
+from quire.serving.generation.plan import ChatInput, GenerationOptions
+from quire.serving.generation.reasoning_effort import reasoning_variables
+from quire.serving.openai.requests import make_id
+from quire.serving.responses.store import StoredResponse
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "seed",
+)
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+
+
+class _Answer(msgspec.Struct):
+    output: list[InputItem]
+
+
+_decode_items = msgspec.json.Decoder(list[InputItem]).decode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def items_of(body: ResponsesRequest) -> list[InputItem]:
+    """Return the items of the input."""
+    return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def chat_input(source: str, body: ResponsesRequest, history: Sequence[StoredResponse]) -> ChatInput:
+    """Return the conversation.
+
+    source   of the chat template
+    history  the responses that it goes on from, the first one first
+    Raises RequestError.
+    """
+    conversation = Conversation()
+    if body.instructions is not None:
+        conversation.say("system", [body.instructions])
+    for record in history:
+        for item in (*_decode_items(record.items), *_decode_answer(record.body).output):
+            _add(conversation, item)
+    for position, item in enumerate(items_of(body)):
+        if item.type == "function_call_output" and not conversation.knows_call(item.call_id or ""):
+            where = f"input[{position}].call_id"
+            raise RequestError(f"{where}: no function_call before it has the id {(item.call_id or '')[:100]!r}", where)
+        _add(conversation, item)
+    if not conversation.messages:
+        raise RequestError("input: is empty", "input")
+    tools = body.tools if body.tool_choice != "none" else None
+    return ChatInput(
+        messages=conversation.messages,
+        tools=[_template_tool(tool) for tool in tools] if tools else None,
+        reasoning_effort=_effort(source, body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def response_options(body: ResponsesRequest) -> GenerationOptions:
+    """Return what is asked for beside the conversation."""
+    sampling: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
+    sampling["max_tokens"] = body.max_output_tokens
+    if body.has_logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    return GenerationOptions(sampling=sampling, salt=body.cache_salt or "", wants_start=True)
+
+
+def new_response(response_id: str, created_at: int, model: str, body: ResponsesRequest, params: SamplingParams) -> Response:
+    """Return the response at its beginning, which says with what it is made."""
+    reasoning = body.reasoning
+    return Response(
+        id=response_id,
+        created_at=created_at,
+        status="in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        model=model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=EchoedReasoning(reasoning and reasoning.effort, reasoning and reasoning.summary),
+        safety_identifier=body.safety_identifier,
+        service_tier="default",
+        store=body.is_stored,
+        temperature=params.temperature,
+        text={"format": {"type": "text"}},
+        tool_choice=body.tool_choice or "auto",
+        tools=[_echoed_tool(tool) for tool in body.tools or ()],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation="disabled",
+        user=body.user,
+        metadata=body.metadata or {},
+    )
+
+
+def stored_items(items: Sequence[InputItem], new_id: Callable[[str], str] = make_id) -> list[dict[str, Any]]:
+    """Return items as they are stored and listed: each with an id, texts as parts."""
+    return [_stored_item(item, new_id) for item in items]
+
+
+def _stored_item(item: InputItem, new_id: Callable[[str], str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": item.id or new_id(_PREFIXES[item.type]), "type": item.type}
+    if item.type == "message":
+        found |= {"role": item.role, "status": item.status or "completed", "content": _parts(item)}
+    elif item.type == "function_call":
+        found |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments, "status": item.status or "completed"}
+    elif item.type == "function_call_output":
+        found |= {"call_id": item.call_id, "output": msgspec.to_builtins(item.output), "status": item.status or "completed"}
+    else:
+        content = [{"type": "reasoning_text", "text": item.content}] if isinstance(item.content, str) else item.content
+        found |= {"summary": msgspec.to_builtins(item.summary or []), "content": msgspec.to_builtins(content or [])}
+    return found
+
+
+def _parts(item: InputItem) -> list[dict[str, Any]]:
+    """Return the content of a message as parts, those of an answer as the API gives them."""
+    content = item.content or ""
+    parts = [InputText(content)] if isinstance(content, str) else content
+    if item.role != "assistant":
+        return msgspec.to_builtins(parts)
+    return [
+        {"type": "refusal", "refusal": part.refusal}
+        if isinstance(part, RefusalText)
+        else {"type": "output_text", "text": part.text, "annotations": []}
+        for part in parts
+    ]
+
+
+def _add(conversation: Conversation, item: InputItem) -> None:
+    if item.type == "function_call":
+        conversation.call(item.call_id or "", item.name or "", item.arguments or "")
+    elif item.type == "function_call_output":
+        conversation.result(item.call_id or "", item.texts)
+    elif item.type == "reasoning":
+        if item.texts:
+            conversation.reason("".join(item.texts))
+    elif item.role == "assistant":
+        conversation.answer(item.texts)
+    else:
+        conversation.say(item.role or "user", item.texts)
+
+
+def _effort(source: str, body: ResponsesRequest) -> str | None:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    try:
+        reasoning_variables(source, effort)
+    except RequestError as error:
+        raise RequestError(str(error).replace("reasoning_effort", "reasoning.effort", 1), "reasoning.effort") from None
+    return effort
+
+
+def _template_tool(tool: FunctionTool) -> dict[str, Any]:
+    # In the order in which the API states it: templates print it as it is.
+    stated = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {name: value for name, value in stated.items() if value is not None}}
+
+
+def _echoed_tool(tool: FunctionTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": False,
+    }

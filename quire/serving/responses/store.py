@@ -1,0 +1,227 @@
+"""ResponseStore: responses in SQLite, each with the items of its input and the response that it went on from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
+from quire.serving.errors import ApiError, invalid, not_found
+
+logger = get_logger(__name__)
+
+SCHEMA_VERSION = 1
+LIFETIME_S = 30 * 24 * 3600
+PURGE_INTERVAL_S = 60.0
+MAX_CHAIN = 1000
+MAX_MEMORY_BYTES = 256 << 20
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS response(
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous_id TEXT, expires_at REAL NOT NULL, items BLOB NOT NULL,
+  body BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS response_by_expiry ON response(expires_at);
+"""
+_ANCESTORS = """
+WITH RECURSIVE chain(id) AS (VALUES(?1) UNION SELECT r.previous_id FROM response r JOIN chain c ON r.id=c.id
+  WHERE r.owner=?2 AND r.previous_id IS NOT NULL) SELECT id FROM chain
+"""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """One response.
+
+    previous_id  of the response that it went on from, None for none
+    items        JSON: the items of its own input, with ids
+    body         JSON: the response as it was answered
+    """
+
+    id: str
+    previous_id: str | None
+    items: bytes
+    body: bytes
+
+
+class ResponseTable:
+    """The table itself. Not thread-safe: one thread calls it.
+
+    folder     None keeps all in memory
+    max_bytes  the oldest responses go when there are more; None for no limit
+    """
+
+    def __init__(self, folder: Path | None, max_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._purge_at = 0.0
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = ":memory:" if folder is None else folder / "responses.sqlite"
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA busy_timeout=5000")
+            self._check_version(folder)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"data_dir {folder}: {error}") from None
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    def _check_version(self, folder: Path | None) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA_VERSION):
+            raise ConfigError(f"data_dir {folder} was written by another version of quire (schema {version}): give another one")
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def put(self, owner: str, record: StoredResponse, now: float) -> None:
+        """Enter a response; all that it goes on from lives as long as it does."""
+        expires_at = now + LIFETIME_S
+        with self._transaction():
+            if record.previous_id is not None:
+                self._db.execute(
+                    f"UPDATE response SET expires_at=max(expires_at, ?3) WHERE owner=?2 AND id IN ({_ANCESTORS})",
+                    (record.previous_id, owner, expires_at),
+                )
+            self._db.execute(
+                "INSERT INTO response VALUES(?,?,?,?,?,?)",
+                (record.id, owner, record.previous_id, expires_at, record.items, record.body),
+            )
+        self._num_bytes += len(record.items) + len(record.body)
+        if now >= self._purge_at:
+            self._purge_at = now + PURGE_INTERVAL_S
+            self._db.execute("DELETE FROM response WHERE expires_at <= ?", (now,))
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the oldest responses while there are too many bytes."""
+        if self._max_bytes is None or self._num_bytes <= self._max_bytes:
+            return
+        self._num_bytes = self._db.execute("SELECT coalesce(sum(length(items) + length(body)), 0) FROM response").fetchone()[0]
+        rows = self._db.execute("SELECT id, length(items) + length(body) FROM response ORDER BY expires_at, rowid").fetchall()
+        for response_id, num_bytes in rows:
+            if self._num_bytes <= self._max_bytes:
+                return
+            self._db.execute("DELETE FROM response WHERE id=?", (response_id,))
+            self._num_bytes -= num_bytes
+
+    def get(self, owner: str, response_id: str, now: float) -> StoredResponse | None:
+        """Return a response of an owner; None if there is none of this id."""
+        row = self._db.execute(
+            "SELECT id, previous_id, items, body FROM response WHERE id=? AND owner=? AND expires_at>?",
+            (response_id, owner, now),
+        ).fetchone()
+        if row is None:
+            return None
+        return StoredResponse(id=row[0], previous_id=row[1], items=row[2], body=row[3])
+
+    def history(self, owner: str, response_id: str, now: float) -> list[StoredResponse] | str:
+        """Return a response and all that it went on from, the first one first; the id of one that is gone instead."""
+        found: list[StoredResponse] = []
+        next_id: str | None = response_id
+        while next_id is not None and len(found) <= MAX_CHAIN:
+            record = self.get(owner, next_id, now)
+            if record is None:
+                return next_id
+            found.append(record)
+            next_id = record.previous_id
+        return found[::-1]
+
+    def delete(self, owner: str, response_id: str, now: float) -> bool:
+        """Remove a response; return whether there was one."""
+        sql = "DELETE FROM response WHERE id=? AND owner=? AND expires_at>?"
+        return self._db.execute(sql, (response_id, owner, now)).rowcount > 0
+
+
+class ResponseStore:
+    """Responses of all owners, for 30 days since they, or one that goes on from them, were made.
+
+    folder  where responses.sqlite is; None keeps them in memory, and the oldest go when there are too many
+    clock   seconds since the epoch
+    Raises ConfigError for a folder that cannot be used.
+    """
+
+    def __init__(
+        self, folder: Path | None, clock: Callable[[], float] = time.time, max_memory_bytes: int = MAX_MEMORY_BYTES
+    ) -> None:
+        self._clock = clock
+        # The one thread that touches the database.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-responses")
+        try:
+            self._table = self._thread.submit(ResponseTable, folder, max_memory_bytes if folder is None else None).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    async def close(self) -> None:
+        """Close the database, after what was begun."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._table.close)
+        self._thread.shutdown()
+
+    async def put(self, owner: str, record: StoredResponse) -> None:
+        """Store a response. Raises ApiError 503 where the disk is full or broken."""
+        await self._call(ResponseTable.put, owner, record, self._clock())
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse:
+        """Return a response. Raises ApiError 404."""
+        record = await self._call(ResponseTable.get, owner, response_id, self._clock())
+        if record is None:
+            raise _missing(response_id, "response_id")
+        return record
+
+    async def history(self, owner: str, response_id: str) -> list[StoredResponse]:
+        """Return a response and all that it went on from, the first one first. Raises ApiError 404, also for one between."""
+        found = await self._call(ResponseTable.history, owner, response_id, self._clock())
+        if isinstance(found, str):
+            raise _missing(found, "previous_response_id")
+        if len(found) > MAX_CHAIN:
+            raise invalid(f"a conversation may have {MAX_CHAIN} responses; send its items as input", "previous_response_id")
+        return found
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Remove a response. Raises ApiError 404."""
+        if not await self._call(ResponseTable.delete, owner, response_id, self._clock()):
+            raise _missing(response_id, "response_id")
+
+    async def _call(self, method: Callable[Concatenate[ResponseTable, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        def call() -> R:
+            try:
+                return method(self._table, *args, **kwargs)
+            except sqlite3.Error as error:
+                logger.error("the response store failed: %s", error)
+                raise ApiError(
+                    503,
+                    "the server cannot store responses now; store false does without",
+                    code="storage_full",
+                    retry_after_s=60,
+                ) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _missing(response_id: str, param: str) -> ApiError:
+    return not_found(f"there is no response {response_id[:100]!r}", param=param)

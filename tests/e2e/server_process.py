@@ -1,0 +1,107 @@
+"""A real `quire serve` process on a free port, for tests."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+
+START_TIMEOUT_S = 120
+
+
+class ServerProcess:
+    """Starts the command, keeps what it logs, and ends it. `port` is known when it listens."""
+
+    def __init__(self, *options, model="demo", env=None):
+        command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--num-kv-blocks", "512", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.log = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.port = int(self.wait_for_log(r"listening on http://127\.0\.0\.1:(\d+)")[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def wait_for_log(self, pattern):
+        return self.wait_for(lambda: next((found for line in list(self.log) if (found := re.search(pattern, line))), None))
+
+    def wait_for(self, condition, timeout_s=START_TIMEOUT_S):
+        """Return what `condition` returns as soon as it is true; a server that ends meanwhile is a failure."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            found = condition()
+            if found:
+                return found
+            if self.process.poll() is not None and self.process.returncode != 0:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{''.join(self.log[-30:])}")
+            time.sleep(0.02)
+        raise AssertionError(f"waited in vain:\n{''.join(self.log[-30:])}")
+
+    def get(self, path, **options):
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def post(self, path, body, **options):
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def is_ready(self):
+        with contextlib.suppress(httpx.TransportError):
+            return self.get("/ready").status_code == 200
+        return False
+
+    def wait_ready(self):
+        self.wait_for(self.is_ready)
+        return self
+
+    def engine_pid(self):
+        """Return the id of the engine's process."""
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False).stdout
+        return int(found.split()[0]) if found.split() else None
+
+    def metric(self, name, **labels):
+        """Return the sum of a metric over the series that have the labels."""
+        total = 0.0
+        for line in self.get("/metrics").text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.split("{")[0] == name and all(f'{key}="{wanted}"' in series for key, wanted in labels.items()):
+                total += float(value)
+        return total
+
+    def is_idle(self):
+        """Whether nothing runs or waits, and no sequence holds a block."""
+        names = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names)
+
+    def stop(self, number=signal.SIGTERM, timeout_s=60):
+        """Send a signal and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.kill()
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5)
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(*options, **more):
+    """Yield a ready server and stop it."""
+    server = ServerProcess(*options, **more)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()

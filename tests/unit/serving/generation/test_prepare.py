@@ -1,0 +1,152 @@
+"""From an API's words to requests: formats, samples, variables of templates, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from quire.base.errors import ConfigError, RequestError
+from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError
+from quire.serving.generation.executor import Preparation
+from quire.serving.generation.plan import ChatInput, GenerationOptions
+from quire.serving.generation.prepare import prepare_chat, prepare_prompts, render_chat
+from quire.serving.generation.reasoning_effort import reasoning_variables
+from quire.serving.generation.sampling import make_sampling
+from quire.serving.generation.served_model import checkpoint_name, load_served_model, make_served_model
+from quire.serving.generation.visible_positions import VisiblePositions
+from quire.serving.link.messages import TokenLogprob
+from tests.unit.serving.fakes import DEMO, OWNER, TOOL_TEMPLATE, engine_info, make_served
+
+NO_OPTIONS = GenerationOptions(sampling={})
+USER = [{"role": "user", "content": "hi"}]
+
+
+def test_formats_come_from_the_template_unless_they_are_named():
+    assert make_served().parsers.tool_format is None
+    found = make_served(TOOL_TEMPLATE).parsers
+    assert (found.tool_format, found.reasoning_format) == ("hermes", "qwen3")
+    config = ServerConfig(tool_call_parser="mistral", reasoning_parser="none")
+    found = make_served(TOOL_TEMPLATE, config).parsers
+    assert (found.tool_format, found.reasoning_format) == ("mistral", None)
+    with pytest.raises(ConfigError, match="tool_call_parser"):
+        make_served(TOOL_TEMPLATE, ServerConfig(tool_call_parser="wizard"))
+
+
+def test_model_is_loaded_and_named_after_its_folder():
+    served = load_served_model(engine_info(model=str(DEMO)), ServerConfig())
+    assert (served.name, served.names) == ("demo", ("demo",))
+    assert checkpoint_name(engine_info(model="org/model")) == "org/model"
+    assert load_served_model(engine_info(), ServerConfig(served_model_names=("*", "b"))).name == "b"
+    assert served.fingerprint != load_served_model(engine_info(dtype="bfloat16"), ServerConfig()).fingerprint
+
+
+def test_model_without_a_tokenizer_takes_token_ids_alone():
+    served = make_served_model(engine_info(tokenizer_folder=None), ServerConfig(), None)
+    (plan,) = prepare_prompts(served, ["r"], [[5, 6]], NO_OPTIONS, OWNER)
+    assert plan.request.prompt_token_ids == (5, 6)
+    for work in (
+        lambda: prepare_prompts(served, ["r"], ["text"], NO_OPTIONS, OWNER),
+        lambda: prepare_chat(served, "r", ChatInput(messages=USER), NO_OPTIONS, OWNER),
+    ):
+        with pytest.raises(RequestError, match="no tokenizer"):
+            work()
+
+
+def test_requests_without_a_seed_get_different_ones():
+    plans = prepare_prompts(make_served(), ["a", "b"], ["x", "x"], NO_OPTIONS, OWNER)
+    assert plans[0].request.seed != plans[1].request.seed
+    stated = prepare_prompts(make_served(), ["a", "b"], ["x", "x"], GenerationOptions(sampling={"seed": 7}), OWNER)
+    assert [plan.request.seed for plan in stated] == [7, 7]
+
+
+def test_prompt_that_ends_in_reasoning_starts_the_parser_there():
+    template = TOOL_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    plan = prepare_chat(make_served(template), "r", ChatInput(messages=USER), NO_OPTIONS, OWNER)
+    assert plan.parser is not None
+    assert plan.parser.starts_in_reasoning
+    off = ChatInput(messages=USER, template_variables={"enable_thinking": False})
+    plan = prepare_chat(make_served(TOOL_TEMPLATE), "r", off, NO_OPTIONS, OWNER)
+    assert not plan.parser.starts_in_reasoning
+
+
+def test_message_that_the_template_does_not_show_cannot_be_continued():
+    served = make_served("{{ 'nothing of it' }}")
+    chat = ChatInput(messages=[*USER, {"role": "assistant", "content": "x"}], continues_final_message=True)
+    with pytest.raises(RequestError) as caught:
+        render_chat(served, chat)
+    assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        ("x", None, {}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
+        ("{{ thinking }}", "low", {"thinking": True}),
+        ("{{ reasoning_effort }}", "medium", {"reasoning_effort": "medium"}),
+        ("{% if reasoning_effort == 'none' or reasoning_effort == 'high' %}", "none", {"reasoning_effort": "none"}),
+    ],
+)
+def test_effort_becomes_what_the_template_knows(template, effort, expected):
+    assert reasoning_variables(template, effort) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "effort"), [("x", "low"), ("{{ enable_thinking }}", "minimal"), ("reasoning_effort", "none")]
+)
+def test_effort_that_the_template_does_not_know_is_refused(template, effort):
+    with pytest.raises(RequestError) as caught:
+        reasoning_variables(template, effort)
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_sampling_takes_the_statement_then_the_recommendation_then_the_default():
+    params, is_copied = make_sampling({"top_p": None, "top_k": 3, "max_tokens": None}, {"top_p": 0.5, "top_k": 9}, n=2)
+    assert (params.top_p, params.top_k, params.max_tokens, params.n, is_copied) == (0.5, 3, None, 2, False)
+    params, is_copied = make_sampling({"n": 4, "best_of": 5}, {"temperature": 0})
+    assert (params.n, params.best_of, is_copied) == (1, None, True)
+
+
+def test_visible_positions_skip_what_is_not_visible():
+    def mark(number):
+        return [TokenLogprob(number, 0.0, 1)]
+
+    visible = VisiblePositions()
+    for number, text in enumerate(["<th", "ink>a", "b</th", "ink>", "Vis", "", "é", "ible<to"]):
+        visible.add(text, mark(number))
+    visible.drop("ab")
+    assert visible.take("Vis") == [mark(4)]
+    assert visible.take("éib") == [mark(5), mark(6), mark(7)]
+    assert visible.take("le") == []
+    visible.add("ol_call>", mark(8))
+    visible.add("{}", mark(9))
+    visible.add("</tool_call>after", mark(10))
+    visible.drop_all_but_last()
+    assert visible.take("after") == [mark(10)]
+
+
+def test_preparation_refuses_when_too_much_waits_and_counts_down_when_the_work_is_done():
+    async def run():
+        preparation = Preparation(num_threads=1, max_waiting=2)
+        gate = threading.Event()
+        tasks = [asyncio.create_task(preparation.run(gate.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await preparation.run(int)
+        assert caught.value.status == 503
+        tasks[1].cancel()
+        gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while True:  # the count falls as soon as the loop hears of the end
+            try:
+                assert await preparation.run(int, "7") == 7
+                break
+            except ApiError:
+                await asyncio.sleep(0)
+        preparation.close()
+
+    asyncio.run(run())
