@@ -49,6 +49,10 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data-dir", type=Path, help="where files, batches and responses are kept; without: in memory")
     group.add_argument("--max-body-bytes", type=int, default=32 << 20, help="limit of a JSON body")
     group.add_argument("--max-file-bytes", type=int, default=200 << 20, help="limit of an uploaded file")
+    group.add_argument("--head-timeout", type=float, default=10.0, help="seconds for the head of a request to arrive")
+    group.add_argument("--body-timeout", type=float, default=30.0, help="seconds for its body to arrive, and one for each MiB")
+    group.add_argument("--slow-reader-bytes", type=int, default=256 << 10, help="unread bytes of a stream; over it it is aborted")
+    group.add_argument("--slow-reader-timeout", type=float, default=30.0, help="seconds that a stream may wait to be read")
     group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
     group.add_argument("--otlp-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
@@ -104,6 +108,10 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         max_body_bytes=args.max_body_bytes,
         max_file_bytes=args.max_file_bytes,
         max_n=args.max_n,
+        head_timeout_s=args.head_timeout,
+        body_timeout_s=args.body_timeout,
+        slow_reader_bytes=args.slow_reader_bytes,
+        slow_reader_s=args.slow_reader_timeout,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         max_queue_wait_s=args.max_queue_wait,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.contracts.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from quire.serving.link.messages import ChoiceDelta, RequestDelta, TokenLogprob
 
 
@@ -16,8 +16,10 @@ class DeltaWriter:
         """Note a request that the engine has taken in."""
         self._without_tokens.add(request_id)
 
-    def write(self, output: RequestOutput) -> RequestDelta:
+    def write(self, output: RequestOutput | EmbeddingRequestOutput) -> RequestDelta:
         """Return what is new in a request."""
+        if isinstance(output, EmbeddingRequestOutput):
+            return self._embedding(output)
         request_id, has_metrics = output.request_id, output.finished
         if request_id in self._without_tokens and (has_metrics or any(choice.token_ids for choice in output.outputs)):
             self._without_tokens.discard(request_id)
@@ -29,6 +31,17 @@ class DeltaWriter:
             output.metrics if has_metrics else None,
             None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs],
             output.error,
+        )
+
+    def _embedding(self, output: EmbeddingRequestOutput) -> RequestDelta:
+        self._without_tokens.discard(output.request_id)
+        return RequestDelta(
+            output.request_id,
+            [ChoiceDelta(0, "", [], finish_reason=output.outputs.finish_reason)],
+            finished=True,
+            metrics=output.metrics,
+            error=output.error,
+            embedding=output.outputs.embedding or None,
         )
 
     def forget(self, request_id: str) -> None:

@@ -26,8 +26,7 @@ from quire.serving.link.messages import (
 )
 
 if TYPE_CHECKING:  # it loads torch, which a test of the loop with another engine does not need
-    from quire.contracts.outputs import RequestOutput
-    from quire.engine.llm_engine import LLMEngine
+    from quire.engine.llm_engine import EngineOutput, LLMEngine
 
 logger = get_logger(__name__)
 
@@ -143,7 +142,7 @@ class EngineLoop:
         if deltas or report is not None:
             self._send(deltas, report)
 
-    def _write(self, output: RequestOutput) -> RequestDelta:
+    def _write(self, output: EngineOutput) -> RequestDelta:
         try:
             return self._deltas.write(output)
         except Exception as error:

@@ -14,6 +14,7 @@ import msgspec
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.contracts.outputs import RequestMetrics
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import SamplingParams
 
@@ -21,6 +22,7 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 
 _DEFAULT_PARAMS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+_POOLING_NAMES = {field.name for field in dataclasses.fields(PoolingParams)}
 _TOKEN_ID = "i"  # array's code of a C int, 4 bytes
 
 
@@ -48,7 +50,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     """Take in a request; its deltas carry its id, and exactly one of them has finished=True.
 
     The fields are those of Request: prompt_token_ids as i32 in the machine's byte order, params only where they are not the
-    default ones.
+    default ones, pooling with every field.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     bad_word_token_ids: list[list[int]]
     arrival_time_s: float
     cache_salt: str
+    pooling: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -85,13 +88,14 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             bad_word_token_ids=[list(word) for word in request.bad_word_token_ids],
             arrival_time_s=request.arrival_time_s,
             cache_salt=request.cache_salt,
+            pooling=None if request.pooling is None else dataclasses.asdict(request.pooling),
         )
 
     def request(self) -> Request:
         """Return the request, its params checked again. Raises RequestError, naming the field."""
-        unknown = self.params.keys() - _DEFAULT_PARAMS.keys()
+        unknown = (self.params.keys() - _DEFAULT_PARAMS.keys()) | ((self.pooling or {}).keys() - _POOLING_NAMES)
         if unknown:
-            raise RequestError(f"unknown sampling parameters: {', '.join(sorted(unknown))}", "params")
+            raise RequestError(f"unknown parameters: {', '.join(sorted(unknown))}", "params")
         token_ids = array(_TOKEN_ID)
         if len(self.prompt_token_ids) % token_ids.itemsize:
             raise RequestError(f"prompt_token_ids: {len(self.prompt_token_ids)} bytes are no i32 values", "prompt_token_ids")
@@ -106,6 +110,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             bad_word_token_ids=tuple(map(tuple, self.bad_word_token_ids)),
             arrival_time_s=self.arrival_time_s,
             cache_salt=self.cache_salt,
+            pooling=None if self.pooling is None else PoolingParams(**self.pooling),
         )
 
 
@@ -243,7 +248,7 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs  once, when the whole prompt is computed, where they were asked for; None for the first token
     error            what went wrong, when a choice has finish_reason "error"
     error_param      the field at fault, when the engine refused the request; then no choice follows
-    embedding        of a pooling request, on its only delta
+    embedding        of a request with PoolingParams, on its only delta, where its one choice ended with "stop"
     is_refused       the request is at fault: it is invalid, or can never be served here. There is an error then, and no choice
     """
 

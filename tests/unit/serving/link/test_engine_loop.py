@@ -3,9 +3,11 @@
 import itertools
 import time
 
+import msgspec
 import pytest
 
 from quire import LLM, EngineConfig, LLMEngine, SamplingParams
+from quire.contracts.pooling_params import PoolingParams
 from quire.serving.link.engine_info import describe_engine
 from quire.serving.link.engine_loop import EngineLoop
 from quire.serving.link.framing import FrameReader, FrameWriter
@@ -97,6 +99,21 @@ def test_tokens_are_those_of_generate(engine, tiny_model):
     ]
     assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     assert port.deltas("b")[-1].choices[0].finish_reason == "length"
+
+
+def test_embedding_comes_on_its_only_delta(engine):
+    good = Submit.of(engine.make_request("good", [5, 6, 7] * 10, PoolingParams(dimensions=8)))
+    aborted = Submit.of(engine.make_request("aborted", [5] * 100, PoolingParams()))
+    bad = msgspec.structs.replace(good, request_id="bad", pooling={"dimensions": 1000})
+    port = run(engine, [good, aborted, bad], [Abort(["aborted"])])
+    (delta,) = port.deltas("good")
+    assert (len(delta.embedding), delta.finished, delta.choices[0].finish_reason) == (8, True, "stop")
+    assert sum(value * value for value in delta.embedding) == pytest.approx(1.0, abs=1e-5)
+    assert delta.metrics.finished_time >= delta.metrics.first_scheduled_time
+    (delta,) = port.deltas("aborted")
+    assert (delta.embedding, delta.choices[0].finish_reason) == (None, "abort")
+    (delta,) = port.deltas("bad")
+    assert (delta.is_refused, delta.error_param) == (True, "dimensions")
 
 
 def test_metrics_come_with_the_first_token_and_the_end(engine):

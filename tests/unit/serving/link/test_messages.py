@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from quire.base.errors import RequestError
 from quire.contracts.outputs import RequestMetrics
+from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.serving.link.framing import HEADER, FrameReader, FrameWriter, MessageError
@@ -75,6 +76,14 @@ requests = st.builds(
     bad_word_token_ids=st.lists(few_ids.map(tuple), max_size=3).map(tuple),
     arrival_time_s=reals,
     cache_salt=st.just("") | texts,
+    pooling=st.none()
+    | st.builds(
+        PoolingParams,
+        pooling=st.sampled_from(["last", "mean"]),
+        normalize=st.booleans(),
+        dimensions=st.none() | st.integers(1, 2**31 - 1),
+        priority=st.integers(-(2**31), 2**31 - 1),
+    ),
 )
 
 
