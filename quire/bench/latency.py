@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from quire.base.errors import ConfigError
-from quire.bench.roofline import measure_roofline, needed_bytes
+from quire.bench.roofline import needed_bytes
 from quire.bench.workload import Workload
 from quire.contracts.config import EngineConfig
 from quire.engine.llm import LLM
+from quire.kernels.peaks import measure_peaks
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -68,7 +69,7 @@ def measure_latency(
     latencies: list[float] = []
     first_s: list[float] = []
     per_token_s: list[float] = []
-    machine = measure_roofline(report)
+    machine = measure_peaks(report)
     steps = 0
     for number in _progress(range(num_warm_up + num_runs), show_progress):
         prompts = workload.prompts(report.spec, first=number + 1)

@@ -6,10 +6,11 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 
-from quire.bench.roofline import measure_roofline, needed_bytes, needed_flops
+from quire.bench.roofline import needed_bytes, needed_flops
 from quire.bench.workload import Workload
 from quire.contracts.config import EngineConfig
 from quire.engine.llm import LLM
+from quire.kernels.peaks import measure_peaks
 
 _WARM_UP_TOKENS = 2048
 
@@ -65,7 +66,7 @@ def measure_throughput(config: EngineConfig, workload: Workload, show_progress: 
     num_warm = min(workload.num_prompts, 1 + _WARM_UP_TOKENS // workload.input_len)
     warm_up = Workload(num_warm, workload.input_len, min(4, workload.output_len), 0, True, workload.temperature)
     llm.generate(warm_up.prompts(spec, first=1), warm_up.sampling_params(), use_tqdm=False)
-    machine = measure_roofline(llm.llm_engine.report)
+    machine = measure_peaks(llm.llm_engine.report)
     prompts = workload.prompts(spec)
     steps_before = llm.llm_engine.stats.num_steps
     begin = time.perf_counter()

@@ -212,6 +212,10 @@ class LLMEngine:
                 left += self._collect(self.scheduler.abort(stream.request.request_id), time.monotonic())
         return left[-1] if left and left[-1].finished else None
 
+    def measure_peaks(self) -> tuple[float, float]:
+        """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
+        return self._runner.measure_peaks(self.report)
+
     def close(self) -> None:
         """Abort what is left and release the memory; the engine takes no more requests. May be called again."""
         for request_id in list(self._streams):

@@ -11,6 +11,7 @@ from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
+from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.pool import KvPool
 from quire.model.build import Model, build_model, effective_max_model_len
 from quire.model.checkpoint import load_parameters
@@ -164,6 +165,11 @@ class ModelRunner:
                 entries += token_logprobs(logits, row.token_ids[begin + 1 : end + 1], num_top)
             found[row.start.sequence_id] = tuple(entries)
         return found
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
+        peaks = measure_peaks(report, SHORT)
+        return peaks.bytes_per_s, peaks.flops_per_s
 
     def close(self) -> None:
         """Release the weights and the KV pool."""

@@ -228,6 +228,7 @@ class ServerMetrics:
     def engine_ready(self, info: EngineInfo) -> None:
         """Note what the loaded engine is."""
         self._info = info
+        self.load.peak_bytes_per_s, self.load.peak_flops_per_s = info.peak_bytes_per_s, info.peak_flops_per_s
         shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.dtype)
         self.defined.cache_config.only(*shape)
 
