@@ -1,4 +1,4 @@
-"""A client that sees what is on the wire, reads as slowly and goes as rudely as a test wants; and what must be after a fault."""
+"""A client that sees what is on the wire, reads as slowly and goes as rudely as a test wants; and what is so after a fault."""
 
 import asyncio
 import contextlib

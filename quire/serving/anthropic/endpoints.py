@@ -44,8 +44,8 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
     signer = ThinkingSigner(context.signing_key, call.owner.name)
 
     def count() -> int:
-        text = render_chat(served, chat_input(served, body, signer))
-        return len(need_tokenizer(served).encode(text, add_special_tokens=False))
+        rendered = render_chat(served, chat_input(served, body, signer))
+        return len(need_tokenizer(served).encode_rendered(rendered))
 
     return Ready(encode_json(TokenCount(await served.preparation.run(count))))
 

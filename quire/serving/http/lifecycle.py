@@ -173,6 +173,8 @@ class Lifecycle:
         await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        if context.served is not None:
+            context.served.preparation.close()
         await context.client.close()
 
     async def _wait_unless_hurried(self, work: object) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import httpx2
 
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
@@ -44,17 +43,13 @@ class App:
 
     context: ServerContext
     gateway: FakeGateway
-    transport: httpx.ASGITransport
+    transport: httpx2.ASGITransport
 
-    def http(self, **options: Any) -> httpx.AsyncClient:
-        """Return a plain client."""
-        return httpx.AsyncClient(transport=self.transport, base_url=BASE, **options)
+    def http(self, **options: Any) -> httpx2.AsyncClient:
+        """Return a client of the library that the official clients are built on."""
+        return httpx2.AsyncClient(transport=self.transport, base_url=BASE, **options)
 
-    def http2(self) -> httpx2.AsyncClient:
-        """Return a client of the library that the Anthropic client is built on."""
-        return httpx2.AsyncClient(transport=httpx2.ASGITransport(self.transport.app), base_url=BASE)  # type: ignore[arg-type]
-
-    async def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+    async def post(self, path: str, body: object, **headers: str) -> httpx2.Response:
         """Send a body, JSON unless it is bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.http() as client:
@@ -78,7 +73,7 @@ async def running_app(
         phase="serving",
     )
     try:
-        yield App(context, gateway, httpx.ASGITransport(make_app(context, ENDPOINTS)))  # type: ignore[arg-type]
+        yield App(context, gateway, httpx2.ASGITransport(make_app(context, ENDPOINTS)))  # type: ignore[arg-type]
     finally:
         assert context.responses is not None
         await context.responses.close()
