@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.base.errors import ConfigError, QuireError, WorkerError
@@ -38,10 +38,29 @@ EngineOutput = RequestOutput | EmbeddingRequestOutput
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the engine was made: steps, and tokens computed in them."""
+    """Counts since the engine was made: steps, and tokens computed in them.
+
+    num_drafts           times that a sequence's drafts were verified
+    num_draft_tokens     tokens of these drafts
+    num_accepted_tokens  those of them that were accepted
+    accepted_per_pos     how often the first draft token was accepted, the second, and so on
+    """
 
     num_steps: int = 0
     num_batched_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list[int])
+
+    def note_verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Count what became of the drafts of one sequence in one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        self.accepted_per_pos += [0] * (num_accepted - len(self.accepted_per_pos))
+        for position in range(num_accepted):
+            self.accepted_per_pos[position] += 1
 
 
 class LLMEngine:
@@ -168,6 +187,8 @@ class LLMEngine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = time.monotonic()
+        for num_drafts, num_accepted in result.verified.values():
+            self.stats.note_verified(num_drafts, num_accepted)
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:

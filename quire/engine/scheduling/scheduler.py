@@ -9,6 +9,8 @@ A step is {sequence: number of tokens} under one token budget; there is no prefi
 3. Waiting sequences are admitted in policy order while there is a seat (max_num_seqs), budget, and free blocks for ALL
    their known tokens, which they get at once. The first that does not fit blocks those behind it, even if they would fit:
    blocks that become free are for it, so that a long prompt cannot be starved by short ones.
+4. Decoding sequences for which the worker has drafts get slots for them, in policy order, of what budget and blocks are left.
+   A block is left for each running sequence: drafts cause no preemption.
 
 Where a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
 blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
@@ -135,6 +137,7 @@ class Scheduler:
             self._schedule_running(draft, sequence)
         if self._num_preemptions == num_preempted_before:
             self._schedule_waiting(draft)
+        self._schedule_drafts(draft)
         if draft.is_empty:
             return None
         self._plan_in_flight = draft.build(next(self._step_ids), tuple(self._ended))
@@ -160,7 +163,8 @@ class Scheduler:
                 continue
             error = result.errors.get(sequence_id)
             if error is None:
-                error = _find_mistake(sequence, num_tokens == sequence.num_uncomputed_tokens, result)
+                num_slots = plan.num_draft_slots.get(sequence_id, 0) if plan.num_draft_slots else 0
+                error = _find_mistake(sequence, num_tokens == sequence.num_uncomputed_tokens, num_slots, result)
             if error is not None:
                 updates.append(self._end(sequence, "error", error=error))
                 continue
@@ -226,6 +230,19 @@ class Scheduler:
                     self._num_hit_tokens += num_cached
             draft.add(sequence, self._chunk(draft, sequence), NO_GROWTH)
 
+    def _schedule_drafts(self, draft: StepDraft) -> None:
+        for sequence in [s for s in draft.sequences if s.num_draft_wish > 0 and s.num_uncomputed_tokens == 1]:
+            # With every draft accepted one more token follows, and the KV of the last one is never computed.
+            num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - sequence.num_tokens - 1, draft.num_tokens_left)
+            if num_slots <= 0:
+                continue
+            num_spare = self.kv.num_missing_blocks(sequence, 1 + num_slots)
+            if num_spare and self.kv.pool.num_free - num_spare < len(self.running):
+                continue
+            growth = self.kv.grow(sequence, 1 + num_slots)
+            if growth is not None:
+                draft.add_draft_slots(sequence, num_slots, growth)
+
     def _start_running(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -242,6 +259,7 @@ class Scheduler:
         self.kv.release(sequence)
         self._forget_row(sequence)
         self._start_waiting(sequence)
+        sequence.num_draft_wish = 0
         sequence.num_preemptions += 1
         self._num_preemptions += 1
 
@@ -253,14 +271,17 @@ class Scheduler:
     def _commit_sequence(self, sequence: Sequence, num_tokens: int, result: StepResult, now: float) -> SequenceUpdate | None:
         prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
         num_computed_before = sequence.num_computed_tokens
-        sequence.num_computed_tokens += num_tokens
+        sequence.num_computed_tokens += num_tokens + result.verified.get(sequence.sequence_id, (0, 0))[1]
+        sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
+        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
+        if ending is not None:  # drafts behind the end may have been accepted
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         self.kv.publish(sequence)
         if sequence.choice == 0 and num_computed_before < sequence.num_prompt_tokens <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
             return self._end(sequence, "stop", pooled=pooled)
-        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
         is_start = bool(token_ids) and sequence.first_token_s is None
         if is_start:
             sequence.first_token_s = now
@@ -343,8 +364,12 @@ def _stats(sequence: Sequence) -> SequenceStats:
     )
 
 
-def _find_mistake(sequence: Sequence, is_due: bool, result: StepResult) -> str | None:
+def _find_mistake(sequence: Sequence, is_due: bool, num_draft_slots: int, result: StepResult) -> str | None:
     """Return what is wrong with the worker's result for a sequence, whose last known token is computed where is_due."""
+    num_drafts, num_accepted = result.verified.get(sequence.sequence_id, (0, 0))
+    num_sampled = len(result.sampled.get(sequence.sequence_id, ()))
+    if num_drafts > num_draft_slots or num_accepted > min(num_drafts, max(0, num_sampled - 1)):
+        return f"the worker accepted {num_accepted} of {num_drafts} drafts in {num_draft_slots} slots and sampled {num_sampled} tokens"
     is_pooled = sequence.request.pooling is not None
     has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
     for name, has, is_wanted in (("token", has_token, not is_pooled), ("pooled vector", has_vector, is_pooled)):

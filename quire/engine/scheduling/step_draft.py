@@ -17,6 +17,7 @@ class _Share:
     sequence: Sequence
     num_tokens: int
     growth: BlockGrowth
+    num_draft_slots: int = 0
 
 
 def _start(sequence: Sequence) -> SequenceStart:
@@ -57,11 +58,22 @@ class StepDraft:
         self._shares[sequence.sequence_id] = _Share(sequence, num_tokens, growth)
         self._num_tokens_left -= num_tokens
 
+    def add_draft_slots(self, sequence: Sequence, num_slots: int, growth: BlockGrowth) -> None:
+        """Let a sequence that is in compute num_slots >= 1 drafts too, for which its table has grown again."""
+        share = self._shares[sequence.sequence_id]
+        both = BlockGrowth(
+            share.growth.appended + growth.appended,
+            share.growth.replaced + growth.replaced,
+            share.growth.copies + growth.copies,
+        )
+        self._shares[sequence.sequence_id] = _Share(sequence, share.num_tokens, both, num_slots)
+        self._num_tokens_left -= num_slots
+
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is in, and give its tokens back to the budget."""
         share = self._shares.pop(sequence.sequence_id, None)
         if share is not None:
-            self._num_tokens_left += share.num_tokens
+            self._num_tokens_left += share.num_tokens + share.num_draft_slots
 
     def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
         """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
@@ -69,6 +81,7 @@ class StepDraft:
         new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}
         replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] = {}
         block_copies: list[tuple[BlockId, BlockId]] = []
+        draft_slots = {key: share.num_draft_slots for key, share in self._shares.items() if share.num_draft_slots}
         for sequence_id, share in self._shares.items():
             block_copies.extend(share.growth.copies)
             if not share.sequence.is_known:
@@ -86,4 +99,5 @@ class StepDraft:
             replaced_blocks=replaced_blocks or None,
             block_copies=tuple(block_copies),
             ended=ended,
+            num_draft_slots=draft_slots or None,
         )
