@@ -93,7 +93,8 @@ def test_stream_has_exactly_these_bytes():
         '"model":"demo","content":[],"stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":3,'
         + USAGE
         + '1,"output_tokens":0,"service_tier":"standard"}}}\n\n'
-        'event: content_block_start\ndata: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}\n\n'
+        'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
+        '"content_block":{"type":"text","text":""}}\n\n'
         'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
         '"delta":{"type":"text_delta","text":"Hi \\"\u2028x"}}\n\n'
         'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
