@@ -11,7 +11,7 @@ from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.kv.pool import KvPool
 from quire.model.build import Model, build_model, effective_max_model_len
-from quire.model.checkpoint import load_parameters
+from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
@@ -59,7 +59,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
         torch.set_num_threads(config.num_threads)
     for line in report.memory.describe().splitlines():
         logger.info(line)
-    parameters = load_parameters(report.folder, report.spec)
+    parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config)), report
