@@ -38,7 +38,7 @@ def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
     return load_all(open_parameters(folder, spec))
 
 
-def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, StoredParameter]:
+def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     """Return canonical name -> parameter, still in the checkpoint, as `parameter_shapes` lists them.
 
     Names, shapes and dtypes are checked here, values when a parameter is opened. The head follows what is stored, as in
@@ -99,7 +99,7 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, fol
         logger.warning("%s: no lm_head.weight is stored although the embedding is not tied; the embedding is used", folder)
 
 
-def _share_head(parameters: dict[str, CheckpointParameter], spec: ModelSpec) -> dict[str, StoredParameter]:
+def _share_head(parameters: dict[str, CheckpointParameter], spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     embed, head = parameters[_EMBED], parameters.get(_HEAD)
     if not spec.is_tied:
         return {**parameters} if head is not None else {**parameters, _HEAD: embed}

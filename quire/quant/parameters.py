@@ -83,8 +83,15 @@ def dense_parameters(parameters: Mapping[str, Parameter | StoredParameter], dtyp
     dense: dict[int, Tensor] = {}
     for parameter in parameters.values():
         if id(parameter) not in dense:
-            loaded = load_parameter(parameter)
-            dense[id(parameter)] = loaded if isinstance(loaded, Tensor) else loaded.dequantize(dtype)
-            if isinstance(parameter, StoredParameter) and not isinstance(loaded, Tensor):
-                parameter.give_back()
+            dense[id(parameter)] = _dense(parameter, dtype)
     return {name: dense[id(parameter)] for name, parameter in parameters.items()}
+
+
+def _dense(parameter: Parameter | StoredParameter, dtype: torch.dtype) -> Tensor:
+    loaded = load_parameter(parameter)
+    if isinstance(loaded, Tensor):
+        return loaded
+    dense = loaded.dequantize(dtype)
+    if isinstance(parameter, StoredParameter):
+        parameter.give_back()
+    return dense
