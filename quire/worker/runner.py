@@ -6,6 +6,7 @@ import torch
 
 from quire.base.ids import SequenceId
 from quire.base.logging import get_logger
+from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
@@ -34,6 +35,7 @@ def max_num_batched_tokens(config: EngineConfig) -> int:
     return config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
 
 
+@shared_reads()
 def inspect_model(config: EngineConfig) -> ModelReport:
     """Read what a model is and needs, without its weights, also when it would not fit.
 
@@ -51,6 +53,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     return ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder))
 
 
+@shared_reads()
 def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
     report = inspect_model(config)
