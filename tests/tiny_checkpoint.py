@@ -51,12 +51,17 @@ _CONFIGS = {
         "mlp_only_layers": [],
     },
 }
+WIDE_EXPERTS = {
+    **{"hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+    "torch_dtype": "bfloat16",
+}
+"""Changes of qwen3_moe that make a step mostly what eight experts make of each token."""
 
 
-def write_checkpoint(folder: Path, family: str, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer of one family; return the folder."""
+def write_checkpoint(folder: Path, family: str, seed: int = 0, **changes) -> Path:
+    """Write config, weights and tokenizer of one family, with changes of its config; return the folder."""
     folder.mkdir(parents=True)
-    config = {**_COMMON, **_CONFIGS[family]}
+    config = {**_COMMON, **_CONFIGS[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     tensors = {

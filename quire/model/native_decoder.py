@@ -62,6 +62,7 @@ class NativeDecoder:
         self._native = native
         self._parameters = parameters
         self._quantize = quantize
+        self._max_model_len = max_model_len
         self._packer = WeightPacker(native, self.dtype)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         self._angles = [_Angles(rope, max_model_len, self.dtype) for rope in ropes]
@@ -77,6 +78,11 @@ class NativeDecoder:
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
         return self._packer.num_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the memory of the largest steps so far; `native_scratch.scratch_bytes` says how many there can be."""
+        return self._plan.scratch_bytes
 
     def _build(self) -> list[Any]:
         spec, plan = self.spec, self._plan
@@ -240,7 +246,7 @@ class NativeDecoder:
         longest = max(step.context_lens)
         known = min((len(angles.cos) for angles in self._angles), default=longest)
         if longest > known:
-            self._extend_angles(max(longest, 2 * known))
+            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
         starts = torch.tensor(step.query_starts, dtype=torch.int32)
         lengths = torch.tensor(step.context_lens, dtype=torch.int32)
         tables = step.block_tables.to(torch.int32).contiguous()

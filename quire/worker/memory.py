@@ -6,6 +6,8 @@ import math
 import os
 from pathlib import Path
 
+import torch
+
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf
 from quire.contracts.config import EngineConfig
@@ -14,6 +16,7 @@ from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.build import runs_natively
 from quire.model.config_reader import read_quantization_config
+from quire.model.native_scratch import scratch_bytes
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import has_integer_form
 from quire.quant.policy import POLICIES, quantized_bytes
@@ -27,6 +30,9 @@ _MAX_DEFAULT_BLOCKS = 1 << 18
 
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""
+
+MAX_LOGIT_ELEMENTS = 1 << 24
+"""Logits of prompt tokens held at once, for their log probabilities."""
 
 
 def available_memory_bytes() -> int:
@@ -47,8 +53,19 @@ def _meminfo_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def activation_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) -> int:
-    """Estimate the peak of one step: the widest layer's tensors of every token, the attention scores and the logits."""
+def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, num_batched_tokens: int) -> int:
+    """Estimate the peak of one step: what the decoder that will run it takes, and the logits."""
+    if not runs_natively(spec, config.block_size):
+        return _reference_bytes(spec, num_batched_tokens, config.max_num_seqs)
+    scratch = scratch_bytes(spec, num_batched_tokens, max_model_len, config.num_threads or torch.get_num_threads())
+    logits = config.max_num_seqs * spec.vocab_size * 4
+    # Prompt tokens whose log probabilities are asked for come in parts, before the sampler copies the rows that it changes.
+    prompt = min(num_batched_tokens * spec.vocab_size, MAX_LOGIT_ELEMENTS) * 4 * 3
+    return scratch + logits + max(2 * logits, prompt)
+
+
+def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) -> int:
+    """Return the widest layer's tensors of every token, the attention scores and the logits."""
     width = DTYPE_BYTES[spec.dtype]
     per_token = 0
     for layer in spec.layers:
@@ -100,7 +117,7 @@ def plan_memory(
     weights and activations leave.
     """
     kv = KvSpec.of(spec, config.block_size, kv_dtype(config, spec))
-    activations = activation_bytes(spec, num_batched_tokens, config.max_num_seqs)
+    activations = activation_bytes(config, spec, max_model_len, num_batched_tokens)
     available = available_memory_bytes()
     room = available - num_weight_bytes - activations
     if config.num_kv_blocks is not None:

@@ -21,13 +21,11 @@ from quire.quant.policy import POLICIES
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.worker.input_batch import InputBatch, Row, StepInput
-from quire.worker.memory import check_fits, plan_memory, weight_bytes
+from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
 
 _DEFAULT_BATCHED_TOKENS = 2048
-_MAX_LOGIT_ELEMENTS = 1 << 24
-"""Logits of prompt tokens held at once, for their log probabilities."""
 
 
 def max_num_batched_tokens(config: EngineConfig) -> int:
@@ -123,7 +121,7 @@ class ModelRunner:
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         """Return the log probabilities of the prompt tokens that follow those computed in this step."""
         found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
-        max_rows = max(1, _MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
+        max_rows = max(1, MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
         for index, row in enumerate(step.rows):
             first = row.num_computed_tokens
             last = min(step.attention.context_lens[index], row.num_prompt_tokens - 1)
