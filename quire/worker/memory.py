@@ -117,22 +117,31 @@ def plan_memory(
     weights and activations leave.
     """
     kv = KvSpec.of(spec, config.block_size, kv_dtype(config, spec))
-    activations = activation_bytes(config, spec, max_model_len, num_batched_tokens)
     available = available_memory_bytes()
+    given = _given_blocks(config, kv)
+    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
+    most = (
+        max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS)) if given is None else given
+    )
+    # No sequence is longer than the pool.
+    longest = min(max_model_len, most * config.block_size)
+    activations = activation_bytes(config, spec, longest, num_batched_tokens)
     room = available - num_weight_bytes - activations
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {config.block_size} tokens "
-                f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
-            )
-    else:
-        wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS))
+    num_blocks = max(1, min(most, int(room * _KV_SHARE) // kv.bytes_per_block)) if given is None else given
     return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len)
+
+
+def _given_blocks(config: EngineConfig, kv: KvSpec) -> int | None:
+    """Return how many blocks the options ask for, if they do. Raises ConfigError where they give less than one."""
+    if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is None:
+        return config.num_kv_blocks
+    num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {config.block_size} tokens "
+            f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
+        )
+    return num_blocks
 
 
 def check_fits(plan: MemoryPlan) -> None:

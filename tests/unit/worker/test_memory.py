@@ -56,6 +56,13 @@ def test_inspecting_reads_no_weights(tiny_model, tmp_path):
     assert inspect(tmp_path).memory.weight_bytes == inspect(tiny_model).memory.weight_bytes
 
 
+def test_plan_counts_no_longer_context_than_the_pool_holds(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=1 << 30)
+    short = inspect(folder, num_kv_blocks=8, max_model_len=128)
+    assert inspect(folder, num_kv_blocks=8).memory.activation_bytes == short.memory.activation_bytes
+    assert inspect(folder).memory.fits
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("family, changes", [("qwen3", {}), ("qwen3_moe", WIDE_EXPERTS)], ids=["dense", "wide-experts"])
