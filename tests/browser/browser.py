@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ ARGUMENTS = (
 )
 WATCH = """
 window.violations = [];
-document.addEventListener("securitypolicyviolation", (event) => window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
+document.addEventListener("securitypolicyviolation", (event) => {
+  window.violations.push(`${event.violatedDirective} ${event.blockedURI}`);
+});
 """
 
 
@@ -98,6 +102,20 @@ class Browser:
 
         ActionChains(self.driver).move_to_element(element).perform()
 
+    def tab_to(self, name: str) -> None:
+        """Press Tab until what has this text, label or id has the focus."""
+        from selenium.webdriver.common.keys import Keys
+
+        script = """
+        const e = document.activeElement;
+        const label = e.labels?.[0]?.textContent ?? e.getAttribute("aria-label") ?? e.textContent;
+        return label.trim().startsWith(arguments[0]) || e.id === arguments[0]"""
+        for _ in range(80):
+            self.press(Keys.TAB)
+            if self.run(script, name):
+                return
+        raise AssertionError(f"Tab never reaches {name!r}")
+
     def focused(self) -> str:
         """Return the text or the value of what has the focus."""
         return self.run("const e = document.activeElement; return (e.textContent || e.value || e.tagName).trim()")
@@ -106,8 +124,6 @@ class Browser:
         """Keep a picture of the whole page in the test's folder."""
         size = self.command("Page.getLayoutMetrics", {})["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 4000), "scale": 1}
-        import base64
-
         found = self.command("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip})
         (self.folder / f"{name}.png").write_bytes(base64.b64decode(found["data"]))
 
@@ -115,7 +131,8 @@ class Browser:
         """Fail where the console has errors, or the content policy was violated."""
         assert self.run("return window.violations ?? []") == []
         messages = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-        assert [text for text in messages if not any(allowed in text for allowed in self.allowed_errors)] == []
+        unexpected = [text for text in messages if not any(allowed in text for allowed in self.allowed_errors)]
+        assert not unexpected, "\n".join(unexpected)
 
     def close(self) -> None:
         """End the browser."""
@@ -124,8 +141,6 @@ class Browser:
 
 def open_browser(folder: Path) -> Browser:
     """Start a browser with a profile of its own."""
-    import shutil
-
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 

@@ -18,6 +18,14 @@ MODEL = {
     "has_tools": True,
     "has_reasoning": True,
 }
+CUT = "cut"
+HOLD = "hold"
+
+
+def text_chunks(*texts: str) -> list[dict[str, Any] | str]:
+    """Return the chunks of a chat that says this and stops, with its usage."""
+    usage = {"prompt_tokens": 12, "completion_tokens": len(texts), "prompt_tokens_details": {"cached_tokens": 8}}
+    return [*(chunk({"content": text}) for text in texts), chunk({}, "stop"), {"choices": [], "usage": usage}]
 
 
 def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -25,10 +33,14 @@ def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
 
 
 class ScriptedServer:
-    """script: for each POST in turn a list of chunks; or (status, headers, body); chunks that end with None are cut there."""
+    """script: for each POST in turn a list of chunks, or (status, headers, body).
+
+    CUT among the chunks closes the connection there; HOLD waits until the client does, and then sets was_left.
+    """
 
     def __init__(self) -> None:
         self.script: list[Any] = []
+        self.was_left = threading.Event()
         self.bodies: list[dict[str, Any]] = []
         self.files = {file.path: file for file in read_static_files()}
         outer = self
@@ -64,14 +76,15 @@ class ScriptedServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def stream(self, chunks: list[dict[str, Any] | None]) -> None:
+            def stream(self, chunks: list[dict[str, Any] | str]) -> None:
                 self.send_response(200)
                 self.send_header("content-type", "text/event-stream")
                 self.send_header("transfer-encoding", "chunked")
                 self.end_headers()
                 for item in [*chunks, "[DONE]"]:
-                    if item is None:
-                        self.wfile.flush()
+                    if item in (CUT, HOLD):
+                        if item == HOLD and self.connection.recv(1) == b"":
+                            outer.was_left.set()
                         self.close_connection = True  # in the middle of the body
                         return
                     text = item if isinstance(item, str) else json.dumps(item)

@@ -96,7 +96,7 @@ def never_read(server, max_tokens, num):
 
 
 def test_one_stream_goes_on_when_others_never_read(server, expected):
-    slow, others = num_aborted(server, "slow_reader"), 24
+    slow, others = num_aborted(server, "slow_reader"), 6
     sockets = never_read(server, 900, others)
 
     async def go():

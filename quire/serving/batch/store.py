@@ -122,10 +122,11 @@ class BatchStore:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk has ended it already, another error has not
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     # Files.
 

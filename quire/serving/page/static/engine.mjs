@@ -13,6 +13,7 @@ const NUM_TIMELINE = 16;
 const ms = (value) => (value === null ? "–" : unitMs(value));
 const rate = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value >= 100 ? String(Math.round(value)) : String(Number(value.toFixed(1))));
 const share = (value) => (value === null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
+const brief = (label) => (label.length > 12 ? `${label.slice(0, 11)}…` : label);
 const many = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 const FIGURES = [
@@ -110,7 +111,7 @@ export class EngineView {
   }
 
   queueCard() {
-    this.queueTable = table("What waits before the engine", ["Class", "Requests", "Prompt tokens", "Oldest", "Wait of a new one"]);
+    this.queueTable = table("What waits before the engine", ["Class", "Waiting", "Tokens", "Oldest", "Est. wait"]);
     this.queueNote = h("p", { class: "note" });
     return this.card("queue", "Queue", this.queueTable.element, null, { note: this.queueNote });
   }
@@ -260,7 +261,7 @@ export class EngineView {
   }
 
   batchText(step) {
-    const shown = step.parts.slice(0, 4).map(([number, count, isPrefill]) => `${this.model.label(number)} ${isPrefill ? "prefill" : "decode"} ${count}`);
+    const shown = step.parts.slice(0, 4).map(([number, count, isPrefill]) => `${brief(this.model.label(number))} ${isPrefill ? "prefill" : "decode"} ${count}`);
     return shown.join(", ") + (step.parts.length > 4 ? `, ${step.parts.length - 4} more` : "");
   }
 

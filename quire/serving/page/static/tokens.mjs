@@ -54,9 +54,8 @@ class Card {
       const bar = h("span", { class: "bar" });
       bar.style.setProperty("--share", `${Math.max(Math.exp(other.logprob) * 100, 1)}%`);
       const parts = [
-        h("span", { class: "what" }, visible(other.text) || "(empty)"), bar,
+        h("span", { class: "what" }, visible(other.text) || "(empty)"), h("span", { class: "bytes dim" }, hex(other.bytes ?? [])), bar,
         h("span", { class: "num" }, percent(other.logprob)), h("span", { class: "num dim" }, other.logprob.toFixed(3)),
-        h("span", { class: "bytes dim" }, hex(other.bytes ?? [])),
       ];
       const props = { class: isHere ? "alt here" : "alt", "aria-current": isHere ? "true" : null };
       return h("li", {}, take ? button(parts, () => { this.hide(false); take(other); }, { ...props, title: "Take this token and go on from here" }) : h("div", props, parts));

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from quire.serving.config import ApiKey, ServerConfig
-from quire.serving.errors import ApiError, overloaded
+from quire.serving.errors import ApiError, engine_unavailable, overloaded
 from quire.serving.link.messages import ChoiceDelta
 from tests.unit.serving.fakes import TOOL_TEMPLATE, FakeGateway, make_served, pieces, text_script
 from tests.unit.serving.real_app import BASE, events_of, fix, names_of, running_app
@@ -420,6 +420,7 @@ def test_prompt_that_is_too_long_is_refused():
     ("error", "kind"),
     [
         (overloaded("busy", 3.0), anthropic.InternalServerError),
+        (engine_unavailable("loading"), anthropic.InternalServerError),
         (ApiError(429, "slow down", code="rate_limit_exceeded", retry_after_s=2), anthropic.RateLimitError),
         (ApiError(400, "no", param="x"), anthropic.BadRequestError),
     ],
@@ -430,6 +431,8 @@ def test_client_raises_its_class_for_an_error_before_the_first_token(error, kind
         with pytest.raises(kind) as caught:
             await client.messages.create(model="demo", max_tokens=10, messages=USER, stream=is_stream)
         assert caught.value.request_id.startswith("req_")
+        assert caught.value.status_code == (529 if error.code == "overloaded" else error.status)
+        assert caught.value.response.headers.get("retry-after") == error.headers().get("retry-after")
         assert caught.value.body["error"]["message"].endswith(error.message)
 
     run(with_client(lambda job: [error], use))

@@ -98,7 +98,7 @@ def test_stream_has_exactly_these_bytes():
         '{"type":"message","id":"msg_1","role":"assistant","status":"completed","content":[' + part.replace("TEXT", text) + "]}"
     )
     usage = (
-        '{"input_tokens":4,"input_tokens_details":{"cached_tokens":1},"output_tokens":'
+        '{"input_tokens":4,"input_tokens_details":{"cached_tokens":1,"cache_write_tokens":0},"output_tokens":'
         + str(count)
         + ',"output_tokens_details":{"reasoning_tokens":0},"total_tokens":'
         + str(4 + count)
