@@ -35,12 +35,13 @@ def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
 class ScriptedServer:
     """script: for each POST in turn a list of chunks, or (status, headers, body).
 
-    CUT among the chunks closes the connection there; HOLD waits until the client does, and then sets was_left.
+    CUT among the chunks closes the connection there, once may_cut is set; HOLD waits until the client does, and then sets was_left.
     """
 
     def __init__(self) -> None:
         self.script: list[Any] = []
         self.was_left = threading.Event()
+        self.may_cut = threading.Event()
         self.bodies: list[dict[str, Any]] = []
         self.files = {file.path: file for file in read_static_files()}
         outer = self
@@ -83,7 +84,9 @@ class ScriptedServer:
                 self.end_headers()
                 for item in [*chunks, "[DONE]"]:
                     if item in (CUT, HOLD):
-                        if item == HOLD and self.connection.recv(1) == b"":
+                        if item == CUT:
+                            outer.may_cut.wait(60)
+                        elif self.connection.recv(1) == b"":
                             outer.was_left.set()
                         self.close_connection = True  # in the middle of the body
                         return

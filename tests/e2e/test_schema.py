@@ -122,20 +122,18 @@ class App:
         self.runner.run(self.context.responses.close())
         self.runner.close()
 
-    def post(self, path, body):
-        """Return (status, headers, body) of the answer to a JSON body."""
-        return self.runner.run(asyncio.wait_for(self._post(path, json.dumps(body).encode()), 20))
+    def post(self, path, body, media_type=b"application/json"):
+        """Return (status, headers, body) of the answer to a body, JSON unless it is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.runner.run(asyncio.wait_for(self._ask("POST", path, data, media_type), 20))
 
-    async def _post(self, path, data):
-        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": headers,
-        }
+    def get(self, path, query):
+        """Return (status, headers, body)."""
+        return self.runner.run(asyncio.wait_for(self._ask("GET", path, query=query), 20))
+
+    async def _ask(self, method, path, data=b"", media_type=b"", query=b""):
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", media_type), (b"content-length", b"%d" % len(data))]
+        scope = {"type": "http", "method": method, "path": path, "raw_path": b"", "query_string": query, "headers": headers}
         scope |= {
             "http_version": "1.1",
             "scheme": "http",
@@ -252,6 +250,93 @@ def fields_of(schema):
     if "$ref" in schema:
         schema = {**schema["components"]["schemas"][schema["$ref"].rpartition("/")[2]]}
     return list(schema["properties"])
+
+
+def part(name, content=b"x", more=b""):
+    return b'--B\r\ncontent-disposition: form-data; name="' + name + b'"' + more + b"\r\n\r\n" + content + b"\r\n"
+
+
+FILE = part(b"file", b'{"a":1}', b'; filename="in.jsonl"')
+PURPOSE = part(b"purpose", b"batch")
+FORM = FILE + PURPOSE + b"--B--\r\n"
+FORM_TYPE = b"multipart/form-data; boundary=B"
+BAD_FORMS = {
+    "charset_wrong": (FORM_TYPE + b"; charset=utf-16", FORM),
+    "no_boundary": (b"multipart/form-data", FORM),
+    "empty_boundary": (b"multipart/form-data; boundary=", FORM),
+    "long_boundary": (b"multipart/form-data; boundary=" + b"b" * 10_000, FORM),
+    "other_boundary": (b"multipart/form-data; boundary=C", FORM),
+    "other_type": (b"multipart/form-dataset; boundary=B", b""),
+    "nothing": (FORM_TYPE, b""),
+    "not_a_form": (FORM_TYPE, b"\xff" * 1000),
+    "part_without_name": (FORM_TYPE, FORM.replace(b'name="purpose"', b"x=1")),
+    "part_without_disposition": (FORM_TYPE, FORM.replace(b"content-disposition", b"content-x")),
+    "name_of_bytes": (FORM_TYPE, FORM.replace(b"purpose", b"\xff\xfe")),
+    "purpose_of_bytes": (FORM_TYPE, FORM.replace(b"batch", b"\xff\xfe")),
+    "purpose_unknown": (FORM_TYPE, FORM.replace(b"batch", b"fine-tune")),
+    "purpose_is_a_file": (FORM_TYPE, part(b"purpose", b"batch", b'; filename="a"') + b"--B--\r\n"),
+    "file_is_a_field": (FORM_TYPE, part(b"file") + PURPOSE + b"--B--\r\n"),
+    "two_files": (FORM_TYPE, FILE + FORM),
+    "many_fields": (FORM_TYPE, part(b"a") * 100 + FORM),
+    "long_field": (FORM_TYPE, part(b"a", b"x" * (2 << 20)) + FORM),
+    "long_part_header": (FORM_TYPE, part(b"a", more=b"; b=" + b"c" * 100_000) + FORM),
+    "lifetime_of_nothing": (FORM_TYPE, part(b"expires_after[anchor]", b"created_at") + FORM),
+    "lifetime_of_digits_that_are_none": (
+        FORM_TYPE,
+        part(b"expires_after[anchor]", b"created_at") + part(b"expires_after[seconds]", "\u00b2\u0663".encode()) + FORM,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FORMS)
+def test_form_is_refused_when_it_is_malformed(app, name):
+    media_type, data = BAD_FORMS[name]
+    status, _, body = app.post("/v1/files", data, media_type)
+    assert 400 <= status < 500, body
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("num_examples", [60, pytest.param(5000, marks=pytest.mark.slow)])
+def test_form_is_no_server_error_when_bytes_of_it_are_changed(app, num_examples):
+    whole = FORM_TYPE + b"|" + part(b"expires_after[anchor]", b"created_at") + part(b"expires_after[seconds]", b"3600") + FORM
+
+    @settings(SEEDED, max_examples=num_examples)
+    @given(
+        st.integers(0, len(whole)), st.integers(0, 30), st.binary(max_size=12) | st.sampled_from([b"\r\n", b"--B", b'"', b";"])
+    )
+    def go(start, num_removed, added):
+        media_type, _, data = (whole[:start] + added + whole[start + num_removed :]).partition(b"|")
+        status, _, body = app.post("/v1/files", data, media_type)
+        assert status < 500, body
+
+    go()
+
+
+QUERIES = (
+    b"limit=%b",
+    b"after=%b",
+    b"order=%b",
+    b"purpose=%b",
+    b"compat=%b",
+    b"include=%b",
+    b"stream=%b",
+    b"starting_after=%b",
+)
+LISTS = ("/v1/files", "/v1/batches", "/v1/models", "/metrics", "/v1/responses/resp_1/input_items", "/v1/responses/resp_1")
+
+
+@pytest.mark.parametrize("path", LISTS)
+def test_query_is_no_server_error_whatever_it_says(app, path):
+    @settings(SEEDED, max_examples=60)
+    @given(
+        st.sampled_from(QUERIES),
+        st.binary(max_size=12) | st.sampled_from([b"%ed%a0%80", b"%00", b"%ff", b"-1", b"\xb2", b"1e3"]),
+    )
+    def go(query, value):
+        status, _, body = app.get(path, query % value)
+        assert status < 500, body
+
+    go()
 
 
 # The same on a real server.

@@ -190,7 +190,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(place=st.sampled_from(PLACES), value=JSON)
 def test_any_value_anywhere_is_taken_as_the_schema_has_it_or_refused(place, value):
     kind, path = place

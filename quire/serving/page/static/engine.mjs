@@ -3,12 +3,13 @@
 import { Problem, events, send } from "./api.mjs";
 import { BAR_PX, cell, drawKv, drawLines, drawSteps, drawTimeline, open, stripes, theme, unitMs } from "./charts.mjs";
 import { button, h, newId, onCalmChange, perFrame, replace, wantsCalm } from "./dom.mjs";
-import { CACHED, EngineModel, WINDOW_S } from "./engine_model.mjs";
+import { CACHED, EngineModel, WINDOW_S, joinSteps } from "./engine_model.mjs";
 
 const AGAIN_MS = 2000;
 const TABLE_MS = 1000;
 const KV_TALL = 260;
 const NUM_TIMELINE = 16;
+const PER_BAR = [1, 4, 16, 64];
 
 const ms = (value) => (value === null ? "–" : unitMs(value));
 const rate = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value >= 100 ? String(Math.round(value)) : String(Number(value.toFixed(1))));
@@ -48,6 +49,7 @@ export class EngineView {
     this.isPaused = false;
     this.isShown = false;
     this.cursor = null;
+    this.perBar = 1;
     this.draw = perFrame(() => this.drawNow());
     this.build(root);
     new ResizeObserver(() => this.draw()).observe(root);
@@ -66,18 +68,24 @@ export class EngineView {
     root.append(h("div", { class: "row engine-head" }, this.state, this.pause), figures, cards);
   }
 
-  card(name, title, canvas, twin, { legend = [], note = null, wide = false } = {}) {
+  card(name, title, canvas, twin, { legend = [], note = null, wide = false, control = null } = {}) {
     const id = newId("card");
     const swatches = legend.map(([label, draw]) => swatch(label, draw));
     const details = twin && h("details", { class: "twin" }, h("summary", {}, "As a table"), twin.element);
     details?.addEventListener("toggle", () => this.showTables());
     this.cards[name] = { canvas, twin, details, swatches, note };
     return h("section", { class: wide ? "card wide" : "card", "aria-labelledby": id, id: `card-${name}` },
-      h("h2", { id }, title), swatches.length ? h("ul", { class: "legend" }, swatches.map(({ element }) => element)) : null, canvas, note, details);
+      h("h2", { id }, title), control, swatches.length ? h("ul", { class: "legend" }, swatches.map(({ element }) => element)) : null, canvas, note, details);
   }
 
   stepCard() {
     this.stepCanvas = h("canvas", { class: "steps", tabindex: "0", role: "img", "aria-label": "Steps of the engine; the arrow keys read single steps out below" });
+    this.zoom = h("select", { id: newId("zoom") }, PER_BAR.map((count) => h("option", { value: String(count) }, many(count, "step"))));
+    this.zoom.addEventListener("change", () => {
+      this.perBar = Number(this.zoom.value);
+      this.cursor = null;
+      this.draw();
+    });
     this.stepNote = h("p", { class: "note", "aria-live": "polite" }, "Point at a step, or use the arrow keys.");
     this.stepCanvas.addEventListener("pointermove", (event) => this.pointStep(event.offsetX));
     this.stepCanvas.addEventListener("keydown", (event) => this.walkSteps(event));
@@ -85,6 +93,7 @@ export class EngineView {
     return this.card("steps", "Batch, step by step", this.stepCanvas, twin, {
       wide: true,
       note: this.stepNote,
+      control: h("div", { class: "control" }, h("label", { for: this.zoom.id }, "One bar is"), this.zoom),
       legend: [
         ["prefill tokens", (context, colours) => { context.fillStyle = colours.prefill; context.fillRect(0, 0, 14, 14); stripes(context, 0, 0, 14, 14, colours.surface); }],
         ["decode tokens", (context, colours) => { context.fillStyle = colours.decode; context.fillRect(0, 0, 14, 14); }],
@@ -218,7 +227,7 @@ export class EngineView {
     const words = model.engine === "unknown" ? "Connecting …" : `Engine ${model.engine}, server ${model.phase}${shape ? ` · ${shape.model} · at most ${many(shape.max_num_seqs, "sequence")}, ${shape.max_num_batched_tokens} tokens a step` : ""}`;
     if (this.state.textContent !== words) this.state.textContent = words;
     for (const card of Object.values(cards)) for (const { draw } of card.swatches) draw();
-    this.shownSteps = drawSteps(this.stepCanvas, model.steps, this.cursor);
+    this.shownSteps = drawSteps(this.stepCanvas, joinSteps(model.steps, this.perBar), this.cursor);
     if (model.kv) {
       this.grid = drawKv(this.kvCanvas, model.kv, KV_TALL);
       if (!this.isOnKv) this.kvNote.textContent = this.kvText();
@@ -233,10 +242,9 @@ export class EngineView {
 
   kvText() {
     const { kv, shape } = this.model;
-    const { shared } = this.model.holders();
     const free = kv.num_blocks - kv.used - kv.cached;
     const bins = kv.blocks_per_cell > 1 ? ` One cell is ${kv.blocks_per_cell} blocks.` : "";
-    return `${kv.used} of ${kv.num_blocks} blocks in use, ${shared * kv.blocks_per_cell} of them shared; ${kv.cached} cached, ${free} free. A block holds ${many(shape?.block_size ?? 0, "token")}.${bins}`;
+    return `${kv.used} of ${kv.num_blocks} blocks in use, ${kv.shared} of them shared; ${kv.cached} cached, ${free} free. A block holds ${many(shape?.block_size ?? 0, "token")}.${bins}`;
   }
 
   showTables() {
@@ -247,7 +255,7 @@ export class EngineView {
     this.queueTable.show(classes.map((row) => [row.priority, row.num_requests, row.num_prompt_tokens, row.num_requests ? ms(row.oldest_wait_s * 1000) : "–", ms(row.estimated_wait_s * 1000)]));
     this.queueNote.textContent = model.queue ? `${many(model.queue.num_in_engine, "request")} with the engine, which takes ${model.queue.capacity} sequences${model.queue.is_draining ? "; draining" : ""}.` : "";
     if (isOpen("steps")) cards.steps.twin.show(model.steps.slice(-20).reverse().map((step) => [step.id, ms(step.duration), step.prefill, step.decode, step.running, step.preemptions, this.batchText(step)]));
-    if (isOpen("kv")) cards.kv.twin.show([...model.holders().rows.map((row) => [row.label, model.requests.get(row.number)?.state ?? "–", row.cells * (model.kv?.blocks_per_cell ?? 1), row.shared * (model.kv?.blocks_per_cell ?? 1)]), ["cached", "–", model.kv?.cached ?? 0, "–"]]);
+    if (isOpen("kv")) cards.kv.twin.show([...model.holders().map((row) => [row.label, model.requests.get(row.number)?.state ?? "–", row.blocks, row.shared]), ["cached", "–", model.kv?.cached ?? 0, "–"]]);
     if (isOpen("rate")) cards.rate.twin.show(model.throughput(20).map((bucket, index) => [19 - index, bucket.prefill, bucket.decode]).reverse());
     if (isOpen("ttft")) cards.ttft.twin.show(model.firstTokens(WINDOW_S).slice(-20).reverse().map(([when, wait]) => [Math.round((model.now() - when) / 1000), ms(wait)]));
     if (isOpen("timeline")) cards.timeline.twin.show(model.timeline(NUM_TIMELINE).reverse().map((row) => this.requestRow(row)));
@@ -267,7 +275,8 @@ export class EngineView {
 
   stepText(step) {
     const preempted = step.preemptions ? `, ${many(step.preemptions, "preemption")}` : "";
-    return `Step ${step.id}: ${ms(step.duration)}, ${step.prefill} prefill and ${step.decode} decode tokens, ${step.running} running${preempted}. ${this.batchText(step)}`;
+    const which = step.count > 1 ? `Steps ${step.id} to ${step.last}: on average ${ms(step.duration)}` : `Step ${step.id}: ${ms(step.duration)}`;
+    return `${which}, ${step.prefill} prefill and ${step.decode} decode tokens, ${step.running} running${preempted}. ${this.batchText(step)}`;
   }
 
   readStep(step) {

@@ -15,6 +15,27 @@ export function quantile(values, share) {
   return sorted[Math.min(Math.floor(share * sorted.length), sorted.length - 1)];
 }
 
+// Joins steps to bars of several: durations are averaged, all else is added up.
+export function joinSteps(steps, perBar) {
+  if (perBar === 1) return steps;
+  const bars = [];
+  for (const step of steps) {
+    const id = step.id - (step.id % perBar);
+    let bar = bars.at(-1);
+    if (bar?.id !== id) {
+      bar = { id, last: id, count: 0, total: 0, duration: 0, prefill: 0, decode: 0, running: 0, preemptions: 0, parts: [] };
+      bars.push(bar);
+    }
+    bar.last = step.id;
+    bar.count += 1;
+    bar.total += step.duration;
+    bar.duration = bar.total / bar.count;
+    for (const name of ["prefill", "decode", "preemptions"]) bar[name] += step[name];
+    bar.running = Math.max(bar.running, step.running);
+  }
+  return bars;
+}
+
 export class EngineModel {
   constructor() {
     this.clear();
@@ -119,21 +140,9 @@ export class EngineModel {
     };
   }
 
-  // Who holds how many blocks: [{label, number, blocks, shared}], and totals of the cells.
+  // Who holds how many blocks.
   holders() {
-    const found = new Map();
-    let shared = 0;
-    for (const [, length, number, count] of this.kv?.runs ?? []) {
-      if (number === CACHED) continue;
-      const held = found.get(number) ?? { number, label: this.label(number), cells: 0, shared: 0 };
-      held.cells += length;
-      if (count > 1) {
-        held.shared += length;
-        shared += length;
-      }
-      found.set(number, held);
-    }
-    return { rows: [...found.values()], shared };
+    return (this.kv?.holders ?? []).map(([number, blocks, shared]) => ({ number, label: this.label(number), blocks, shared }));
   }
 
   // The requests of the timeline: live ones and those that ended within the window, in order of arrival.

@@ -103,6 +103,7 @@ export const hideCard = () => card?.hide(false);
 export class TokenText {
   constructor(name, { complete = null, take = null } = {}) {
     this.tokens = [];
+    this.filled = [];
     this.complete = complete;
     this.take = take;
     this.element = h("div", { class: "tokens", role: "group", "aria-label": name });
@@ -114,17 +115,19 @@ export class TokenText {
     this.element.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  // Shows a list that begins with what is shown already; only the last shown one may have changed its text.
+  // Shows a list; what stands there already stays as it is, and so does the focus.
   show(tokens) {
+    const before = this.filled;
+    this.filled = tokens.map((token) => ({ token, text: token.text }));
     this.tokens = tokens;
     const shown = this.element.children;
     while (shown.length > tokens.length) shown[shown.length - 1].remove();
-    if (shown.length) this.fill(shown[shown.length - 1], tokens[shown.length - 1]);
-    for (let index = shown.length; index < tokens.length; index += 1) {
-      const span = h("span", { role: "button", tabindex: index === 0 ? "0" : "-1", "data-at": index });
-      this.fill(span, tokens[index]);
-      this.element.append(span);
-    }
+    tokens.forEach((token, index) => {
+      const isNew = index >= shown.length;
+      const span = isNew ? h("span", { role: "button", tabindex: index === 0 ? "0" : "-1", "data-at": index }) : shown[index];
+      if (isNew || before[index].token !== token || before[index].text !== token.text) this.fill(span, token);
+      if (isNew) this.element.append(span);
+    });
   }
 
   fill(span, token) {

@@ -372,8 +372,10 @@ def test_kv_cells_show_owners_shared_and_cached_blocks():
             "num_blocks": 256,
             "blocks_per_cell": 1,
             "used": 5,
+            "shared": 2,
             "cached": 2,
             "runs": [[0, 2, a, 2], [2, 2, a, 1], [7, 1, b, 1], [9, 2, -1, 0]],
+            "holders": [[a, 4, 2], [b, 3, 2]],
         }
         s.kv({"a": [0, 1, 2, 3], "b": [0, 1, 7]}, cached=[9, 10])  # the same again is no news
         s.step(0)
