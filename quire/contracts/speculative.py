@@ -61,7 +61,7 @@ class SpeculativeConfig:
         if self.method is None and self.model is not None:
             object.__setattr__(self, "method", "draft_model")
         if self.method not in _METHODS:
-            state = "is not supported yet" if self.method in _KNOWN_ELSEWHERE else "is none"
+            state = "is not supported yet" if str(self.method) in _KNOWN_ELSEWHERE else "is none"
             raise ConfigError(f"speculative_config: method {self.method!r} {state}; the methods are {', '.join(_METHODS)}")
         if (self.method == "draft_model") != (self.model is not None):
             raise ConfigError(

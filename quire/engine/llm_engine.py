@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError, QuireError, WorkerError
 from quire.base.logging import get_logger
+from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
@@ -75,8 +76,9 @@ class LLMEngine:
         if isinstance(model, EngineConfig) and options:
             raise ConfigError("give options or an EngineConfig, not both")
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
-        runner, report = build_runner(config)
-        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+        with shared_reads():
+            runner, report = build_runner(config)
+            tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
         # What is there now stays: the collector need not walk through it again in every step.
         gc.freeze()
         self.config = config

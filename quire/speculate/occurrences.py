@@ -35,7 +35,8 @@ class OccurrenceIndex:
         known = self._places.get(tuple(context[-width:])) if len(context) >= width else None
         if known is None:
             return 0, []
-        longest, found = 0, list[int]()
+        longest = 0
+        found: list[int] = []
         limit = min(max_match, len(context))
         for end in known[: -max_places - 1 : -1]:
             length = width

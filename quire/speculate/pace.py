@@ -1,6 +1,6 @@
 """Pace: how many tokens to draft, from what drafts have cost and gained so far.
 
-A step of T tokens takes t(T). A sequence that decodes gains one token in it, and beside it those of its drafts that are accepted.
+A step of T tokens takes t(T). A sequence that decodes gains one token in it, and with drafts also those that are accepted.
 Drafts are ranked by the probability that they are accepted, and as many are taken as make tokens per second highest. When none
 pay, nothing is even looked for during a sleep, which doubles each time up to a limit: what the trials between cost is below a
 hundredth then. Nothing here changes a token.
@@ -37,7 +37,8 @@ class AcceptanceRecord:
 
     def shares(self, count: int, prior: Sequence[float]) -> list[float]:
         """Return the probabilities that the first `count` drafts are all accepted up to each depth."""
-        product, shares = 1.0, list[float]()
+        product = 1.0
+        shares: list[float] = []
         for depth in range(count):
             product *= (self.hits[depth] + _PRIOR_WEIGHT * prior[depth]) / (self.trials[depth] + _PRIOR_WEIGHT)
             shares.append(product)

@@ -97,18 +97,17 @@ class SuffixProposer:
         limit = min(limit, int(config.suffix_decoding_max_spec_factor * length))
         found: list[int] = []
         score, num_places = 0.0, len(places)
-        while places and len(found) < limit:
-            offset = len(found)
-            votes = Counter(text[place + offset] for place in places if place + offset < len(text))
-            if not votes:
+        while len(found) < limit:
+            places = [place for place in places if place < len(text)]
+            if not places:
                 break
-            token_id, count = votes.most_common(1)[0]
+            token_id, count = Counter([text[place] for place in places]).most_common(1)[0]
             share = count / num_places
             if token_id == _END or share < config.suffix_decoding_min_token_prob:
                 break
             found.append(token_id)
             score += share
-            places = [place for place in places if place + offset < len(text) and text[place + offset] == token_id]
+            places = [place + 1 for place in places if text[place] == token_id]
         return tuple(found), score
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:

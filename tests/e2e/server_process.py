@@ -45,9 +45,18 @@ class ServerProcess:
             if found:
                 return found
             if self.process.poll() is not None and self.process.returncode != 0:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{''.join(self.log[-30:])}")
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.last_words()}")
             time.sleep(0.02)
-        raise AssertionError(f"waited in vain:\n{''.join(self.log[-30:])}")
+        raise AssertionError(f"waited in vain:\n{self.last_words()}")
+
+    def whole_log(self):
+        """Return all that a server logged that has ended."""
+        self._reader.join(10)
+        return "".join(self.log)
+
+    def last_words(self):
+        """Return the end of the log, without the questions that tests ask all the time."""
+        return "".join([line for line in list(self.log) if "INFO GET" not in line][-30:])
 
     def get(self, path, **options):
         return httpx.get(self.url + path, **{"timeout": 30, "headers": self.headers, **options})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from quire.base.errors import RequestError
@@ -162,6 +163,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
         starts_in_reasoning=starts_in_reasoning(text[-TAIL_CHARACTERS:], reasoning_format),
         parallel_tool_calls=chat.parallel_tool_calls,
         marker_token_ids=served.marker_token_ids,
+        count_output=partial(served.count_tool_output, tool_format or ""),
     )
 
 

@@ -93,7 +93,7 @@ class _Answering(Response):
         def error_body(error: ApiError) -> object:
             return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
 
-        sender = Sender(scope, receive, send, error_body, context.config.keep_alive_comment_s, headers)
+        sender = Sender(receive, send, scope["quire.send"], error_body, context.config.keep_alive_comment_s, headers)
         try:
             answer = await endpoint.handler(context, call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
@@ -126,6 +126,7 @@ class Shell:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
+        scope["quire.send"] = send
         headers = Headers(scope=scope)
         request_id = scope["quire.request_id"] = f"req_{secrets.token_hex(13)}"
         status = 0
@@ -139,8 +140,7 @@ class Shell:
             await send(message)
 
         try:
-            owner = scope["quire.owner"] = self._identify(scope, headers)
-            del owner
+            scope["quire.owner"] = self._identify(scope, headers)
             await self._app(scope, receive, send_with_ids)
         except ApiError as error:
             body = error.anthropic_body(request_id) if scope["path"] in self._anthropic_paths else error.openai_body()

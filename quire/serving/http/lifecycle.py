@@ -135,6 +135,7 @@ class Lifecycle:
             logger.info("ready: %s", ", ".join(self.context.model.names))
 
     def _fail(self, reason: str) -> None:
+        logger.error("the server ends: %s", reason)
         self.context.failure = reason
         self.context.phase = "failed"
         self._stopping.set()

@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvloop
 
@@ -68,7 +68,8 @@ class Server:
         info = self.context.client.info
         if info is None:
             raise InvariantError("the engine is ready and has not said what it serves")
-        self.context.served = await asyncio.to_thread(load_served_model, info, self.context.config)
+        served = await asyncio.to_thread(load_served_model, info, self.context.config)
+        self.context.served = replace(served, count_tool_output=self.context.metrics.tool_parser)
 
     async def on_loaded(self) -> None:
         """Make what depends on the loaded model. Raises ConfigError and ModelFormatError."""
@@ -80,6 +81,7 @@ class Server:
             check_batch_body,
             BATCH_ENDPOINTS,
             lambda: self.gateway.batch_window,
+            context.metrics.batch_lines,
         )
         await context.batches.start()
         context.responses = await asyncio.to_thread(ResponseStore, context.config.data_dir)

@@ -268,7 +268,7 @@ class ServerMetrics:
         self.defined.ignored_params.labels(name if name in self._known_ignored_params else "other").add()
 
     def tool_parser(self, output_format: str, outcome: str) -> None:
-        """Count an output that was read for tool calls: "parsed", "none" or "fallback"."""
+        """Count an output that was read for tool calls: "parsed" or "none"."""
         self.defined.tool_parsers.labels(output_format, outcome).add()
 
     def batch_lines(self, state: str, count: int) -> None:

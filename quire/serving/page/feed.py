@@ -120,7 +120,10 @@ class EngineFeed:
     def _join(self, hz: int, is_admin: bool, after_step: int) -> _Viewer:
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(
-                503, f"{MAX_VIEWERS} viewers watch the engine already; try again later", code="too_many_viewers", retry_after_s=10.0
+                503,
+                f"{MAX_VIEWERS} viewers watch the engine already; try again later",
+                code="too_many_viewers",
+                retry_after_s=10.0,
             )
         viewer = _Viewer(hz, is_admin, after_step)
         if not self._viewers:

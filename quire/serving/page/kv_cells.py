@@ -20,6 +20,11 @@ def kv_cells(report: KvReport, number_of: Callable[[str], int]) -> KvCells:
             first, count = holders.get(block_id, (number, 0))
             holders[block_id] = (first, count + 1)
     num_used = len(holders)
+    by_request = [
+        (number_of(request_id), len(block_ids), sum([holders[block_id][1] > 1 for block_id in block_ids]))
+        for request_id, block_ids in report.blocks.items()
+    ]
+    num_shared = sum([count > 1 for _, count in holders.values()])
     for block_id in report.cached:
         holders.setdefault(block_id, (CACHED, 0))
     cells: dict[int, tuple[int, int]] = {}
@@ -27,7 +32,7 @@ def kv_cells(report: KvReport, number_of: Callable[[str], int]) -> KvCells:
         cell, held = block_id // per_cell, holders[block_id]
         if cell not in cells or held[1] > cells[cell][1]:
             cells[cell] = held
-    return KvCells(report.num_blocks, per_cell, num_used, len(report.cached), _runs(cells))
+    return KvCells(report.num_blocks, per_cell, num_used, num_shared, len(report.cached), _runs(cells), by_request)
 
 
 def _runs(cells: dict[int, tuple[int, int]]) -> list[tuple[int, int, int, int]]:

@@ -191,9 +191,7 @@ class EngineView:
             preemptions=preemptions,
             prefix_queries=queries,
             prefix_hits=hits,
-            parts=[
-                (number_of(part.request_id), part.num_tokens, int(part.is_prefill)) for part in report.parts[:MAX_PARTS]
-            ],
+            parts=[(number_of(part.request_id), part.num_tokens, int(part.is_prefill)) for part in report.parts[:MAX_PARTS]],
         )
 
     def _on_kv(self, report: KvReport) -> None:

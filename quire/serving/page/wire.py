@@ -62,14 +62,18 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class KvCells(msgspec.Struct, frozen=True):
     """The KV blocks as cells of blocks_per_cell blocks each.
 
-    runs  [first cell, cells, number of the first holder or CACHED, holders]; the cells in between are free
+    shared   blocks that several requests hold
+    runs     [first cell, cells, number of the first holder or CACHED, holders]; the cells in between are free
+    holders  [number of the request, blocks that it holds, those of them that others hold too]
     """
 
     num_blocks: int
     blocks_per_cell: int
     used: int
+    shared: int
     cached: int
     runs: list[tuple[int, int, int, int]]
+    holders: list[tuple[int, int, int]]
 
 
 class EngineShape(msgspec.Struct, frozen=True):

@@ -65,14 +65,15 @@ export const getJson = async (path, options) => (await send(path, options)).json
 
 // Yields {event, id, data} of a response's server-sent events. Throws Problem where the connection breaks.
 export async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
   let buffer = "";
   let current = { event: "message", id: "", data: [] };
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      buffer += value;
+      buffer += decoder.decode(value, { stream: true });
       const lines = buffer.split(/\r\n|\n/);
       buffer = lines.pop();
       for (const line of lines) {

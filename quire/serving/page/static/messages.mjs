@@ -100,7 +100,7 @@ export class MessageView {
   showTools() {
     const { message, actions } = this;
     const tools = [];
-    if (message.role !== "assistant" || message.isDone) tools.push(copyButton(() => message.content));
+    if (message.content && (message.role !== "assistant" || message.isDone)) tools.push(copyButton(() => message.content));
     if (message.role === "user") tools.push(button("Edit", () => this.edit(), { class: "quiet" }));
     if (message.role === "assistant" && message.isDone) {
       tools.push(button(message.problem ? "Try again" : "Regenerate", () => actions.regenerate(message), { class: "quiet" }));

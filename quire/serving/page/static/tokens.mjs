@@ -54,9 +54,8 @@ class Card {
       const bar = h("span", { class: "bar" });
       bar.style.setProperty("--share", `${Math.max(Math.exp(other.logprob) * 100, 1)}%`);
       const parts = [
-        h("span", { class: "what" }, visible(other.text) || "(empty)"), bar,
+        h("span", { class: "what" }, visible(other.text) || "(empty)"), h("span", { class: "bytes dim" }, hex(other.bytes ?? [])), bar,
         h("span", { class: "num" }, percent(other.logprob)), h("span", { class: "num dim" }, other.logprob.toFixed(3)),
-        h("span", { class: "bytes dim" }, hex(other.bytes ?? [])),
       ];
       const props = { class: isHere ? "alt here" : "alt", "aria-current": isHere ? "true" : null };
       return h("li", {}, take ? button(parts, () => { this.hide(false); take(other); }, { ...props, title: "Take this token and go on from here" }) : h("div", props, parts));
@@ -104,6 +103,7 @@ export const hideCard = () => card?.hide(false);
 export class TokenText {
   constructor(name, { complete = null, take = null } = {}) {
     this.tokens = [];
+    this.filled = [];
     this.complete = complete;
     this.take = take;
     this.element = h("div", { class: "tokens", role: "group", "aria-label": name });
@@ -115,17 +115,19 @@ export class TokenText {
     this.element.addEventListener("keydown", (event) => this.onKey(event));
   }
 
-  // Shows a list that begins with what is shown already; only the last shown one may have changed its text.
+  // Shows a list; what stands there already stays as it is, and so does the focus.
   show(tokens) {
+    const before = this.filled;
+    this.filled = tokens.map((token) => ({ token, text: token.text }));
     this.tokens = tokens;
     const shown = this.element.children;
     while (shown.length > tokens.length) shown[shown.length - 1].remove();
-    if (shown.length) this.fill(shown[shown.length - 1], tokens[shown.length - 1]);
-    for (let index = shown.length; index < tokens.length; index += 1) {
-      const span = h("span", { role: "button", tabindex: index === 0 ? "0" : "-1", "data-at": index });
-      this.fill(span, tokens[index]);
-      this.element.append(span);
-    }
+    tokens.forEach((token, index) => {
+      const isNew = index >= shown.length;
+      const span = isNew ? h("span", { role: "button", tabindex: index === 0 ? "0" : "-1", "data-at": index }) : shown[index];
+      if (isNew || before[index].token !== token || before[index].text !== token.text) this.fill(span, token);
+      if (isNew) this.element.append(span);
+    });
   }
 
   fill(span, token) {
