@@ -73,7 +73,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
     speculative = config.speculative_config
-    speculator = None if speculative is None else build_speculator(speculative, report.spec.vocab_size)
+    speculator = None if speculative is None else build_speculator(speculative, report.spec, report.memory)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
 
 

@@ -369,7 +369,9 @@ def _find_mistake(sequence: Sequence, is_due: bool, num_draft_slots: int, result
     num_drafts, num_accepted = result.verified.get(sequence.sequence_id, (0, 0))
     num_sampled = len(result.sampled.get(sequence.sequence_id, ()))
     if num_drafts > num_draft_slots or num_accepted > min(num_drafts, max(0, num_sampled - 1)):
-        return f"the worker accepted {num_accepted} of {num_drafts} drafts in {num_draft_slots} slots and sampled {num_sampled} tokens"
+        return (
+            f"the worker accepted {num_accepted} of {num_drafts} drafts in {num_draft_slots} slots, and sampled {num_sampled}"
+        )
     is_pooled = sequence.request.pooling is not None
     has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
     for name, has, is_wanted in (("token", has_token, not is_pooled), ("pooled vector", has_vector, is_pooled)):

@@ -30,6 +30,7 @@ KINDS = (
     {"temperature": 1.0, "seed": 6, "allowed_token_ids": list(range(12))},
 )
 ALL = tuple(range(len(PROMPTS)))
+ALL = tuple(range(len(PROMPTS)))
 LENGTH = 26
 COUNT = 5
 CACHES = {"bf16": {"dtype": "bfloat16"}, "f32": {"dtype": "float32"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
@@ -78,6 +79,9 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         llm = start(model, cache, **options)
         install(llm, PROPOSERS[kind](COUNT, outputs_by_prompt), COUNT)
         return llm
+    if kind == "draft_model":
+        config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
+        return start(model, cache, speculative_config=config, **options)
     config = {"method": kind, "num_speculative_tokens": COUNT, "adaptive": False, "prompt_lookup_min": 1}
     return start(model, cache, speculative_config=config, **options)
 
@@ -86,7 +90,7 @@ def expect_same(found, plain):
     assert [said(choice) for choice in found] == [said(choice) for choice in plain]
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix")
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model")
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -105,7 +109,7 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "ngram"])
+@pytest.mark.parametrize("kind", ["oracle", "fickle", "ngram", "draft_model"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -151,15 +155,10 @@ def test_same_end_when_a_stop_string_or_a_stop_token_is_within_an_accepted_run(t
     llm = start(tiny_model, "f32")
     free = llm.generate(PROMPTS[:4], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), use_tqdm=False)
     texts = [output.outputs[0].text for output in free]
+    common = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     requests = [
-        SamplingParams(
-            temperature=0.0, max_tokens=40, ignore_eos=True, stop=[text[7:10]], include_stop_str_in_output=i % 2 == 0
-        )
-        for i, text in enumerate(texts)
-    ] + [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[output.outputs[0].token_ids[8]])
-        for output in free
-    ]
+        SamplingParams(**common, stop=[text[7:10]], include_stop_str_in_output=i % 2 == 0) for i, text in enumerate(texts)
+    ] + [SamplingParams(**common, stop_token_ids=[output.outputs[0].token_ids[8]]) for output in free]
     prompts = PROMPTS[:4] * 2
     plain = [o.outputs[0] for o in llm.generate(prompts, requests, use_tqdm=False)]
     llm.close()
