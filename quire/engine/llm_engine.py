@@ -27,6 +27,8 @@ from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_record import StepRecord, describe_plan
+from quire.speculate.proposer import Proposer
+from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens
 
@@ -234,6 +236,13 @@ class LLMEngine:
             if stream is not None:
                 left += self._collect(self.scheduler.abort(stream.request.request_id), time.monotonic())
         return left[-1] if left and left[-1].finished else None
+
+    def draft_with(self, proposer: Proposer) -> None:
+        """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""
+        config = self.config.speculative_config
+        if config is None or self.has_unfinished_requests():
+            raise ConfigError("draft_with needs an engine with a speculative_config, and without unfinished requests")
+        self._runner.draft_with(Speculator(config, proposer, self.report.spec.vocab_size))
 
     def measure_peaks(self) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""

@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-_NEEDED_GAIN = 1.02
-_RECENT, _EVER = 0.9, 0.98
-_PRIOR_WEIGHT = 2.0
-_FIRST_SLEEP, _LONGEST_SLEEP = 16, 1024
+_NEEDED_GAIN = 1.03
+_EVER = 0.98
+_PRIOR_WEIGHT = 4.0
+_FIRST_SLEEP, _LONGEST_SLEEP = 32, 1024
 _NUM_TRIALS = 3
 _STEPS_BETWEEN_PLAIN = 96
 _FEW_PLAIN = 2
+_STEPS_BETWEEN_FLOORS = 8
+_CHEAP_RANKING = 32
+_FLOOR_SLACK = 0.9
 
 
 class AcceptanceRecord:
@@ -26,23 +29,30 @@ class AcceptanceRecord:
 
     def __init__(self, max_tokens: int, fading: float) -> None:
         self._fading = fading
+        self._shares: list[float] | None = None
         self.trials = [0.0] * max_tokens
         self.hits = [0.0] * max_tokens
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """Count a chain of num_drafts tokens of which the first num_accepted were accepted."""
+        self._shares = None
         for depth in range(min(num_drafts, num_accepted + 1)):
             self.trials[depth] = self.trials[depth] * self._fading + 1.0
             self.hits[depth] = self.hits[depth] * self._fading + (depth < num_accepted)
 
-    def shares(self, count: int, prior: Sequence[float]) -> list[float]:
-        """Return the probabilities that the first `count` drafts are all accepted up to each depth."""
-        product = 1.0
-        shares: list[float] = []
-        for depth in range(count):
-            product *= (self.hits[depth] + _PRIOR_WEIGHT * prior[depth]) / (self.trials[depth] + _PRIOR_WEIGHT)
-            shares.append(product)
-        return shares
+    def rates(self) -> list[float]:
+        """Return the estimated share of acceptances at each depth; three in four where nothing is known."""
+        return [(hits + 0.75) / (trials + 1.0) for hits, trials in zip(self.hits, self.trials, strict=True)]
+
+    def shares(self, prior: Sequence[float]) -> list[float]:
+        """Return the probability that the drafts up to each depth are all accepted; as of the last note."""
+        if self._shares is None:
+            product = 1.0
+            self._shares = []
+            for hits, trials, rate in zip(self.hits, self.trials, prior, strict=True):
+                product *= (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT)
+                self._shares.append(product)
+        return self._shares
 
 
 class StepTimes:
@@ -84,6 +94,9 @@ class Pace:
         self._sleep_left = 0
         self._trials_left = _NUM_TRIALS
         self._steps_since_plain = 0
+        self._floor = 0.0  # the least share for which a draft is taken
+        self._steps_to_floor = 0
+        self._num_sequences = 0
 
     @property
     def is_asleep(self) -> bool:
@@ -91,7 +104,7 @@ class Pace:
         return self._sleep_left > 0
 
     def note_step(self, num_sequences: int, num_drafts: int, duration_s: float) -> None:
-        """Take in a step in which num_sequences decoded and nothing else happened."""
+        """Take in a step in which num_sequences decoded and nothing else happened, from its start to that of the next."""
         self._sleep_left = max(0, self._sleep_left - 1)
         if num_drafts == 0:
             self._plain.note(num_sequences, duration_s)
@@ -107,41 +120,56 @@ class Pace:
 
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
         """Return how many drafts to take of each sequence, given its record and how many it could have."""
-        none = [0] * len(offers)
         num_sequences = len(offers)
         if self._plain.num_known(num_sequences) < _FEW_PLAIN or self._steps_since_plain > _STEPS_BETWEEN_PLAIN:
-            return none
-        prior = [
-            (hits + 1.5) / (trials + _PRIOR_WEIGHT) for hits, trials in zip(self._ever.hits, self._ever.trials, strict=True)
-        ]
-        ranked: list[tuple[float, int]] = []
-        for index, (record, count) in enumerate(offers):
-            ranked += [(-share, index) for share in record.shares(count, prior)]
-        if not ranked:
-            return none
-        ranked.sort()
+            return [0] * num_sequences
+        prior = self._ever.rates()
+        shares = [record.shares(prior)[:count] for record, count in offers]
         if self._trials_left > 0:
+            return self._try(shares)
+        self._steps_to_floor -= 1
+        is_cheap = num_sequences * self._max_tokens <= _CHEAP_RANKING
+        if is_cheap or self._steps_to_floor < 0 or num_sequences != self._num_sequences:
+            self._steps_to_floor, self._num_sequences = _STEPS_BETWEEN_FLOORS, num_sequences
+            if not self._set_floor(num_sequences, shares):
+                return [0] * num_sequences
+        floor = self._floor
+        return [sum(share >= floor for share in one) for one in shares]
+
+    def _try(self, shares: list[list[float]]) -> list[int]:
+        """Spread a few drafts over the sequences, to see what they cost and gain."""
+        left = max(self._max_tokens, len(shares) // 2)
+        chosen: list[int] = []
+        for one in shares:
+            chosen.append(min(len(one), left))
+            left -= chosen[-1]
+        if sum(chosen) > 0:
             self._trials_left -= 1
-            best = min(len(ranked), max(self._max_tokens, num_sequences // 2))
-        else:
-            best = self._best_count(num_sequences, ranked)
+            self._steps_to_floor = 0
+        return chosen
+
+    def _set_floor(self, num_sequences: int, shares: list[list[float]]) -> bool:
+        """Decide from what share on a draft is worth its cost; return whether any is, else fall asleep."""
+        ranked = sorted((share for one in shares for share in one), reverse=True)
+        if not ranked:
+            self._steps_to_floor = 0  # nothing could be drafted: decide when something can
+            return False
+        best = self._best_count(num_sequences, ranked)
         if best == 0:
             self._sleep_left, self._sleep = self._sleep, min(2 * self._sleep, _LONGEST_SLEEP)
             self._trials_left = _NUM_TRIALS
-            return none
-        if self._trials_left == 0:
-            self._sleep = max(_FIRST_SLEEP, self._sleep // 2)
-        chosen = none
-        for _, index in ranked[:best]:
-            chosen[index] += 1
-        return chosen
+            return False
+        self._sleep = max(_FIRST_SLEEP, self._sleep // 2)
+        # Shares move a little until the next decision.
+        self._floor = _FLOOR_SLACK * ranked[best - 1] if len(ranked) > _CHEAP_RANKING else ranked[best - 1]
+        return True
 
-    def _best_count(self, num_sequences: int, ranked: list[tuple[float, int]]) -> int:
+    def _best_count(self, num_sequences: int, ranked: list[float]) -> int:
         plain_s = self._plain.known()[_size_class(num_sequences)]
         best, best_rate = 0, _NEEDED_GAIN * num_sequences / plain_s
         gained, step = 0.0, 1
-        for count, (share, _) in enumerate(ranked, start=1):
-            gained -= share
+        for count, share in enumerate(ranked, start=1):
+            gained += share
             if count != step and count != len(ranked):
                 continue
             step = max(count + 1, count * 5 // 4)

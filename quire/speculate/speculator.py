@@ -15,7 +15,7 @@ from quire.speculate.proposer import Proposer
 
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
-_RECENT = 0.9
+_RECENT = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,16 @@ class Speculator:
         self._followed: dict[SequenceId, _Followed] = {}
         self._begun_s = 0.0
         self._num_drafts = 0
+        self._decoded: Sequence[SequenceId] = ()
 
     def begin(self, plan: StepPlan) -> None:
         """Forget sequences that ended; to be called before the step's sequences are followed."""
-        self._begun_s = time.perf_counter()
+        now_s = time.perf_counter()
+        if self._pace is not None and any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1]):
+            # What is done between two steps counts too; but not that there was nothing to do.
+            self._pace.note_step(len(self._decoded), self._num_drafts, now_s - self._begun_s)
+        self._decoded = ()
+        self._begun_s = now_s
         for sequence_id in plan.ended:
             followed = self._followed.pop(sequence_id, None)
             if followed is not None:
@@ -66,9 +72,8 @@ class Speculator:
         if pace is not None:
             for sequence_id, (num_drafts, num_accepted) in verified.items():
                 pace.note_verified(self._followed[sequence_id].record, num_drafts, num_accepted)
-            is_decoding = len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values())
-            if is_decoding:
-                pace.note_step(len(advanced), self._num_drafts, time.perf_counter() - self._begun_s)
+            if len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
+                self._decoded = advanced
             if pace.is_asleep:
                 return {}
         followed = [self._followed[sequence_id] for sequence_id in advanced]

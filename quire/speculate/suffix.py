@@ -40,7 +40,7 @@ class _Responses:
         self._append(token_ids)
 
     def drop_first(self) -> None:
-        """Drop the oldest response. What is left is indexed anew when as much has been dropped: O(1) on average."""
+        """Count the oldest response as dropped; half of them then go together, and the rest is indexed anew."""
         self.num_dropped += 1
         if 2 * self.num_dropped > len(self.texts):
             self.texts = self.texts[self.num_dropped :]

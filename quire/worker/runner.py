@@ -238,6 +238,10 @@ class ModelRunner:
             found[row.start.sequence_id] = tuple(entries)
         return found
 
+    def draft_with(self, speculator: Speculator) -> None:
+        """Replace the speculator, which must follow no sequence."""
+        self._speculator = speculator
+
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
         peaks = measure_peaks(report, SHORT)

@@ -19,11 +19,11 @@ MAY_IMPORT = {
     "model": {"base", "contracts", "kernels", "kv", "quant"},
     "speculate": {"base", "contracts", "kernels", "sampling", "kv", "model"},
     "worker": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model", "speculate"},
-    "engine": {"base", "contracts", "text", "kv", "worker"},
+    "engine": {"base", "contracts", "text", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
-    "bench": {"base", "contracts", "kernels", "text", "model", "engine"},
+    "bench": {"base", "contracts", "kernels", "text", "model", "speculate", "engine"},
     "cli": {"base", "contracts", "text", "model", "engine", "serving", "bench"},
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "engine/scheduling", "api", "serving", "cli"}
