@@ -96,7 +96,7 @@ class Pace:
         self._steps_since_plain = 0
         self._floor = 0.0  # the least share for which a draft is taken
         self._steps_to_floor = 0
-        self._num_sequences = 0
+        self._num_sequences: int = 0
 
     @property
     def is_asleep(self) -> bool:
