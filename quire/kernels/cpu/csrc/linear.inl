@@ -21,8 +21,9 @@ constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3;
 constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4;
 #endif
 constexpr int MAX_PANELS = 4;
-// How far ahead of use weights are asked for, in bytes of all panels that are read side by side.
-constexpr i64 PREFETCH_BYTES = 2048;
+// How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
+// memory answers. With many rows a line lasts longer and fewer would do, but an early line does not hurt in the second cache.
+constexpr i64 PREFETCH_BYTES = 4096;
 
 // How far ahead inputs are asked for, in 32-bit words.
 constexpr i64 INPUT_WORDS_AHEAD = 128;
@@ -49,7 +50,7 @@ using TileFunction = void (*)(const Tile&);
 template <int P>
 QUIRE_INLINE void prefetch_ahead(const Tile& t, i64 s) {
 #pragma GCC unroll 32
-    for (int p = 0; p < P; ++p) prefetch(t.ahead[p] + (s >> t.ahead_shift) * 64);
+    for (int p = 0; p < P; ++p) prefetch_l2(t.ahead[p] + (s >> t.ahead_shift) * 64);
 }
 
 template <int R, int P>
@@ -394,12 +395,26 @@ void run_panels(const Unit& unit, Tile& tile, const Weight& w, const Walk& walk,
     run_tile(width, w.format, place.rows, tile);
 }
 
+// Ask for what the end of a step reads: a panel has a line of it, which no stream brings in, and its first rows of the result,
+// which another thread may have written.
+QUIRE_INLINE void prefetch_finish(const LinearJob& job, const Weight& w, i32 panel) {
+    if (w.column_scale != nullptr) prefetch(w.column_scale + panel * 16);
+    if (w.bias != nullptr) prefetch(w.bias + panel * 16);
+    if (job.out == nullptr) return;
+    const i32 rows = job.input->m < MAX_FLOATS ? job.input->m : 0;
+    for (i32 row = 0; row < rows; ++row) prefetch(job.out + row * job.out_stride + panel * 16);
+}
+
 // All rows of a few panels: one or more passes, after the first from the caches.
 void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int width) {
     alignas(64) float buffer[2 * MAX_FLOATS * 16];
     const LinearJob& job = unit.job;
     const Packed& x = *job.input;
     const bool is_gated = job.finish == Finish::gate;
+    for (int i = 0; i < width; ++i) {
+        prefetch_finish(job, *job.weight, walk.panel(i, step));
+        if (is_gated) prefetch_finish(job, *job.second, walk.panel(i, step));
+    }
     for (i32 row = 0, pass = 0; row < x.m; row += x.tile_rows, ++pass) {
         const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
         set_input(tile, x, place);
