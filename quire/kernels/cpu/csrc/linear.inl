@@ -12,13 +12,14 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
-// Integer tiles keep two sets: integers of a group and the f32 sum.
+// Integer tiles keep two sets: integers of a group and the f32 sum. Where a group is long, the sums may be in memory and the tile
+// twice as large (MAX_LONG_INTEGERS).
 #if QUIRE_LEVEL == 2
-constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12;
+constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12, MAX_LONG_INTEGERS = 24;
 #elif QUIRE_LEVEL == 1
-constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3;
+constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3, MAX_LONG_INTEGERS = 3;
 #else
-constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4;
+constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
 #endif
 constexpr int MAX_PANELS = 4;
 // How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
@@ -116,7 +117,8 @@ void tile_f16(const Tile& t) { tile_floats<R, P, true>(t); }
 // Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin.
 template <int R, int P, bool IS_NIBBLES>
 QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes& table, I32 (&acc)[P][R]) {
-    for (i64 s = begin; s < end; ++s) {
+    i64 s = begin;
+    do {  // A group is never empty, and a loop that may be skipped costs copies of all integers.
         prefetch_ahead<P>(t, s);
         // A long panel and its inputs do not fit into the first-level cache together.
         if (R > 2) prefetch(x + INPUT_WORDS_AHEAD);
@@ -126,9 +128,9 @@ QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, con
                 Bytes low, high;
                 unpack_nibbles(load_bytes(t.panels[p] + s * 64), table, low, high);
 #pragma GCC unroll 32
-                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], low, x + r);
+                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], low, set1_bytes(x[r]));
 #pragma GCC unroll 32
-                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], high, x + R + r);
+                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], high, set1_bytes(x[R + r]));
             }
             x += 2 * R;
         } else {
@@ -136,12 +138,14 @@ QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, con
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) w[p] = load_bytes(t.panels[p] + s * 64);
 #pragma GCC unroll 32
-            for (int r = 0; r < R; ++r)
+            for (int r = 0; r < R; ++r) {
+                const Bytes b = set1_bytes(x[r]);
 #pragma GCC unroll 32
-                for (int p = 0; p < P; ++p) acc[p][r] = dot_u8s8(acc[p][r], w[p], x + r);
+                for (int p = 0; p < P; ++p) acc[p][r] = dot_u8s8(acc[p][r], w[p], b);
+            }
             x += R;
         }
-    }
+    } while (++s < end);
 }
 
 template <int R, int P>
@@ -173,6 +177,28 @@ QUIRE_INLINE void tile_rowwise(const Tile& t) {
             for (int r = 0; r < R; ++r) sum[p][r] = fma(to_f32(acc[p][r]), set1(t.input_scales[g * R + r]), sum[p][r]);
     }
     store_tile<R, P>(t.out, sum);
+}
+
+// The same with the sums in t.out. A group's is a function of its own: beside another loop GCC 12 finds no registers for the integers.
+template <int R, int P>
+__attribute__((noinline)) void add_long_group(const Tile& t, i64 g) {
+    const i64 begin = g * t.group_steps, end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
+    const float* scales = t.input_scales + g * R;
+    I32 acc[P][R];
+    start_group<R, P>(t, g, acc);
+    dot_group<R, P, false>(t, begin, end, t.input + begin * R, set1_bytes(0), acc);
+    float* out = t.out;
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r, out += 16) store(out, fma(to_f32(acc[p][r]), set1(scales[r]), load(out)));
+}
+
+template <int R, int P>
+void tile_long(const Tile& t) {
+    for (i64 i = 0; i < R * P; ++i) store(t.out + i * 16, zero());
+    const i64 num_groups = (t.steps + t.group_steps - 1) / t.group_steps;
+    for (i64 g = 0; g < num_groups; ++g) add_long_group<R, P>(t, g);
 }
 
 // Scales (and offsets) per group of the weight; groups_per_scale groups share a scale of the input, and their sum rests in registers
@@ -230,7 +256,12 @@ void tile_integer(const Tile& t) {
 }
 
 template <int R, int P>
-void tile_u8(const Tile& t) { tile_integer<R, P, false>(t); }
+void tile_u8(const Tile& t) {
+    if constexpr (R * P <= MAX_INTEGERS)
+        tile_integer<R, P, false>(t);
+    else
+        tile_long<R, P>(t);
+}
 template <int R, int P>
 void tile_u4(const Tile& t) { tile_integer<R, P, true>(t); }
 
@@ -246,10 +277,8 @@ constexpr void fill(Functions<P>& functions) {
         functions.by_rows[static_cast<int>(Format::bf16)][R] = tile_bf16<R, P>;
         functions.by_rows[static_cast<int>(Format::f32)][R] = tile_f32<R, P>;
         functions.by_rows[static_cast<int>(Format::f16)][R] = tile_f16<R, P>;
-        if constexpr (R * P <= MAX_INTEGERS) {
-            functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
-            functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
-        }
+        if constexpr (R <= MAX_INTEGERS && R * P <= MAX_LONG_INTEGERS) functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
+        if constexpr (R * P <= MAX_INTEGERS) functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
         fill<P, R - 1>(functions);
     }
 }
@@ -267,16 +296,21 @@ constexpr Functions<2> two_panels = make_functions<2>();
 constexpr Functions<4> four_panels = make_functions<4>();
 
 QUIRE_INLINE bool is_integer(Format format) { return format == Format::u8 || format == Format::u4; }
-QUIRE_INLINE int max_accumulators(Format format) { return is_integer(format) ? MAX_INTEGERS : MAX_FLOATS; }
+// Rows of a tile of one panel.
+QUIRE_INLINE int max_rows(Format kind) { return is_integer(kind) ? MAX_INTEGERS : MAX_FLOATS; }
+QUIRE_INLINE int max_accumulators(const Weight& w) {
+    const bool is_long = w.format == Format::u8 && w.group_scales == nullptr && w.group_offsets == nullptr;
+    return is_long ? MAX_LONG_INTEGERS : max_rows(w.format);
+}
 
-QUIRE_INLINE int panels_for(Format format, i32 rows) {
-    const int most = max_accumulators(format);
+QUIRE_INLINE int panels_for(const Weight& w, i32 rows) {
+    const int most = max_accumulators(w);
     return rows * 4 <= most ? 4 : rows * 2 <= most ? 2 : 1;
 }
 
 i32 tile_rows(Format kind, i32 m) {
     // Up to all accumulators one pass over the weights is worth more than reusing inputs; beyond, f32 tiles are two panels wide.
-    const i32 most = max_accumulators(kind);
+    const i32 most = max_rows(kind);
     if (m <= most) return m;
     const i32 wide = is_integer(kind) ? most : most / 2;
     return ceil_div(m, ceil_div(m, wide));
@@ -419,7 +453,7 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
         const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
         set_input(tile, x, place);
         const i64 half = static_cast<i64>(width) * place.rows * 16;
-        if (is_gated && 2 * width * place.rows <= max_accumulators(job.weight->format)) {
+        if (is_gated && 2 * width * place.rows <= max_accumulators(*job.weight)) {
             // Gate and up side by side: twice the streams from memory.
             for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, walk.panel(i, step), pass);
             for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, walk.panel(i, step), pass);
@@ -435,10 +469,9 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
 }
 
 void run_unit(const Unit& unit) {
-    const Format format = unit.job.weight->format;
     Tile tile;
     set_weight(tile, *unit.job.weight);
-    int width = panels_for(format, unit.job.input->tile_rows);
+    int width = panels_for(*unit.job.weight, unit.job.input->tile_rows);
     if (unit.job.finish == Finish::gate && width > 1) width /= 2;
     i32 done = 0;
     for (; width > 0; width /= 2) {
@@ -450,7 +483,7 @@ void run_unit(const Unit& unit) {
 
 // Panels of a unit: many where the weight has many, so that threads seldom meet and streams are long, yet eight units or so a thread.
 QUIRE_INLINE i32 unit_panels(const LinearJob& job, int num_threads) {
-    if (job.input->m > max_accumulators(job.weight->format)) return 8;
+    if (job.input->m > max_rows(job.weight->format)) return 8;
     const i32 share = panels_of(*job.weight) / (8 * num_threads) / 4 * 4;
     const i32 most = job.finish == Finish::gate ? 8 : 16;
     return share < 4 ? (job.finish == Finish::gate ? 2 : 4) : share < most ? share : most;

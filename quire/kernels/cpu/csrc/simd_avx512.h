@@ -141,10 +141,9 @@ QUIRE_INLINE Bytes set1_bytes(u32 x) { return {_mm512_set1_epi32(static_cast<int
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
-// In assembly: from the intrinsic GCC 12 spills accumulators. The inputs are the second source, which may be a broadcast
-// from memory.
-QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+// In assembly: from the intrinsic GCC 12 spills accumulators.
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
     return acc;
 }
 QUIRE_INLINE F32 load_s8(const i8* p) {

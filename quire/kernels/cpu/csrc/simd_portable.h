@@ -154,10 +154,8 @@ QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     QUIRE_EACH acc.v[i] += f32_of(x[i] << 16) * f32_of(y[i] << 16);
     return acc;
 }
-QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
-    i8 y[4];
-    memcpy(y, x, 4);
-    QUIRE_EACH for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<i32>(w.v[4 * i + j]) * y[j];
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) {
+    QUIRE_EACH for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<i32>(w.v[4 * i + j]) * static_cast<i8>(x.v[4 * i + j]);
     return acc;
 }
 QUIRE_INLINE F32 load_s8(const i8* p) { F32 r; QUIRE_EACH r.v[i] = p[i]; return r; }
