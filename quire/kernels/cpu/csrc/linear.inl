@@ -515,8 +515,8 @@ QUIRE_INLINE F32 inputs_at(const Packed& x, const float* values, i32 j) {
     return load(lanes);
 }
 
-// Quantise words [begin, end) of a row: round(x * inverse), at most 127 in size also where 127 / peak overflows.
-i32 pack_group(const Packed& x, const float* values, u32* data, i32 rows, i32 begin, i32 end, float inverse) {
+// Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127 / peak overflows.
+i32 pack_group(const Packed& x, const float* values, u32* data, i64 apart, i32 begin, i32 end, float inverse) {
     i32 sum = 0;
     for (i32 j = 4 * begin; j < 4 * end; j += 16) {
         i8 codes[16];
@@ -525,15 +525,34 @@ i32 pack_group(const Packed& x, const float* values, u32* data, i32 rows, i32 be
         for (int w = 0; w < 4 && j / 4 + w < end; ++w) {
             u32 word;
             __builtin_memcpy(&word, codes + 4 * w, 4);
-            data[static_cast<i64>(j / 4 + w) * rows] = word;
+            data[(j / 4 + w - begin) * apart] = word;
             sum += codes[4 * w] + codes[4 * w + 1] + codes[4 * w + 2] + codes[4 * w + 3];
         }
     }
     return sum;
 }
 
-// `data` is where the row's words start, `rows` apart; `r` its place in the tile, whose first row is `first`.
-void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, i32 rows, i32 r, i32 begin_input, i32 end_input) {
+// The place of a row: its tile's first row and number of rows, and its own number there.
+struct RowPlace {
+    i32 first, rows, r;
+};
+
+QUIRE_INLINE RowPlace place_of(const Packed& x, i32 row) {
+    const i32 first = row / x.tile_rows * x.tile_rows;
+    return {first, x.tile_rows < x.m - first ? x.tile_rows : x.m - first, row - first};
+}
+
+// Where a word of a row goes.
+QUIRE_INLINE u32* word_at(const Packed& x, RowPlace place, i32 word) {
+    return x.data + static_cast<i64>(place.first) * steps_of(x.kind, x.k) + static_cast<i64>(word) * place.rows + place.r;
+}
+
+QUIRE_INLINE i32 first_word_of(const Packed& x, i32 begin) { return begin / x.input_group * ceil_div(x.input_group, 4); }
+
+// Quantise inputs [begin_input, end_input) of a row to data[0], data[apart] and so on; the scales and sums go to their places.
+void pack_quantized(const Packed& x, const float* values, RowPlace place, u32* data, i64 apart, i32 begin_input, i32 end_input) {
+    const i64 first = place.first;
+    const i32 rows = place.rows, r = place.r, first_word = first_word_of(x, begin_input);
     const i32 words = steps_of(Format::u8, x.k), group_words = ceil_div(x.group, 4), block_words = ceil_div(x.input_group, 4);
     const i32 num_blocks = groups_of(x.k, x.input_group), first_block = begin_input / x.input_group;
     const i64 first_group = static_cast<i64>(first_block) * (x.input_group / x.group);
@@ -556,31 +575,71 @@ void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, 
         const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
         for (i32 g = 0; g < num_groups; ++g, starts += rows, sums += rows) {
             const i32 begin = block + g * group_words, end = g + 1 < num_groups ? begin + group_words : stop;
-            const i32 sum = pack_group(x, values, data + r, rows, begin, end, inverse);
+            const i32 sum = pack_group(x, values, data + (begin - first_word) * apart, apart, begin, end, inverse);
             *starts = -128 * sum;
             *sums = static_cast<float>(sum);
         }
     }
 }
 
-void pack_row(const Packed& x, i32 row, const float* values, i32 begin, i32 end) {
-    const i32 first = row / x.tile_rows * x.tile_rows, r = row - first;
-    const i32 rows = x.tile_rows < x.m - first ? x.tile_rows : x.m - first;
-    u32* data = x.data + static_cast<i64>(first) * steps_of(x.kind, x.k);
-    if (x.kind == Format::u8 || x.kind == Format::u4) {
-        pack_quantized(x, values, data, first, rows, r, begin, end);
-        return;
+// Sixteen words from input j on of a row that is not quantised.
+QUIRE_INLINE I32 words_at(const Packed& x, const float* values, i32 j) {
+    if (x.kind != Format::bf16) return as_i32(inputs_at(x, values, j));
+    alignas(64) u16 halves[32];
+    store_bf16(halves, inputs_at(x, values, j));
+    store_bf16(halves + 16, j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
+    return load(reinterpret_cast<const i32*>(halves));
+}
+
+// Up to sixteen rows of a tile: their words are turned in registers, so that those of one step are written together.
+void pack_together(const Packed& x, RowPlace place, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
+    const i32 per_word = x.kind == Format::bf16 ? 2 : 1, stop = ceil_div(end, per_word);
+    I32 words[16] = {};
+    for (i32 word = begin / per_word; word < stop; word += 16) {
+        for (i32 i = 0; i < count; ++i) words[i] = words_at(x, values + i * stride, word * per_word);
+        store_columns(word_at(x, place, word), place.rows, words, count, stop - word < 16 ? stop - word : 16);
     }
-    for (i32 j = begin; j < end; j += 16) {
-        const F32 v = inputs_at(x, values, j);
-        u32 words[16];
-        const bool is_bf16 = x.kind == Format::bf16;
-        if (is_bf16)
-            store_bf16(reinterpret_cast<u16*>(words), v);
-        else
-            store(reinterpret_cast<float*>(words), v);
-        const i32 step = is_bf16 ? j / 2 : j, count = is_bf16 ? ceil_div(x.k - j < 16 ? x.k - j : 16, 2) : (x.k - j < 16 ? x.k - j : 16);
-        for (i32 i = 0; i < count; ++i) data[static_cast<i64>(step + i) * rows + r] = words[i];
+}
+
+// The same for inputs that are quantised, through memory for PIECE inputs of each row, of whole input groups.
+constexpr i32 PIECE = 1024;
+void pack_quantized_together(const Packed& x, RowPlace place, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
+    alignas(64) i32 codes[16][PIECE / 4 + 32];  // and the padding of K, and what is read past the end
+    const i32 piece = PIECE / x.input_group * x.input_group;
+    for (; begin < end; begin += piece) {
+        const i32 last = end - begin < piece ? end : begin + piece;
+        const i32 first_word = begin / 4, stop = last == x.k ? steps_of(Format::u8, x.k) : last / 4;
+        for (i32 i = 0; i < count; ++i)
+            pack_quantized(x, values + i * stride, {place.first, place.rows, place.r + i}, reinterpret_cast<u32*>(codes[i]), 1, begin, last);
+        I32 words[16] = {};
+        for (i32 word = first_word; word < stop; word += 16) {
+            for (i32 i = 0; i < count; ++i) words[i] = load(codes[i] + word - first_word);
+            store_columns(word_at(x, place, word), place.rows, words, count, stop - word < 16 ? stop - word : 16);
+        }
+    }
+}
+
+void pack_row(const Packed& x, i32 row, const float* values, i32 begin, i32 end) {
+    const RowPlace place = place_of(x, row);
+    if (is_integer(x.kind))
+        pack_quantized(x, values, place, word_at(x, place, first_word_of(x, begin)), place.rows, begin, end);
+    else
+        pack_together(x, place, 1, values, 0, begin, end);
+}
+
+void pack_rows(const Packed& x, i32 first, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
+    const bool is_apart = is_integer(x.kind) && (x.input_group > PIECE || x.input_group % 4 != 0);
+    for (i32 row = first, together; row < first + count; row += together, values += together * stride) {
+        const RowPlace place = place_of(x, row);
+        together = place.rows - place.r < 16 ? place.rows - place.r : 16;
+        if (together > first + count - row) together = first + count - row;
+        if (is_apart) {
+            for (i32 i = 0; i < together; ++i) pack_row(x, row + i, values + i * stride, begin, end);
+        } else if (is_integer(x.kind)) {
+            pack_quantized_together(x, place, together, values, stride, begin, end);
+        } else {
+            pack_together(x, place, together, values, stride, begin, end);
+        }
     }
 }
 
@@ -631,6 +690,6 @@ void unpack_row(const Weight& w, i32 n, float* out) {
 
 }  // namespace
 
-extern const LinearTable linear_table = {tile_rows, pack_row, linear, unpack_row};
+extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row};
 
 }  // namespace quire::QUIRE_ISA

@@ -23,6 +23,7 @@
 //   min_unsigned      of lanes taken as unsigned;  xor3  a ^ b ^ c
 //   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the table is
 //                          code_table(), made once. load_quarters: 64 bytes from four places
+//   store_columns(to, stride, rows, num_rows, num_words)  word w of row r to to[w * stride + r]; rows past num_rows may be anything
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
 //   to_i32_up         to the next integer that is not below
 //   Steps, at_step    f(n) of integers -256 <= n < 256 that changes at most once in each [16i, 16i + 16); make_steps takes its 512 values

@@ -256,6 +256,13 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     high = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(_mm256_srli_epi16(packed.a, 4), mask)),
             _mm256_shuffle_epi8(table.b, _mm256_and_si256(_mm256_srli_epi16(packed.b, 4), mask))};
 }
+QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
+    for (int r = 0; r < num_rows; ++r) {
+        i32 words[16];
+        store(words, rows[r]);
+        for (int w = 0; w < num_words; ++w) to[w * stride + r] = static_cast<u32>(words[w]);
+    }
+}
 QUIRE_INLINE float sum_lanes(F32 x) {
     __m256 b = _mm256_add_ps(x.a, x.b);
     __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));

@@ -184,6 +184,13 @@ QUIRE_INLINE Bytes load_table(const u8* table) { Bytes r; for (int i = 0; i < 64
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     for (int i = 0; i < 64; ++i) low.v[i] = table.v[packed.v[i] & 15], high.v[i] = table.v[packed.v[i] >> 4];
 }
+QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
+    for (int r = 0; r < num_rows; ++r) {
+        i32 words[16];
+        store(words, rows[r]);
+        for (int w = 0; w < num_words; ++w) to[w * stride + r] = static_cast<u32>(words[w]);
+    }
+}
 QUIRE_INLINE float sum_lanes(F32 a) {
     for (int width = 8; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
