@@ -380,11 +380,7 @@ struct Stepper {
 
     // Hidden states after the final norm of `count` rows of x_.
     void hidden_states(const i32* rows, i32 count, float* out) {
-        each(count, [&](i64 i) {
-            float* to = out + i * plan.hidden_;
-            const float* values = normed(plan.final_norm, rows[i], to);
-            if (values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
-        });
+        each(count, [&](i64 i) { norm_row(plan.final_norm, rows[i], out + i * plan.hidden_); });
     }
 
     // Logits of `count` rows of x_; rows null: the first ones.
