@@ -64,12 +64,12 @@ def kill_when(server, condition):
 def test_batch_has_every_line_once_when_the_server_is_killed_while_it_runs(tmp_path):
     options = ("--data-dir", str(tmp_path), "--no-page")
     with serving(*options) as server:
-        batch_id = start_batch(server, make_lines(NUM_LINES))
-        kill_when(server, lambda: status_of(server, batch_id)["request_counts"]["completed"] >= 64)
+        batch_id = start_batch(server, make_lines(150))
+        kill_when(server, lambda: status_of(server, batch_id)["request_counts"]["completed"] > 0)
     check_database(tmp_path)
     with serving(*options) as server:
-        batch = assert_every_line_once(server, batch_id, NUM_LINES)
-        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", NUM_LINES)
+        batch = assert_every_line_once(server, batch_id, 150)
+        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 150)
         assert_recovered(server)
         assert server.stop() == 0
     check_database(tmp_path)
@@ -156,6 +156,7 @@ def small_disk():
     folder.rmdir()
 
 
+@pytest.mark.slow
 def test_batch_resumes_and_chat_goes_on_when_the_disk_was_full(small_disk):
     with serving("--data-dir", str(small_disk), "--no-page", env={"TMPDIR": str(small_disk)}) as server:
         batch_id = start_batch(server, make_lines(600, max_tokens=20))

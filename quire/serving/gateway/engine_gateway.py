@@ -209,9 +209,14 @@ class EngineGateway:
             if not delta.finished:
                 continue
             stream = self._running.get(delta.request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            has_room = True
+            error = None if stream.subscription is None else stream.subscription.error
+            if error is None:
                 self._close(stream, "stop")
-                has_room = True
+            else:  # its reader, who would tell, may be stuck in sending what came before
+                self.subscription_failed(stream, error)
         if has_room:
             self._dispatch()
 

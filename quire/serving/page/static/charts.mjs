@@ -215,12 +215,12 @@ export function drawTimeline(canvas, rows, nowMs) {
     context.fillStyle = colours.text;
     const label = row.label.length * 6 > labels ? `${row.label.slice(0, Math.floor(labels / 6.5) - 1)}…` : row.label;
     context.fillText(label, 0, y + 10);
-    const queued = part(row.arrived, row.dispatched ?? end);
+    const queued = part(row.arrived, row.scheduled ?? end);
     context.strokeStyle = colours.queue;
     context.lineWidth = 1;
     if (queued[2] > 1) context.strokeRect(queued[0] + 0.5, queued[1] + 0.5, queued[2] - 1, queued[3] - 1);
-    if (row.dispatched !== null) {
-      const prefill = part(row.dispatched, row.first ?? end);
+    if (row.scheduled !== null) {
+      const prefill = part(row.scheduled, row.first ?? end);
       context.fillStyle = colours.prefill;
       context.fillRect(...prefill);
       stripes(context, ...prefill, colours.surface, 4);

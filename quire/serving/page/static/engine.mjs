@@ -267,7 +267,7 @@ export class EngineView {
     const end = row.ended ?? this.model.now();
     const between = (from, to) => (from === null ? "–" : ms(Math.max((to ?? end) - from, 0)));
     const state = row.state === "ended" ? `ended: ${row.reason}` : row.state;
-    return [row.label, row.priority, state, between(row.arrived, row.dispatched), between(row.dispatched, row.first), between(row.first, row.ended), row.prompt, row.cached, row.output];
+    return [row.label, row.priority, state, between(row.arrived, row.scheduled), between(row.scheduled, row.first), between(row.first, row.ended), row.prompt, row.cached, row.output];
   }
 
   batchText(step) {

@@ -6,7 +6,7 @@ export const CACHED = -1;
 export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
-const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "dispatched", "first", "ended", "reason"];
+const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason"];
 const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
 
 export function quantile(values, share) {
@@ -130,7 +130,7 @@ export class EngineModel {
     const live = [...this.requests.values()].filter((row) => row.state !== "ended");
     return {
       running: isBusy ? last.running : 0,
-      waiting: live.filter((row) => row.state === "queue").length + (isBusy ? last.waiting : 0),
+      waiting: live.filter((row) => row.state === "queue").length,
       decodeRate: sum(steps, "decode") / 5,
       prefillRate: sum(steps, "prefill") / 5,
       ttft50: quantile(waits, 0.5),
