@@ -184,7 +184,7 @@ class LLMEngine:
         outputs: list[EngineOutput] = []
         for request_id, stream in touched.items():
             if stream.is_finished:
-                stream.metrics.finished_time = now
+                stream.note_end(now)
                 del self._streams[request_id]
             output = stream.take()
             if output is not None:
