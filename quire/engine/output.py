@@ -184,7 +184,8 @@ class OutputStream:
             outputs = [
                 self._delta(choice)
                 for choice in choices
-                if len(choice.token_ids) > choice.num_sent_tokens or (choice.finish_reason is not None and not choice.is_end_sent)
+                if len(choice.token_ids) > choice.num_sent_tokens
+                or (choice.finish_reason is not None and not choice.is_end_sent)
             ]
             if not outputs and not is_finished:
                 return None
