@@ -220,7 +220,7 @@ class NativeDecoder:
         if longest > known:
             self._extend_angles(max(longest, 2 * known))
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
-        tables = step.block_tables.to(torch.int32).contiguous()
+        tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
         self._hidden_rows = rows[len(logit_rows) :] if keeps_all else _NO_ROWS
         if hidden_rows and not keeps_all:
