@@ -89,8 +89,8 @@ class ModelRunner:
             return StepResult(plan.step_id, {}, {}, {}, {})
         step = self._batch.build(plan)
         ready = step.ready_rows()
-        keeps_all = any(row.num_prompt_logprobs is not None for row in step.rows)
-        runs = step.pooled_rows()
+        keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
+        runs = step.pooled_rows() if step.wants_prompt else []
         logits = self._decoder.step(
             step.token_ids,
             step.positions,
@@ -100,7 +100,7 @@ class ModelRunner:
             keeps_all,
             [index for run in runs for index in range(run.first, run.last)],
         )
-        prompt_logprobs = self._prompt_logprobs(step)
+        prompt_logprobs = self._prompt_logprobs(step) if keeps_all else {}
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
         result = self._sample(plan, [row for row, _ in ready], logits, prompt_logprobs)

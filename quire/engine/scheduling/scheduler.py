@@ -129,17 +129,22 @@ class Scheduler:
             raise InvariantError(f"step {self._plan_in_flight.step_id} must be committed before the next is scheduled")
         draft = StepDraft(self.config.max_num_batched_tokens)
         num_preempted_before = self._num_preemptions
-        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
-            self._schedule_running(draft, sequence)
-        for sequence in [s for s in self.running if s.num_uncomputed_tokens > 1]:
-            self._schedule_running(draft, sequence)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            is_decoding = len(sequence.token_ids) - sequence.num_computed_tokens == 1
+            (decoding if is_decoding else prefilling).append(sequence)
+        for sequence in decoding:
+            self._schedule_running(draft, sequence, 1)
+        for sequence in prefilling:
+            self._schedule_running(draft, sequence, self._chunk(draft, sequence))
         if self._num_preemptions == num_preempted_before:
             self._schedule_waiting(draft)
         if draft.is_empty:
             return None
         self._plan_in_flight = draft.build(next(self._step_ids), tuple(self._ended))
         self._ended.clear()
-        for sequence in draft.sequences:
+        for sequence in draft.unknown_sequences:
             sequence.is_known = True
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
@@ -160,7 +165,7 @@ class Scheduler:
                 continue
             error = result.errors.get(sequence_id)
             if error is None:
-                error = _find_mistake(sequence, num_tokens == sequence.num_uncomputed_tokens, result)
+                error = _find_mistake(sequence, num_tokens, result)
             if error is not None:
                 updates.append(self._end(sequence, "error", error=error))
                 continue
@@ -189,6 +194,7 @@ class Scheduler:
             choice=choice,
             order_key=order_key(self.config.policy, request, arrival, choice),
             max_total_tokens=max_total_tokens(request, self.config),
+            ending_token_ids=request.ending_token_ids,
             next_prompt_logprob=1 if has_prompt_logprobs else len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
             added_s=now,
@@ -200,8 +206,7 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold or sequence.num_uncomputed_tokens
         return min(sequence.num_uncomputed_tokens, threshold, draft.num_tokens_left)
 
-    def _schedule_running(self, draft: StepDraft, sequence: Sequence) -> None:
-        num_tokens = self._chunk(draft, sequence)
+    def _schedule_running(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
             return
         while (growth := self.kv.grow(sequence, num_tokens)) is None:
@@ -251,11 +256,14 @@ class Scheduler:
             sequence.is_known = False
 
     def _commit_sequence(self, sequence: Sequence, num_tokens: int, result: StepResult, now: float) -> SequenceUpdate | None:
-        prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
-        num_computed_before = sequence.num_computed_tokens
+        num_prompt, num_computed_before = sequence.num_prompt_tokens, sequence.num_computed_tokens
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        prompt_logprobs_start = 0
+        if sequence.next_prompt_logprob < num_prompt:
+            prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
         sequence.num_computed_tokens += num_tokens
         self.kv.publish(sequence)
-        if sequence.choice == 0 and num_computed_before < sequence.num_prompt_tokens <= sequence.num_computed_tokens:
+        if sequence.choice == 0 and num_computed_before < num_prompt <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
@@ -266,12 +274,11 @@ class Scheduler:
             sequence.first_token_s = now
         if not token_ids and not prompt_logprobs:
             return None
-        return SequenceUpdate(
-            sequence_id=sequence.sequence_id,
-            request_id=sequence.request.request_id,
-            choice=sequence.choice,
-            new_token_ids=token_ids,
-            logprobs=result.logprobs.get(sequence.sequence_id, ())[: len(token_ids)],
+        logprobs = result.logprobs.get(sequence.sequence_id, ())[: len(token_ids)]
+        update = SequenceUpdate(sequence.sequence_id, sequence.request.request_id, sequence.choice, token_ids, logprobs)
+        if ending is None and not is_start and not prompt_logprobs:
+            return update
+        return update._replace(
             prompt_logprobs=prompt_logprobs,
             prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=None if ending is None else ending.finish_reason,
@@ -343,25 +350,30 @@ def _stats(sequence: Sequence) -> SequenceStats:
     )
 
 
-def _find_mistake(sequence: Sequence, is_due: bool, result: StepResult) -> str | None:
-    """Return what is wrong with the worker's result for a sequence, whose last known token is computed where is_due."""
+def _find_mistake(sequence: Sequence, num_tokens: int, result: StepResult) -> str | None:
+    """Return what is wrong with the worker's result for a sequence that computes num_tokens in the step."""
+    is_due = sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
     is_pooled = sequence.request.pooling is not None
     has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
-    for name, has, is_wanted in (("token", has_token, not is_pooled), ("pooled vector", has_vector, is_pooled)):
-        if has != (is_wanted and is_due):
-            return f"the worker returned {'a' if has else 'no'} {name} where {'none' if has else 'one'} was due"
+    if has_token != (is_due and not is_pooled):
+        return _describe_mistake("token", has_token)
+    if has_vector != (is_due and is_pooled):
+        return _describe_mistake("pooled vector", has_vector)
     return None
+
+
+def _describe_mistake(name: str, has: bool) -> str:
+    return f"the worker returned {'a' if has else 'no'} {name} where {'none' if has else 'one'} was due"
 
 
 def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:
     """Return the prompt log probabilities of a chunk that were not handed out before, and the position of the first.
 
+    For a sequence with some still to hand out.
     To be called before num_computed_tokens advances: the worker's first one is of the token after the first computed.
     """
     due = sequence.num_prompt_tokens - sequence.next_prompt_logprob
     first = sequence.num_computed_tokens + 1
-    if due <= 0:
-        return (), 0
     start = max(first, sequence.next_prompt_logprob)
     taken = result.prompt_logprobs.get(sequence.sequence_id, ())[start - first :][:due]
     sequence.next_prompt_logprob = start + len(taken)
