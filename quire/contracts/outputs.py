@@ -80,6 +80,7 @@ class RequestOutput:
     """The state of one request: its prompt, its choices, and whether it has ended.
 
     prompt_token_ids one list shared by all outputs of the request: do not change it
+    metrics          shared by outputs that follow each other until a figure changes: do not change them
     prompt_logprobs  per prompt token a dict of token id -> Logprob; the first token has None. None until the whole prompt
                      is computed; of deltas only the first one after that has them
     error            what went wrong, when a choice has finish_reason "error"

@@ -39,6 +39,10 @@ class EmbeddingStream:
         self.metrics.num_preemptions = stats.num_preemptions
         self.metrics.num_cached_tokens = stats.num_cached_tokens
 
+    def note_end(self, now: float) -> None:
+        """Note when the request has ended, before its output is taken."""
+        self.metrics.finished_time = now
+
     def take(self) -> EmbeddingRequestOutput | None:
         """Return the output when the request has ended, None before."""
         if self._finish_reason is None:

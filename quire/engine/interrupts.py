@@ -1,4 +1,4 @@
-"""Hold Ctrl-C back while the engine changes its books, so that an interrupt never leaves them half changed."""
+"""Interrupts: hold Ctrl-C back while the engine changes its books, so that an interrupt never leaves them half changed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,55 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Raise a KeyboardInterrupt that comes inside only at the end; a second one is raised at once.
+class Interrupts:
+    """Ctrl-C as one engine takes it.
 
     Does nothing outside the main thread, or where SIGINT has a handler of the program's own.
     """
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    is_interrupted = False
 
-    def note(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        if is_interrupted:
-            raise KeyboardInterrupt
-        is_interrupted = True
+    def __init__(self) -> None:
+        self._is_watching = False
+        self._is_deferring = False
+        self._is_noted = False
 
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if is_interrupted:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Keep the handler in place, so that `deferred` need not put it there, which takes as long as a tenth of a small step.
+
+        Outside of `deferred` Ctrl-C is raised at once, as ever.
+        """
+        is_ours = threading.current_thread() is threading.main_thread()
+        if self._is_watching or not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        self._is_watching = True
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raise a KeyboardInterrupt that comes inside only at the end; a second one is raised at once."""
+        if not self._is_watching:
+            with self.watched():
+                if not self._is_watching:
+                    yield
+                    return
+                with self.deferred():
+                    yield
+            return
+        self._is_noted, self._is_deferring = False, True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+            if self._is_noted:
+                raise KeyboardInterrupt
+
+    def _note(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._is_noted or not self._is_deferring:
             raise KeyboardInterrupt
+        self._is_noted = True

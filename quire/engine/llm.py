@@ -108,6 +108,10 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[Any]:
+        with self.llm_engine.interrupts.watched():
+            return self._run_watched(requests, use_tqdm)
+
+    def _run_watched(self, requests: list[Request], use_tqdm: bool) -> list[Any]:
         engine = self.llm_engine
         for request in requests:
             engine.check_servable(request)

@@ -20,7 +20,7 @@ from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
-from quire.engine.interrupts import deferred_interrupts
+from quire.engine.interrupts import Interrupts
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
 from quire.engine.scheduling.admission import check_servable
@@ -104,6 +104,7 @@ class LLMEngine:
         self._request_indices = itertools.count()
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
+        self.interrupts = Interrupts()
         self.stats = EngineStats()
         self.is_recording = False  # whether last_step is wanted
         self.last_step: StepRecord | None = None
@@ -141,7 +142,7 @@ class LLMEngine:
             raise WorkerError("the engine has been closed")
         is_pooled = request.pooling is not None
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
-        with deferred_interrupts():
+        with self.interrupts.deferred():
             self.scheduler.add(request, time.monotonic())
             self._streams[request.request_id] = stream
 
@@ -163,7 +164,7 @@ class LLMEngine:
         A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
         Ctrl-C is raised when the step is complete, and its outputs are returned by the next call.
         """
-        with deferred_interrupts():
+        with self.interrupts.deferred():
             self._step()
         outputs, self._undelivered = self._undelivered, []
         return outputs
@@ -209,7 +210,7 @@ class LLMEngine:
         outputs: list[EngineOutput] = []
         for request_id, stream in touched.items():
             if stream.is_finished:
-                stream.metrics.finished_time = now
+                stream.note_end(now)
                 del self._streams[request_id]
             output = stream.take()
             if output is not None:
@@ -229,7 +230,7 @@ class LLMEngine:
 
         Outputs of it that an interrupted step left behind are dropped, or returned if they were its last.
         """
-        with deferred_interrupts():
+        with self.interrupts.deferred():
             left = [output for output in self._undelivered if output.request_id == request_id]
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
             stream = self._streams.get(request_id)

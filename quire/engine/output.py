@@ -45,9 +45,12 @@ class OutputStream:
         self._prompt_token_ids = list(request.prompt_token_ids)
         self.kind: OutputKind = "final" if params.num_sequences > params.n else kind
         self.metrics = RequestMetrics(request.arrival_time_s)
+        self._shown_metrics: RequestMetrics | None = None  # what the last output showed, until they change
+        self._needs_logprob = params.needs_logprob
         self._tokenizer = tokenizer if params.detokenize else None
         self._token_texts = tokenizer
         self._choices = [_Choice(index) for index in range(params.num_sequences)]
+        self._num_unfinished = len(self._choices)
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
@@ -66,78 +69,84 @@ class OutputStream:
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self._choices)
+        return self._num_unfinished == 0
 
     def apply(self, update: SequenceUpdate, now: float) -> bool:
         """Take in what one sequence did in a step; return whether a stop string ended it, which the scheduler must hear."""
         choice = self._choices[update.choice]
         if choice.finish_reason is not None:  # the request has failed in this very step
             return False
-        if update.new_token_ids and self.metrics.first_token_time is None:
+        new_token_ids = update.new_token_ids
+        if new_token_ids and self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
+            self._shown_metrics = None
         if update.start is not None:
             self._note_start(update.choice, update.start)
-        for offset, entry in enumerate(update.prompt_logprobs):
-            if self._prompt_logprobs is not None:
+        if self._prompt_logprobs is not None:
+            for offset, entry in enumerate(update.prompt_logprobs):
                 self._prompt_logprobs[update.prompt_logprobs_start + offset] = self._describe(entry)
                 self._num_prompt_logprobs += 1
-        is_stopped = False
-        for index, token_id in enumerate(update.new_token_ids):
-            is_ending = index == len(update.new_token_ids) - 1 and update.finish_reason == "stop"
-            self._append_token(choice, token_id, update.logprobs[index] if update.logprobs else None)
-            if self._append_text(choice, token_id, is_ending):
-                is_stopped = True
-                break
-        if is_stopped:
-            return update.finish_reason is None
+        for index, token_id in enumerate(new_token_ids):
+            is_ending = update.finish_reason == "stop" and index == len(new_token_ids) - 1
+            choice.token_ids.append(token_id)
+            if update.logprobs:
+                self._append_logprobs(choice, update.logprobs[index])
+            if choice.detokenizer is not None and self._append_text(choice, choice.detokenizer, token_id, is_ending):
+                return update.finish_reason is None
         if update.finish_reason is not None:
             self._end(choice, update)
         return False
+
+    def _finish(self, choice: _Choice, reason: FinishReason | None, stop_reason: int | str | None = None) -> None:
+        """Note why a choice has ended; a stop string found in its last characters overrules what was noted before."""
+        self._num_unfinished -= choice.finish_reason is None
+        choice.finish_reason, choice.stop_reason = reason, stop_reason
 
     def fail(self, error: str) -> None:
         """End every choice that has not ended with finish_reason "error"."""
         self._error = self._error or error
         for choice in self._choices:
             if choice.finish_reason is None:
-                choice.finish_reason = "error"
+                self._finish(choice, "error")
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
         """Take in what the scheduler measured of a sequence that has ended."""
         self._note_start(choice, stats)
         self.metrics.num_preemptions += stats.num_preemptions
 
+    def note_end(self, now: float) -> None:
+        """Note when the request has ended, before its last output is taken."""
+        self.metrics.finished_time = now
+        self._shown_metrics = None
+
     def _note_start(self, choice: int, stats: SequenceStats) -> None:
         times = (self.metrics.first_scheduled_time, stats.first_scheduled_s)
         self.metrics.first_scheduled_time = min((time for time in times if time is not None), default=None)
         if choice == 0:
             self.metrics.num_cached_tokens = stats.num_cached_tokens
+        self._shown_metrics = None
 
-    def _append_token(self, choice: _Choice, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        choice.token_ids.append(token_id)
-        if logprobs is not None:
-            choice.cumulative_logprob += logprobs.logprob
-            if choice.logprobs is not None:
-                choice.logprobs.append(self._describe(logprobs))
+    def _append_logprobs(self, choice: _Choice, logprobs: TokenLogprobs) -> None:
+        choice.cumulative_logprob += logprobs.logprob
+        if choice.logprobs is not None:
+            choice.logprobs.append(self._describe(logprobs))
 
-    def _append_text(self, choice: _Choice, token_id: int, is_ending: bool) -> bool:
+    def _append_text(self, choice: _Choice, detokenizer: IncrementalDetokenizer, token_id: int, is_ending: bool) -> bool:
         """Add the text of a token; return whether it completes a stop string, which then ends the choice."""
-        if choice.detokenizer is None:
-            return False
-        params = self.request.params
-        if is_ending and not params.include_stop_str_in_output:
+        if is_ending and not self.request.params.include_stop_str_in_output:
             return False  # the token that ends an output is not part of its text
-        piece = choice.detokenizer.append([token_id])
-        if choice.scanner is None or len(choice.token_ids) <= params.min_tokens:
+        piece = detokenizer.append((token_id,))
+        if choice.scanner is None or len(choice.token_ids) <= self.request.params.min_tokens:
             choice.text += piece
             return False
         piece, stop = choice.scanner.feed(piece)
         choice.text += piece
         if stop is not None:
-            choice.finish_reason, choice.stop_reason = "stop", stop
+            self._finish(choice, "stop", stop)
         return stop is not None
 
     def _end(self, choice: _Choice, update: SequenceUpdate) -> None:
-        choice.finish_reason, choice.stop_reason = update.finish_reason, update.stop_reason
+        self._finish(choice, update.finish_reason, update.stop_reason)
         self._error = self._error or update.error
         if choice.detokenizer is None:
             return
@@ -149,7 +158,7 @@ class OutputStream:
         rest, stop = choice.scanner.feed(rest)
         choice.text += rest
         if stop is not None:
-            choice.finish_reason, choice.stop_reason = "stop", stop
+            self._finish(choice, "stop", stop)
         else:
             choice.text += choice.scanner.flush()
 
@@ -172,11 +181,18 @@ class OutputStream:
             return None
         choices = self._best() if is_finished else self._choices
         if self.kind == "delta":
-            outputs = [self._delta(choice) for choice in choices if self._has_news(choice)]
+            outputs = [
+                self._delta(choice)
+                for choice in choices
+                if len(choice.token_ids) > choice.num_sent_tokens
+                or (choice.finish_reason is not None and not choice.is_end_sent)
+            ]
             if not outputs and not is_finished:
                 return None
         else:
             outputs = [self._complete(choice, index) for index, choice in enumerate(choices)]
+        if self._shown_metrics is None:
+            self._shown_metrics = replace(self.metrics)
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
@@ -184,8 +200,8 @@ class OutputStream:
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
-            prompt_logprobs=self._take_prompt_logprobs(),
-            metrics=replace(self.metrics),
+            prompt_logprobs=None if self._prompt_logprobs is None else self._take_prompt_logprobs(),
+            metrics=self._shown_metrics,
             error=self._error,
         )
 
@@ -209,10 +225,6 @@ class OutputStream:
             return has_failed, -choice.cumulative_logprob / max(1, len(choice.token_ids))
 
         return sorted(self._choices, key=rank)[:n]
-
-    def _has_news(self, choice: _Choice) -> bool:
-        is_ending = choice.finish_reason is not None and not choice.is_end_sent
-        return is_ending or len(choice.token_ids) > choice.num_sent_tokens
 
     def _complete(self, choice: _Choice, index: int) -> CompletionOutput:
         return CompletionOutput(
@@ -242,4 +254,4 @@ class OutputStream:
         )
 
     def _cumulative(self, choice: _Choice) -> float | None:
-        return choice.cumulative_logprob if self.request.params.needs_logprob else None
+        return choice.cumulative_logprob if self._needs_logprob else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -62,6 +63,8 @@ class SamplingRow:
     vocab_size           number of logits of a row
     inverse_temperature  multiplies the logits; 1 for a greedy row
     is_greedy            temperature 0: the best logit wins, no noise
+    log_min_p            logarithm of min_p, -inf where it is 0
+    needs_logprob        the log probability of the chosen token is asked for
     edits_logits         whether a processor changes the logits of this row, now or at some later position
     """
 
@@ -75,6 +78,8 @@ class SamplingRow:
         "inverse_temperature",
         "is_greedy",
         "known_counts",
+        "log_min_p",
+        "needs_logprob",
         "output_counts",
         "output_token_ids",
         "params",
@@ -96,6 +101,8 @@ class SamplingRow:
         self.is_greedy = params.temperature == 0
         temperature = min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
         self.inverse_temperature = 1.0 if self.is_greedy else 1.0 / temperature
+        self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        self.needs_logprob = params.needs_logprob
         self._prepare_masks(request)
         self.repetition_penalty = min(max(params.repetition_penalty, _MIN_PENALTY), _MAX_PENALTY)
         self.known_counts = TokenCounts(self._in_vocabulary(token_ids)) if params.repetition_penalty != 1 else None

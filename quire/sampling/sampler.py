@@ -10,10 +10,9 @@ extension is absent, goes through torch. Both give the same tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +50,7 @@ _RAW_ERRORS = {
 _EDITED_ERRORS = _RAW_ERRORS | {SampleStatus.INFINITE: _TOO_LARGE, SampleStatus.NOTHING: _NOTHING_LEFT}
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What the sampler found for one row: a token, with log probabilities where asked for, or an error, never both."""
 
     token_id: int | None
@@ -76,7 +74,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     else:
         fitting = [index for index, row in enumerate(rows) if row.is_greedy or row.params.typical_p >= 1]
         _sample_natively(native, logits, rows, fitting, found)
-        _sample_in_torch(logits, rows, sorted(set(range(len(rows))) - set(fitting)), found)
+        if len(fitting) < len(rows):
+            _sample_in_torch(logits, rows, sorted(set(range(len(rows))) - set(fitting)), found)
     _add_logprobs(found, logits, rows)
     return found
 
@@ -89,7 +88,11 @@ def _sample_natively(
     if takes_logits(logits):
         plain = [index for index in indices if not rows[index].edits_logits]
         tokens = sample_rows(native, logits, plain, [_draw_options(rows[index]) for index in plain])
-        _place(found, plain, [_sampled(token_id, _RAW_ERRORS[status]) for token_id, status in tokens])
+        fine = SampleStatus.FINE
+        for index, (token_id, status) in zip(plain, tokens, strict=True):
+            found[index] = Sampled(token_id) if status is fine else Sampled(None, error=_RAW_ERRORS[status])
+        if len(plain) == len(indices):
+            return
         indices = [index for index in indices if rows[index].edits_logits]
     for part in _passes(indices, vocab_size):
         part_rows, part_logits = [rows[index] for index in part], _copy_rows(logits, part)
@@ -102,8 +105,9 @@ def _sample_natively(
 
 def _draw_options(row: SamplingRow) -> DrawOptions:
     params = row.params
-    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    return DrawOptions(row.inverse_temperature, row.is_greedy, params.top_k, params.top_p, log_min_p, row.seed, row.position)
+    return DrawOptions(
+        row.inverse_temperature, row.is_greedy, params.top_k, params.top_p, row.log_min_p, row.seed, row.position
+    )
 
 
 def _sampled(token_id: int, error: str | None) -> Sampled:
@@ -242,7 +246,7 @@ def _add_logprobs(found: list[Sampled], logits: Tensor, rows: Sequence[SamplingR
     """Fill in the log probabilities of the raw logits, rows of an equal number of alternatives together."""
     by_num_top: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        if row.params.needs_logprob and found[index].token_id is not None:
+        if row.needs_logprob and found[index].token_id is not None:
             by_num_top.setdefault(row.params.logprobs or 0, []).append(index)
     for num_top, indices in by_num_top.items():
         for part in _passes(indices, logits.shape[1]):

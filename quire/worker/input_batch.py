@@ -43,6 +43,11 @@ class Row:
         return len(self.start.request.prompt_token_ids)
 
     @property
+    def wants_prompt(self) -> bool:
+        """Whether more is asked for than the next token: something about the prompt's own."""
+        return self.pooler is not None or self.num_prompt_logprobs is not None
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Log probabilities to return at each prompt position; None: none at all, as for every choice but the first."""
         return self.start.request.params.prompt_logprobs if self.start.choice == 0 else None
@@ -66,6 +71,7 @@ class StepInput:
     token_ids, positions  [T] i64
     rows                  the sequences of the step, in batch order
     drafts                of those that have some; their tokens come after the known ones
+    wants_prompt          whether one of them may ask for something about its prompt: else there is nothing but ready_rows
     """
 
     token_ids: Tensor
@@ -73,6 +79,7 @@ class StepInput:
     attention: AttentionInput
     rows: list[Row]
     drafts: Mapping[SequenceId, Draft]
+    wants_prompt: bool
 
     def ready_rows(self) -> list[tuple[Row, int]]:
         """Return the sequences that get a token after this step, each with the index of its last known one."""
@@ -109,11 +116,12 @@ class InputBatch:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._rows: dict[SequenceId, Row] = {}
+        self._prompt_rows: set[SequenceId] = set()  # those that ask for something about their prompt
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._free_tables = list(range(max_num_seqs - 1, -1, -1))
-        self._token_ids = torch.zeros(max_num_tokens, dtype=torch.int64)
-        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64)
-        self._slots = torch.zeros(max_num_tokens, dtype=torch.int64)
+        self._token_ids = np.zeros(max_num_tokens, dtype=np.int64)
+        self._positions = np.zeros(max_num_tokens, dtype=np.int64)
+        self._slots = np.zeros(max_num_tokens, dtype=np.int64)
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan changes: sequences that ended or start, and their block tables."""
@@ -122,6 +130,7 @@ class InputBatch:
             row = self._rows.pop(sequence_id, None)
             if row is not None:
                 self._free_tables.append(row.table)
+                self._prompt_rows.discard(sequence_id)
         for start in plan.starts:
             self._start(start)
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
@@ -139,6 +148,8 @@ class InputBatch:
         pooler = None if pooling is None else Pooler(pooling)
         row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, sampling, pooler)
         self._rows[start.sequence_id] = row
+        if row.wants_prompt:
+            self._prompt_rows.add(start.sequence_id)
         self._append_blocks(row, start.block_ids)
 
     def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
@@ -170,17 +181,22 @@ class InputBatch:
         if len(token_ids) != starts[-1]:
             raise InvariantError(f"the plan schedules {starts[-1]} tokens, the rows know {len(token_ids)} of them")
         num_tokens = starts[-1]
-        computed = np.array([row.num_computed_tokens for row in rows])
-        index = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(num_tokens) + (computed - np.array(starts[:-1]))[index]
-        tables = self._tables[[row.table for row in rows], : max(row.num_blocks for row in rows)]
-        slots = tables[index, positions // self._block_size] * self._block_size + positions % self._block_size
-        buffers = (self._token_ids[:num_tokens], self._positions[:num_tokens], self._slots[:num_tokens])
-        for buffer, values in zip(buffers, (token_ids, positions, slots), strict=True):
-            buffer.numpy()[:] = values
-        context_lens = [row.num_computed_tokens + count for row, count in zip(rows, counts, strict=True)]
-        attention = AttentionInput(buffers[2], starts, context_lens, torch.from_numpy(tables))
-        return StepInput(buffers[0], buffers[1], attention, rows, drafts)
+        positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
+        index = np.arange(len(rows))
+        positions_of_first = [row.num_computed_tokens for row in rows]
+        if num_tokens == len(rows):  # all of them decode
+            positions[:] = positions_of_first
+        else:
+            index = np.repeat(index, counts)
+            positions[:] = np.arange(num_tokens) + (np.array(positions_of_first) - np.array(starts[:-1]))[index]
+        tables = self._tables[[row.table for row in rows], : max([row.num_blocks for row in rows])]
+        block_index, offset = np.divmod(positions, self._block_size)
+        slots[:] = tables[index, block_index] * self._block_size + offset
+        self._token_ids[:num_tokens] = token_ids
+        context_lens = [first + count for first, count in zip(positions_of_first, counts, strict=True)]
+        attention = AttentionInput(torch.from_numpy(slots), starts, context_lens, torch.from_numpy(tables))
+        token_tensor, position_tensor = torch.from_numpy(self._token_ids[:num_tokens]), torch.from_numpy(positions)
+        return StepInput(token_tensor, position_tensor, attention, rows, drafts, bool(self._prompt_rows))
 
     def advance(self, step: StepInput) -> None:
         """Count the known tokens of the step as computed; whoever accepts drafts counts them."""

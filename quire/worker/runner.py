@@ -112,8 +112,8 @@ class ModelRunner:
         logit_rows = [last for _, last in ready]
         for row, last in ready if drafts else ():
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
-        keeps_all = any(row.num_prompt_logprobs is not None for row in step.rows)
-        runs = step.pooled_rows()
+        keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
+        runs = step.pooled_rows() if step.wants_prompt else []
         logits = self._decoder.step(
             step.token_ids,
             step.positions,
@@ -123,7 +123,7 @@ class ModelRunner:
             keeps_all,
             [index for run in runs for index in range(run.first, run.last)],
         )
-        prompt_logprobs = self._prompt_logprobs(step)
+        prompt_logprobs = self._prompt_logprobs(step) if keeps_all else {}
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
         rows = [row for row, _ in ready]

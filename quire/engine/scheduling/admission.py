@@ -16,6 +16,23 @@ from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request
 
 
+def check_prompt_length(num_prompt: int, max_model_len: int, is_pooling: bool) -> None:
+    """Raise RequestError for a prompt that the model's context does not hold, with room for a token where one is generated."""
+    if is_pooling and num_prompt > max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but max_model_len is {max_model_len}: shorten the prompt, or raise "
+            "max_model_len where the model takes more",
+            "prompt",
+        )
+    if not is_pooling and num_prompt >= max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but with max_model_len {max_model_len} at most "
+            f"{max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
+            "max_model_len where the model takes more",
+            "prompt",
+        )
+
+
 def check_servable(request: Request, config: SchedulerConfig) -> None:
     """Raise RequestError if a sequence of the request could never end in this pool."""
     num_prompt = len(request.prompt_token_ids)
@@ -23,19 +40,7 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
     pool = f"the KV pool holds {num_slots} tokens ({config.num_kv_blocks} blocks of {config.block_size})"
     if num_prompt == 0:
         raise RequestError("the prompt has 0 tokens: at least 1 is needed", "prompt")
-    if request.pooling is not None and num_prompt > config.max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, but max_model_len is {config.max_model_len}: shorten the prompt, or raise "
-            "max_model_len where the model takes more",
-            "prompt",
-        )
-    if request.pooling is None and num_prompt >= config.max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, but with max_model_len {config.max_model_len} at most "
-            f"{config.max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
-            "max_model_len where the model takes more",
-            "prompt",
-        )
+    check_prompt_length(num_prompt, config.max_model_len, request.pooling is not None)
     if num_prompt > num_slots:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, but {pool}: shorten the prompt or raise num_kv_blocks", "prompt"

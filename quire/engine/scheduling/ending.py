@@ -22,13 +22,12 @@ def append_sampled(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[tupl
     An ending token ends the output once there are min_tokens, itself included. A token that is both the last one allowed
     and an ending token counts as "stop"; one that is both end of sequence and a stop token, as end of sequence.
     """
-    request = sequence.request
-    ending_token_ids = request.ending_token_ids
+    request, known_ids = sequence.request, sequence.token_ids
     for index, token_id in enumerate(token_ids):
-        sequence.token_ids.append(token_id)
-        if token_id in ending_token_ids and sequence.num_output_tokens >= request.params.min_tokens:
+        known_ids.append(token_id)
+        if token_id in sequence.ending_token_ids and sequence.num_output_tokens >= request.params.min_tokens:
             is_eos = token_id in request.eos_token_ids and not request.params.ignore_eos
             return token_ids[: index + 1], Ending("stop", None if is_eos else token_id)
-        if sequence.num_tokens >= sequence.max_total_tokens:
+        if len(known_ids) >= sequence.max_total_tokens:
             return token_ids[: index + 1], Ending("length")
     return token_ids, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import FinishReason
@@ -25,9 +26,10 @@ class SequenceStats:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """News of one sequence. Every sequence of an accepted request gets exactly one with a finish_reason, its last.
+
+    A tuple, as one is made for every token: a frozen dataclass of as many fields takes six times as long to make.
 
     new_token_ids          output tokens since the last update; a token that ended the output is among them
     logprobs               one per new token, where the request asks for them

@@ -73,8 +73,12 @@ class KvAllocator:
     def grow(self, sequence: Sequence, num_tokens: int) -> BlockGrowth | None:
         """Make the slots of the next num_tokens >= 1 tokens writable; None, and no change, when too few blocks are free."""
         table, start = sequence.block_ids, sequence.num_computed_tokens
+        first = start // self.block_size
+        is_one_block = first < len(table) and start + num_tokens <= (first + 1) * self.block_size
+        if is_one_block and self._is_writable(table[first]):  # almost every token of a decoding sequence
+            return NO_GROWTH
         num_blocks = self._num_blocks_for(start + num_tokens)
-        touched = range(start // self.block_size, min(num_blocks, len(table)))
+        touched = range(first, min(num_blocks, len(table)))
         locked = [index for index in touched if not self._is_writable(table[index])]
         num_appended = max(0, num_blocks - len(table))
         if num_appended == 0 and not locked:

@@ -39,6 +39,7 @@ from quire.engine.scheduling.ending import append_sampled
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.policy import order_key
+from quire.engine.scheduling.result_check import find_mistake
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 from quire.engine.scheduling.step_draft import StepDraft
@@ -131,10 +132,15 @@ class Scheduler:
             raise InvariantError(f"step {self._plan_in_flight.step_id} must be committed before the next is scheduled")
         draft = StepDraft(self.config.max_num_batched_tokens)
         num_preempted_before = self._num_preemptions
-        for sequence in [s for s in self.running if s.num_uncomputed_tokens == 1]:
-            self._schedule_running(draft, sequence)
-        for sequence in [s for s in self.running if s.num_uncomputed_tokens > 1]:
-            self._schedule_running(draft, sequence)
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            is_decoding = len(sequence.token_ids) - sequence.num_computed_tokens == 1
+            (decoding if is_decoding else prefilling).append(sequence)
+        for sequence in decoding:
+            self._schedule_running(draft, sequence, 1)
+        for sequence in prefilling:
+            self._schedule_running(draft, sequence, self._chunk(draft, sequence))
         if self._num_preemptions == num_preempted_before:
             self._schedule_waiting(draft)
         self._schedule_drafts(draft)
@@ -142,7 +148,7 @@ class Scheduler:
             return None
         self._plan_in_flight = draft.build(next(self._step_ids), tuple(self._ended))
         self._ended.clear()
-        for sequence in draft.sequences:
+        for sequence in draft.unknown_sequences:
             sequence.is_known = True
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
@@ -164,7 +170,7 @@ class Scheduler:
             error = result.errors.get(sequence_id)
             if error is None:
                 num_slots = plan.num_draft_slots.get(sequence_id, 0) if plan.num_draft_slots else 0
-                error = _find_mistake(sequence, num_tokens == sequence.num_uncomputed_tokens, num_slots, result)
+                error = find_mistake(sequence, num_tokens, num_slots, result)
             if error is not None:
                 updates.append(self._end(sequence, "error", error=error))
                 continue
@@ -193,6 +199,7 @@ class Scheduler:
             choice=choice,
             order_key=order_key(self.config.policy, request, arrival, choice),
             max_total_tokens=max_total_tokens(request, self.config),
+            ending_token_ids=request.ending_token_ids,
             next_prompt_logprob=1 if has_prompt_logprobs else len(request.prompt_token_ids),
             token_ids=list(request.prompt_token_ids),
             added_s=now,
@@ -204,8 +211,7 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold or sequence.num_uncomputed_tokens
         return min(sequence.num_uncomputed_tokens, threshold, draft.num_tokens_left)
 
-    def _schedule_running(self, draft: StepDraft, sequence: Sequence) -> None:
-        num_tokens = self._chunk(draft, sequence)
+    def _schedule_running(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
             return
         while (growth := self.kv.grow(sequence, num_tokens)) is None:
@@ -269,15 +275,20 @@ class Scheduler:
             sequence.is_known = False
 
     def _commit_sequence(self, sequence: Sequence, num_tokens: int, result: StepResult, now: float) -> SequenceUpdate | None:
-        prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
-        num_computed_before = sequence.num_computed_tokens
-        sequence.num_computed_tokens += num_tokens + result.verified.get(sequence.sequence_id, (0, 0))[1]
+        num_prompt, num_computed_before = sequence.num_prompt_tokens, sequence.num_computed_tokens
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        prompt_logprobs_start = 0
+        if sequence.next_prompt_logprob < num_prompt:
+            prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
+        sequence.num_computed_tokens += num_tokens
+        if result.verified:
+            sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
         sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
         token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
         if ending is not None:  # drafts behind the end may have been accepted
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         self.kv.publish(sequence)
-        if sequence.choice == 0 and num_computed_before < sequence.num_prompt_tokens <= sequence.num_computed_tokens:
+        if sequence.choice == 0 and num_computed_before < num_prompt <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
@@ -287,12 +298,11 @@ class Scheduler:
             sequence.first_token_s = now
         if not token_ids and not prompt_logprobs:
             return None
-        return SequenceUpdate(
-            sequence_id=sequence.sequence_id,
-            request_id=sequence.request.request_id,
-            choice=sequence.choice,
-            new_token_ids=token_ids,
-            logprobs=result.logprobs.get(sequence.sequence_id, ())[: len(token_ids)],
+        logprobs = result.logprobs.get(sequence.sequence_id, ())[: len(token_ids)]
+        update = SequenceUpdate(sequence.sequence_id, sequence.request.request_id, sequence.choice, token_ids, logprobs)
+        if ending is None and not is_start and not prompt_logprobs:
+            return update
+        return update._replace(
             prompt_logprobs=prompt_logprobs,
             prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=None if ending is None else ending.finish_reason,
@@ -364,31 +374,14 @@ def _stats(sequence: Sequence) -> SequenceStats:
     )
 
 
-def _find_mistake(sequence: Sequence, is_due: bool, num_draft_slots: int, result: StepResult) -> str | None:
-    """Return what is wrong with the worker's result for a sequence, whose last known token is computed where is_due."""
-    num_drafts, num_accepted = result.verified.get(sequence.sequence_id, (0, 0))
-    num_sampled = len(result.sampled.get(sequence.sequence_id, ()))
-    if num_drafts > num_draft_slots or num_accepted > min(num_drafts, max(0, num_sampled - 1)):
-        return (
-            f"the worker accepted {num_accepted} of {num_drafts} drafts in {num_draft_slots} slots, and sampled {num_sampled}"
-        )
-    is_pooled = sequence.request.pooling is not None
-    has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
-    for name, has, is_wanted in (("token", has_token, not is_pooled), ("pooled vector", has_vector, is_pooled)):
-        if has != (is_wanted and is_due):
-            return f"the worker returned {'a' if has else 'no'} {name} where {'none' if has else 'one'} was due"
-    return None
-
-
 def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:
     """Return the prompt log probabilities of a chunk that were not handed out before, and the position of the first.
 
+    For a sequence with some still to hand out.
     To be called before num_computed_tokens advances: the worker's first one is of the token after the first computed.
     """
     due = sequence.num_prompt_tokens - sequence.next_prompt_logprob
     first = sequence.num_computed_tokens + 1
-    if due <= 0:
-        return (), 0
     start = max(first, sequence.next_prompt_logprob)
     taken = result.prompt_logprobs.get(sequence.sequence_id, ())[start - first :][:due]
     sequence.next_prompt_logprob = start + len(taken)

@@ -28,6 +28,7 @@ class Sequence:
     token_ids            prompt, then output
     order_key            place among all sequences under the policy; unique, never changes
     max_total_tokens     prompt and output together, at which it ends with "length"
+    ending_token_ids     the request's; kept here, as they are asked for with every token
     num_computed_tokens  tokens whose KV is in block_ids, [0, num_computed_tokens)
     block_ids            the block table; covers at least the computed tokens; empty unless RUNNING
     is_known             the worker has a row for it
@@ -45,6 +46,7 @@ class Sequence:
     choice: int
     order_key: OrderKey
     max_total_tokens: int
+    ending_token_ids: frozenset[int]
     next_prompt_logprob: int
     token_ids: list[int]
     added_s: float

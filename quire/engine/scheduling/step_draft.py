@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.engine.scheduling.kv_allocator import BlockGrowth
+from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth
 from quire.engine.scheduling.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What one sequence does in the step."""
-
-    sequence: Sequence
-    num_tokens: int
-    growth: BlockGrowth
-    num_draft_slots: int = 0
 
 
 def _start(sequence: Sequence) -> SequenceStart:
@@ -35,69 +23,77 @@ class StepDraft:
     """Collects who computes how many tokens under one token budget; who is taken out again leaves no trace."""
 
     def __init__(self, max_num_tokens: int) -> None:
-        self._shares: dict[SequenceId, _Share] = {}
-        self._num_tokens_left = max_num_tokens
-
-    @property
-    def num_tokens_left(self) -> int:
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._num_tokens: dict[SequenceId, int] = {}
+        self._growths: dict[SequenceId, BlockGrowth] = {}  # of the few whose table has changed
+        self._num_draft_slots: dict[SequenceId, int] = {}
+        self.num_tokens_left = max_num_tokens
         """Tokens of the budget that are not given out yet."""
-        return self._num_tokens_left
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody computes anything."""
-        return not self._shares
+        return not self._sequences
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """The sequences in the step, in batch order."""
-        return tuple(share.sequence for share in self._shares.values())
+        return tuple(self._sequences.values())
+
+    @property
+    def unknown_sequences(self) -> list[Sequence]:
+        """Those of them that the worker does not know."""
+        return [sequence for sequence in self._sequences.values() if not sequence.is_known]
 
     def add(self, sequence: Sequence, num_tokens: int, growth: BlockGrowth) -> None:
         """Let a sequence compute num_tokens >= 1 more tokens, in a block table that has just grown so."""
-        self._shares[sequence.sequence_id] = _Share(sequence, num_tokens, growth)
-        self._num_tokens_left -= num_tokens
+        sequence_id = sequence.sequence_id
+        self._sequences[sequence_id] = sequence
+        self._num_tokens[sequence_id] = num_tokens
+        self.num_tokens_left -= num_tokens
+        if growth is not NO_GROWTH:
+            self._growths[sequence_id] = growth
 
     def add_draft_slots(self, sequence: Sequence, num_slots: int, growth: BlockGrowth) -> None:
         """Let a sequence that is in compute num_slots >= 1 drafts too, for which its table has grown again."""
-        share = self._shares[sequence.sequence_id]
-        both = BlockGrowth(
-            share.growth.appended + growth.appended,
-            share.growth.replaced + growth.replaced,
-            share.growth.copies + growth.copies,
-        )
-        self._shares[sequence.sequence_id] = _Share(sequence, share.num_tokens, both, num_slots)
-        self._num_tokens_left -= num_slots
+        sequence_id = sequence.sequence_id
+        before = self._growths.get(sequence_id, NO_GROWTH)
+        self._num_draft_slots[sequence_id] = num_slots
+        self.num_tokens_left -= num_slots
+        if growth is not NO_GROWTH:
+            self._growths[sequence_id] = BlockGrowth(
+                before.appended + growth.appended, before.replaced + growth.replaced, before.copies + growth.copies
+            )
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is in, and give its tokens back to the budget."""
-        share = self._shares.pop(sequence.sequence_id, None)
-        if share is not None:
-            self._num_tokens_left += share.num_tokens + share.num_draft_slots
+        sequence_id = sequence.sequence_id
+        if sequence_id in self._sequences:
+            del self._sequences[sequence_id]
+            self.num_tokens_left += self._num_tokens.pop(sequence_id)
+            self._growths.pop(sequence_id, None)
+            self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
 
     def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
         """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
-        starts: list[SequenceStart] = []
         new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}
         replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] = {}
         block_copies: list[tuple[BlockId, BlockId]] = []
-        draft_slots = {key: share.num_draft_slots for key, share in self._shares.items() if share.num_draft_slots}
-        for sequence_id, share in self._shares.items():
-            block_copies.extend(share.growth.copies)
-            if not share.sequence.is_known:
-                starts.append(_start(share.sequence))
+        for sequence_id, growth in self._growths.items():
+            block_copies.extend(growth.copies)
+            if not self._sequences[sequence_id].is_known:
                 continue
-            if share.growth.appended:
-                new_block_ids[sequence_id] = share.growth.appended
-            if share.growth.replaced:
-                replaced_blocks[sequence_id] = share.growth.replaced
+            if growth.appended:
+                new_block_ids[sequence_id] = growth.appended
+            if growth.replaced:
+                replaced_blocks[sequence_id] = growth.replaced
         return StepPlan(
             step_id=step_id,
-            num_scheduled_tokens={sequence_id: share.num_tokens for sequence_id, share in self._shares.items()},
-            starts=tuple(starts),
+            num_scheduled_tokens=self._num_tokens,
+            starts=tuple([_start(sequence) for sequence in self.unknown_sequences]),
             new_block_ids=new_block_ids or None,
             replaced_blocks=replaced_blocks or None,
             block_copies=tuple(block_copies),
             ended=ended,
-            num_draft_slots=draft_slots or None,
+            num_draft_slots=self._num_draft_slots or None,
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ class SampleStatus(enum.IntEnum):
     UNDERFLOW = 5
 
 
-@dataclass(frozen=True, slots=True)
-class DrawOptions:
-    """How one row is drawn.
+_STATUSES = tuple(SampleStatus)  # by number: calling the enum takes ten times as long
+
+
+class DrawOptions(NamedTuple):
+    """How one row is drawn; a tuple, as one is made for every token.
 
     inverse_temperature  multiplies the logits, > 0
     is_greedy            the best logit wins, the lowest id of ties; nothing else is read
@@ -69,18 +71,20 @@ def sample_rows(
     rows = [
         (
             address,
-            one.inverse_temperature,
-            one.is_greedy,
-            one.top_k if 0 < one.top_k < vocab_size else 0,
-            one.top_p,
-            one.log_min_p,
-            one.seed & _MASK64,
-            one.position & _MASK32,
+            inverse_temperature,
+            is_greedy,
+            top_k if 0 < top_k < vocab_size else 0,
+            top_p,
+            log_min_p,
+            seed & _MASK64,
+            position & _MASK32,
         )
-        for address, one in zip(addresses, options, strict=True)
+        for address, (inverse_temperature, is_greedy, top_k, top_p, log_min_p, seed, position) in zip(
+            addresses, options, strict=True
+        )
     ]
     found = native.sample(rows, vocab_size, torch.get_num_threads(), isa)
-    return [(token_id, SampleStatus(status)) for token_id, status in found]
+    return [(token_id, _STATUSES[status]) for token_id, status in found]
 
 
 def logprobs_of_rows(
@@ -109,7 +113,8 @@ def logprobs_of_rows(
 
 
 def _row_addresses(logits: Tensor, row_ids: Sequence[int]) -> list[int]:
-    if not takes_logits(logits) or logits.shape[1] < 1 or not all(0 <= row_id < len(logits) for row_id in row_ids):
+    is_within = not row_ids or (min(row_ids) >= 0 and max(row_ids) < logits.shape[0])
+    if not takes_logits(logits) or logits.shape[1] < 1 or not is_within:
         raise InvariantError(
             "the native sampler takes rows of f32 logits [R, V] on the CPU, each in one piece, got "
             f"{len(row_ids)} rows of {tuple(logits.shape)} {logits.dtype} on {logits.device} with strides {logits.stride()}"

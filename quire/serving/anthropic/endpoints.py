@@ -12,7 +12,7 @@ from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.generation.plan import GenerationPlan
-from quire.serving.generation.prepare import need_tokenizer, prepare_chat, render_chat
+from quire.serving.generation.prepare import check_text_length, need_tokenizer, prepare_chat, render_chat
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import caller_of, frames, whole_answer
 from quire.serving.openai.requests import make_id
@@ -51,6 +51,7 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
 
     def count() -> int:
         rendered = render_chat(served, chat_input(served, body, signer))
+        check_text_length(served, rendered.text)
         return len(need_tokenizer(served).encode_rendered(rendered))
 
     return Ready(encode_json(TokenCount(await served.preparation.run(count))))

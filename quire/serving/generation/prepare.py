@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from quire.base.errors import RequestError
 from quire.contracts.sampling_params import SamplingParams
+from quire.engine.scheduling.admission import check_prompt_length
 from quire.serving.generation.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
 from quire.serving.generation.reasoning_effort import reasoning_variables
 from quire.serving.generation.sampling import make_sampling
@@ -34,7 +35,9 @@ def prepare_chat(
     if setup is not None:
         sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
     params, is_copied, num_choices = _params(served, sampling)
+    check_text_length(served, rendered.text)
     token_ids = need_tokenizer(served).encode_rendered(rendered)
+    check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling=False)
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
     return GenerationPlan(
@@ -77,7 +80,7 @@ def prepare_prompts(
     salt = salt_of(owner, options.salt)
     plans: list[GenerationPlan] = []
     for request_id, prompt in zip(request_ids, prompts, strict=True):
-        text, token_ids = encode_prompt(served, prompt, add_special_tokens)
+        text, token_ids = encode_prompt(served, prompt, add_special_tokens, is_pooling=False)
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
         request = served.factory.make(request_id, served.next_index(), stated, params)
         echo = ""
@@ -167,10 +170,28 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
     )
 
 
-def encode_prompt(served: ServedModel, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
+def check_text_length(served: ServedModel, text: str) -> None:
+    """Raise RequestError for a text that cannot fit, however it is split: so that it is refused before it is tokenised."""
+    limit = served.info.max_model_len * served.longest_token_bytes
+    if len(text) > limit:
+        raise RequestError(
+            f"the prompt has {len(text)} characters, and no {served.info.max_model_len} tokens (max_model_len) spell more than "
+            f"{limit}: shorten the prompt",
+            "prompt",
+        )
+
+
+def encode_prompt(
+    served: ServedModel, prompt: str | list[int], add_special_tokens: bool, is_pooling: bool
+) -> tuple[str | None, list[int]]:
+    """Return the text of a prompt, None where there is none, and its tokens. Raises RequestError where they are too many."""
+    text, token_ids = None, prompt
     if isinstance(prompt, str):
-        return prompt, need_tokenizer(served).encode(prompt, add_special_tokens)
-    return None, prompt
+        tokenizer = need_tokenizer(served)
+        check_text_length(served, prompt)
+        text, token_ids = prompt, tokenizer.encode(prompt, add_special_tokens)
+    check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling)
+    return text, cast("list[int]", token_ids)
 
 
 def need_tokenizer(served: ServedModel) -> Tokenizer:

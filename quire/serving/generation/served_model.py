@@ -32,6 +32,7 @@ class ServedModel:
     parsers           the formats of tool calls and reasoning in its output
     marker_token_ids  markers of the formats that are special tokens
     count_tool_output  told, with the format, of every output read for tool calls and whether there were any
+    longest_token_bytes  of one token's text; bounds the text that a context can hold
     fingerprint       changes with the weights, the precision or the server's version: the API's system_fingerprint
     """
 
@@ -44,6 +45,7 @@ class ServedModel:
     fingerprint: str
     created_s: int
     preparation: Preparation
+    longest_token_bytes: int = 0
     count_tool_output: Callable[[str, str], None] = _count_nothing
     _indexes: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -100,6 +102,7 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
         fingerprint=_fingerprint(info),
         created_s=int(time.time()),
         preparation=Preparation(),
+        longest_token_bytes=0 if tokenizer is None else _longest_token_bytes(tokenizer),
     )
 
 
@@ -128,6 +131,10 @@ def _special_markers(tokenizer: Tokenizer | None, parsers: ParserChoice) -> dict
     return {
         marker: token_id for marker, token_id in ids.items() if token_id is not None and token_id in tokenizer.special_token_ids
     }
+
+
+def _longest_token_bytes(tokenizer: Tokenizer) -> int:
+    return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
 
 
 def _fingerprint(info: EngineInfo) -> str:

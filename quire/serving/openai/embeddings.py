@@ -57,7 +57,7 @@ def prepare_embeddings(served: ServedModel, body: EmbeddingRequest, owner: Owner
     requests: list[Request] = []
     num_tokens = 0
     for position, prompt in enumerate(split_prompts(body.input, MAX_INPUTS, "input")):
-        _, token_ids = encode_prompt(served, prompt, body.add_special_tokens is not False)
+        _, token_ids = encode_prompt(served, prompt, body.add_special_tokens is not False, is_pooling=True)
         num_tokens += len(token_ids)
         if num_tokens > MAX_INPUT_TOKENS:
             raise RequestError(f"input: may have {MAX_INPUT_TOKENS} tokens in total; send several requests", "input")

@@ -14,6 +14,8 @@ from quire.serving.generation.served_model import ServedModel
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.requests import messages_of, tools_of
 
+MAX_CHARACTERS = 4 << 20
+
 
 async def post_tokenize(context: ServerContext, call: Call) -> Answer:
     """Turn a prompt or messages into token ids."""
@@ -29,10 +31,17 @@ async def post_detokenize(context: ServerContext, call: Call) -> Answer:
     return Ready(encode_json(await served.preparation.run(detokenize, served, body)))
 
 
+def _check_size(text: str, param: str) -> None:
+    """Raise RequestError for a text that would keep a thread busy for long."""
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(f"{param}: may have {MAX_CHARACTERS} characters, got {len(text)}; send it in parts", param)
+
+
 def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
     """Return the tokens of a prompt, or of what the chat template makes of messages. Raises RequestError."""
     tokenizer = need_tokenizer(served)
     if body.messages is None:
+        _check_size(body.prompt or "", "prompt")
         token_ids = tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
         chat = ChatInput(
@@ -43,6 +52,7 @@ def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
             template_variables=body.chat_template_kwargs or {},
         )
         rendered = render_chat(served, chat)
+        _check_size(rendered.text, "messages")
         # The template writes the special tokens; where more are asked for, what only looks like one cannot be told apart.
         token_ids = tokenizer.encode(rendered.text) if body.add_special_tokens else tokenizer.encode_rendered(rendered)
     strings = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None

@@ -1,7 +1,6 @@
 """LLM.generate, chat and beam_search: outputs, log probabilities, stopping, and refusals."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -383,7 +382,7 @@ def test_best_of_prefers_choices_that_did_not_fail(llm, monkeypatch):
     def fail_first_choice(logits, rows):
         found = real(logits, rows)
         return [
-            replace(one, token_id=None, error="broken") if row.seed == mix_seed(8, 0) else one
+            one._replace(token_id=None, error="broken") if row.seed == mix_seed(8, 0) else one
             for one, row in zip(found, rows, strict=True)
         ]
 

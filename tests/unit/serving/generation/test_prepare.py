@@ -150,3 +150,29 @@ def test_preparation_refuses_when_too_much_waits_and_counts_down_when_the_work_i
         preparation.close()
 
     asyncio.run(run())
+
+
+def test_prompt_is_refused_when_the_context_cannot_hold_it():
+    served = make_served(TOOL_TEMPLATE, max_model_len=64)
+    for prompt in ("hello " * 63, [5] * 64):
+        with pytest.raises(RequestError, match="max_model_len 64") as caught:
+            prepare_prompts(served, ["r"], [prompt], NO_OPTIONS, OWNER)
+        assert caught.value.param == "prompt"
+    prepare_prompts(served, ["r"], [[5] * 63], NO_OPTIONS, OWNER)
+    with pytest.raises(RequestError, match="max_model_len 64"):
+        prepare_chat(served, "r", ChatInput(messages=[{"role": "user", "content": "hello " * 63}]), NO_OPTIONS, OWNER)
+
+
+def test_text_is_refused_before_it_is_tokenised_when_no_tokens_can_spell_it_in_the_context(monkeypatch):
+    served = make_served(TOOL_TEMPLATE, max_model_len=64)
+    longest = max(range(served.tokenizer.vocab_size), key=lambda token_id: len(served.tokenizer.token_bytes(token_id)))
+    (plan,) = prepare_prompts(served, ["r"], [served.tokenizer.token_text(longest) * 60], NO_OPTIONS, OWNER)
+    assert plan.num_prompt_tokens < 64
+    monkeypatch.setattr(type(served.tokenizer), "encode", lambda *_: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(type(served.tokenizer), "encode_rendered", lambda *_: pytest.fail("it was tokenised"))
+    for work in (
+        lambda: prepare_prompts(served, ["r"], ["a" * 2000], NO_OPTIONS, OWNER),
+        lambda: prepare_chat(served, "r", ChatInput(messages=[{"role": "user", "content": "a" * 2000}]), NO_OPTIONS, OWNER),
+    ):
+        with pytest.raises(RequestError, match="2\\d\\d\\d characters"):
+            work()
