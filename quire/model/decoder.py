@@ -37,6 +37,8 @@ class Decoder:
         self._layers = [_Layer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
+        self._tap_layers: tuple[int, ...] = ()
+        self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
@@ -53,7 +55,10 @@ class Decoder:
         if spec.num_learned_positions:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
         angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
+        self._taps = []
         for index, layer in enumerate(self._layers):
+            if index in self._tap_layers:
+                self._taps.append(x)
             x = layer.forward(x, angles, step, kv.k[index], kv.v[index])
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
 
@@ -88,6 +93,18 @@ class Decoder:
         if self._hidden is None:
             raise InvariantError("the last step did not keep its rows")
         return self._hidden[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep the inputs of these layers, low to high, in every step from now on."""
+        self._tap_layers = layers
+
+    def layer_inputs(self, first: int, last: int) -> Tensor:
+        """Return the kept inputs [last - first, layers * hidden_size] of rows [first, last) of the last step's tokens."""
+        return torch.cat([tap[first:last] for tap in self._taps], -1) if self._taps else torch.empty(last - first, 0)
+
+    def parameter(self, name: str) -> Tensor | None:
+        """Return a parameter by its canonical name, dense; None where the model has none of it."""
+        return self._parameters.get(name)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
