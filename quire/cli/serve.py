@@ -51,7 +51,9 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-file-bytes", type=int, default=200 << 20, help="limit of an uploaded file")
     group.add_argument("--head-timeout", type=float, default=10.0, help="seconds for the head of a request to arrive")
     group.add_argument("--body-timeout", type=float, default=30.0, help="seconds for its body to arrive, and one for each MiB")
-    group.add_argument("--slow-reader-bytes", type=int, default=256 << 10, help="unread bytes of a stream; over it it is aborted")
+    group.add_argument(
+        "--slow-reader-bytes", type=int, default=256 << 10, help="unread bytes of a stream; over it it is aborted"
+    )
     group.add_argument("--slow-reader-timeout", type=float, default=30.0, help="seconds that a stream may wait to be read")
     group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")

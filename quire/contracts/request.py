@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.base.ids import RequestId
+from quire.contracts.constraint import Grammar
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.sampling_params import SamplingParams
 
@@ -23,6 +24,7 @@ class Request:
     eos_token_ids        the model's end-of-sequence tokens
     bad_word_token_ids   every token sequence that spells a bad word
     arrival_time_s       of time.monotonic(); orders requests of equal priority together with the order of arrival
+    grammar              params.constraint compiled; None until the engine has done so
     cache_salt           requests share cached prefixes only with requests of the same salt
     """
 
@@ -36,6 +38,7 @@ class Request:
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     arrival_time_s: float = 0.0
     cache_salt: str = field(default="")
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
 
     @property
     def priority(self) -> int:

@@ -53,6 +53,7 @@ class OutputStream:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
         self._num_prompt_logprobs = 0
         self._error: str | None = None
+        self._error_param: str | None = None
         for choice in self._choices:
             if params.logprobs is not None:
                 choice.logprobs = []
@@ -83,7 +84,7 @@ class OutputStream:
                 self._num_prompt_logprobs += 1
         is_stopped = False
         for index, token_id in enumerate(update.new_token_ids):
-            is_ending = index == len(update.new_token_ids) - 1 and update.finish_reason == "stop"
+            is_ending = index == len(update.new_token_ids) - 1 and update.is_ended_by_token
             self._append_token(choice, token_id, update.logprobs[index] if update.logprobs else None)
             if self._append_text(choice, token_id, is_ending):
                 is_stopped = True
@@ -94,12 +95,18 @@ class OutputStream:
             self._end(choice, update)
         return False
 
-    def fail(self, error: str) -> None:
-        """End every choice that has not ended with finish_reason "error"."""
+    def fail(self, error: str, param: str | None = None) -> None:
+        """End every choice that has not ended with finish_reason "error"; param: the field of the request that is at fault."""
         self._error = self._error or error
+        self._error_param = param
         for choice in self._choices:
             if choice.finish_reason is None:
                 choice.finish_reason = "error"
+
+    def abort(self) -> None:
+        """End every choice that has not ended with finish_reason "abort"."""
+        for choice in self._choices:
+            choice.finish_reason = choice.finish_reason or "abort"
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
         """Take in what the scheduler measured of a sequence that has ended."""
@@ -187,6 +194,7 @@ class OutputStream:
             prompt_logprobs=self._take_prompt_logprobs(),
             metrics=replace(self.metrics),
             error=self._error,
+            error_param=self._error_param,
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

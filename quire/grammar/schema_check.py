@@ -1,0 +1,130 @@
+"""Which JSON schemas a grammar can enforce whole; what it would weaken or ignore in silence is found here.
+
+A keyword that no draft knows means nothing and is ignored, as the standard has it. One that a draft knows is enforced, or an
+annotation, or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+from quire.grammar.errors import GrammarError, escape_pointer
+
+_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
+_LOOKAROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
+_NOT_ENFORCED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
+    "extends", "divisibleBy",
+)  # fmt: skip
+_OLD_DRAFTS = re.compile(r"/draft-0[0-3]/|/draft-0[0-3]#?$")
+
+
+def check_schema(schema: object) -> object:
+    """Return the schema without what has no effect; raise GrammarError, with a JSON pointer, for what cannot be enforced."""
+    if isinstance(schema, dict):
+        fields = cast("dict[str, Any]", schema)
+        if "x-guidance" in fields:
+            raise GrammarError("x-guidance is not for requests to set: leave it out", "/x-guidance")
+        draft = fields.get("$schema")
+        if isinstance(draft, str) and _OLD_DRAFTS.search(draft):
+            raise GrammarError(f"{draft} is too old: write it in draft 4 or later", "/$schema")
+    cleaned = copy.deepcopy(schema)
+    has_ids = _has_ids(cleaned)
+    is_new_draft = _is_new_draft(cleaned)
+    for pointer, inner in _walk(cleaned, ""):
+        _drop_idle(inner)
+        _check_one(inner, pointer, is_new_draft)
+        _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
+    return cleaned
+
+
+def _drop_idle(schema: dict[str, Any]) -> None:
+    """Take out keywords that are written down but demand nothing."""
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if "if" not in schema:
+        schema.pop("then", None)
+        schema.pop("else", None)
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+
+
+def _walk(schema: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every schema within a schema."""
+    if not isinstance(schema, dict):
+        return
+    fields = cast("dict[str, Any]", schema)
+    yield pointer, fields
+    for key in _SCHEMA_MAPS:
+        inner = fields.get(key)
+        if isinstance(inner, dict):
+            for name, item in cast("dict[str, Any]", inner).items():
+                yield from _walk(item, f"{pointer}/{key}/{escape_pointer(name)}")
+    for key in (*_SCHEMA_LISTS, "items"):
+        inner = fields.get(key)
+        if isinstance(inner, list):
+            for position, item in enumerate(cast("list[Any]", inner)):
+                yield from _walk(item, f"{pointer}/{key}/{position}")
+    for key in _SCHEMAS:
+        yield from _walk(fields.get(key), f"{pointer}/{key}")
+
+
+def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool) -> None:
+    for key in _NOT_ENFORCED:
+        if key in schema:
+            raise GrammarError(f"{key} cannot be enforced: leave it out", f"{pointer}/{key}")
+    if "uniqueItems" in schema:
+        raise GrammarError("uniqueItems cannot be enforced: leave it out", f"{pointer}/uniqueItems")
+    known_format = schema.get("format")
+    if known_format is not None and known_format not in _FORMATS:
+        allowed = ", ".join(sorted(_FORMATS))
+        raise GrammarError(f"format {known_format!r} cannot be enforced; allowed are {allowed}", f"{pointer}/format")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        _check_pattern(pattern, f"{pointer}/pattern")
+    for pattern in cast("dict[str, Any]", schema.get("patternProperties") or {}):
+        _check_pattern(pattern, f"{pointer}/patternProperties/{escape_pointer(pattern)}")
+    if isinstance(schema.get("items"), list) and is_new_draft:
+        raise GrammarError("items must be a schema; a list of them is prefixItems since draft 2020-12", f"{pointer}/items")
+    _check_counts(schema, pointer)
+
+
+def _check_pattern(pattern: str, pointer: str) -> None:
+    if _LOOKAROUND.search(pattern):
+        raise GrammarError("look-around and back-references cannot be enforced", pointer)
+
+
+def _check_counts(schema: dict[str, Any], pointer: str) -> None:
+    """Properties that the schema does not name may come twice, so that a count of them says nothing."""
+    required = schema.get("required")
+    num_required = len(set(map(str, cast("list[object]", required)))) if isinstance(required, list) else 0
+    least = schema.get("minProperties")
+    if isinstance(least, int | float) and least > max(1, num_required):
+        raise GrammarError(
+            "minProperties above 1 and the number of required ones cannot be enforced", f"{pointer}/minProperties"
+        )
+
+
+def _is_new_draft(root: object) -> bool:
+    draft = cast("dict[str, Any]", root).get("$schema") if isinstance(root, dict) else None
+    return draft is None or (isinstance(draft, str) and "2020-12" in draft)
+
+
+def _check_reference(reference: object, pointer: str, has_ids: bool) -> None:
+    if isinstance(reference, str) and not reference.startswith("#") and not has_ids:
+        raise GrammarError(f"$ref {reference!r:.100}: only references within the schema (#...) can be followed", pointer)
+
+
+def _has_ids(value: object) -> bool:
+    if isinstance(value, dict):
+        fields = cast("dict[str, object]", value)
+        return any(key in fields for key in ("$id", "id")) or any(_has_ids(item) for item in fields.values())
+    return isinstance(value, list) and any(_has_ids(item) for item in cast("list[object]", value))
