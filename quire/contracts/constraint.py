@@ -1,4 +1,4 @@
-"""Constraint: what the text of an output has to look like; the compiled form of one is a Grammar, its state a GrammarMatcher."""
+"""Constraint: what the text of an output has to match; compiled it is a Grammar, its state in one output a GrammarMatcher."""
 
 from __future__ import annotations
 

@@ -85,7 +85,10 @@ class GrammarCompiler:
         except (UnsupportedError, GrammarError, RequestError) as error:
             logger.info("constraints on outputs are not available: %s", error)
             return
-        self.prober.warm()
+        try:
+            self.start(Constraint(kind="json_object")).result()
+        except RequestError as error:
+            logger.warning("constraints on outputs cannot be compiled: %s", error)
 
     def close(self) -> None:
         """End the threads and processes; what is being compiled fails."""

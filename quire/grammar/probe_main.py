@@ -12,6 +12,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
+from quire.grammar.schema_check import explain
 from quire.grammar.vocabulary import Vocabulary
 
 
@@ -71,7 +72,12 @@ class _Compiler:
         from quire.grammar.llguidance_source import llguidance_source
 
         try:
-            compile_source(self._tokenizer, llguidance_source(Constraint(**fields), self._vocabulary), self._limits)
+            constraint = Constraint(**fields)
+            source = llguidance_source(constraint, self._vocabulary)
+            try:
+                compile_source(self._tokenizer, source, self._limits)
+            except GrammarError as error:
+                raise explain(str(error), constraint.parsed()) if constraint.kind == "json_schema" else error
         except GrammarError as error:
             return {"error": str(error), "pointer": error.pointer}
         except RequestError as error:

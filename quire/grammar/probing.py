@@ -49,10 +49,6 @@ class Prober:
         self._is_closed = False
         self.num_killed = 0
 
-    def warm(self) -> None:
-        """Start a process, so that the first constraint need not wait for it."""
-        self._give(self._take())
-
     def probe(self, setup: dict[str, Any], constraint: Constraint) -> None:
         """Compile a constraint there. Raises GrammarError when it is at fault or takes too much.
 

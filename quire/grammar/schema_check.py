@@ -23,7 +23,9 @@ _NOT_ENFORCED = (
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
     "extends", "divisibleBy",
 )  # fmt: skip
-_OLD_DRAFTS = re.compile(r"/draft-0[0-3]/|/draft-0[0-3]#?$")
+_OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
+_LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")
+"""Drafts in which nothing beside a $ref counts."""
 
 
 def check_schema(schema: object) -> object:
@@ -38,15 +40,44 @@ def check_schema(schema: object) -> object:
     cleaned = copy.deepcopy(schema)
     has_ids = _has_ids(cleaned)
     is_new_draft = _is_new_draft(cleaned)
+    has_lone_references = _is_draft(cleaned, _LONE_REFERENCES)
     for pointer, inner in _walk(cleaned, ""):
-        _drop_idle(inner)
+        _drop_idle(inner, has_lone_references)
         _check_one(inner, pointer, is_new_draft)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
     return cleaned
 
 
-def _drop_idle(schema: dict[str, Any]) -> None:
+def explain(message: str, schema: object) -> GrammarError:
+    """Return what llguidance says of a schema in the words of this server, with a pointer where only one place can be meant."""
+    for part, keywords, text in _MESSAGES:
+        if part in message:
+            places = [
+                f"{pointer}/{keyword}" for pointer, inner in _walk(schema, "") for keyword in keywords if keyword in inner
+            ]
+            return GrammarError(text, places[0] if len(places) == 1 else None)
+    return GrammarError(message)
+
+
+_MESSAGES = (
+    (
+        "oneOf constraints are not supported",
+        ("oneOf",),
+        "oneOf can only be enforced where its schemas exclude each other: write anyOf",
+    ),
+    (
+        "min/maxProperties only supported",
+        ("minProperties", "maxProperties"),
+        "minProperties and maxProperties can only be enforced where all properties are required",
+    ),
+)
+
+
+def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
     """Take out keywords that are written down but demand nothing."""
+    if has_lone_references and isinstance(schema.get("$ref"), str):
+        for key in schema.keys() - {"$ref", "$schema", "$id", "id", "definitions", "$defs"}:
+            del schema[key]
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     if "if" not in schema:
@@ -111,6 +142,11 @@ def _check_counts(schema: dict[str, Any], pointer: str) -> None:
         raise GrammarError(
             "minProperties above 1 and the number of required ones cannot be enforced", f"{pointer}/minProperties"
         )
+
+
+def _is_draft(root: object, pattern: re.Pattern[str]) -> bool:
+    draft = cast("dict[str, Any]", root).get("$schema") if isinstance(root, dict) else None
+    return isinstance(draft, str) and pattern.search(draft) is not None
 
 
 def _is_new_draft(root: object) -> bool:
