@@ -51,16 +51,22 @@ _CONFIGS = {
         "mlp_only_layers": [],
     },
 }
+WIDE_EXPERTS = {
+    **{"hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+    "torch_dtype": "bfloat16",
+}
+"""Changes of qwen3_moe that make a step mostly what eight experts make of each token."""
 
 
-def write_checkpoint(folder: Path, family: str, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer of one family; return the folder."""
+def write_checkpoint(folder: Path, family: str, seed: int = 0, **changes) -> Path:
+    """Write config, weights and tokenizer of one family, with changes of its config; return the folder."""
     folder.mkdir(parents=True)
-    config = {**_COMMON, **_CONFIGS[family]}
+    config = {**_COMMON, **_CONFIGS[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
     tensors = {
-        name: (torch.randn(shape, generator=generator) * scale + offset).contiguous()
+        name: (torch.randn(shape, generator=generator) * scale + offset).to(dtype)
         for name, shape, scale, offset in _tensors(config)
     }
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
@@ -71,10 +77,10 @@ def write_checkpoint(folder: Path, family: str, seed: int = 0) -> Path:
 def _tensors(config):
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden), 0.3, 0
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden), 0.3, 0
     yield "model.norm.weight", (hidden,), 0.3, 1
     if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", (VOCAB_SIZE, hidden), 0.5, 0
+        yield "lm_head.weight", (config["vocab_size"], hidden), 0.5, 0
     norms = ["input_layernorm", "post_attention_layernorm"]
     if config["model_type"] == "gemma2":
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_metadata import GgufMetadata, GgufValue
 from quire.base.logging import get_logger
+from quire.base.shared_reads import read_once
 
 logger = get_logger(__name__)
 
@@ -112,10 +113,14 @@ def shard_number(path: Path) -> int | None:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Return the header of a GGUF file and of the files that it is split into.
+    """Return the header of a GGUF file and of the files that it is split into; within `shared_reads` it is read once.
 
     Raises ModelFormatError for a damaged file, UnsupportedError for a version, byte order or tensor type that is not read.
     """
+    return read_once(path, _read_gguf)
+
+
+def _read_gguf(path: Path) -> GgufFile:
     first = _read_file(path)
     num_shards = first.metadata.integer("split.count") or 1
     if num_shards == 1:

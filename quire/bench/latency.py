@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from quire.base.errors import ConfigError
-from quire.bench.roofline import measure_roofline, needed_bytes
+from quire.bench.provenance import Provenance, find_provenance
+from quire.bench.roofline import needed_bytes
 from quire.bench.workload import Workload
 from quire.contracts.config import EngineConfig
 from quire.engine.llm import LLM
+from quire.kernels.peaks import measure_peaks
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -39,10 +41,11 @@ class Latency:
     input_len: int
     output_len: int
     seed: int
+    provenance: Provenance
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
-        lines = [f"Avg latency: {self.avg_latency:.4f} seconds"]
+        lines = [f"Avg latency: {self.avg_latency:.4f} seconds ({min(self.latencies):.4f} to {max(self.latencies):.4f})"]
         lines += [f"{percent}% percentile latency: {value:.4f} seconds" for percent, value in self.percentiles.items()]
         lines.append(f"Median time to first token: {self.median_time_to_first_token * 1e3:.2f} ms")
         if self.median_time_per_output_token is not None:
@@ -68,7 +71,7 @@ def measure_latency(
     latencies: list[float] = []
     first_s: list[float] = []
     per_token_s: list[float] = []
-    machine = measure_roofline(report)
+    machine = measure_peaks(report)
     steps = 0
     for number in _progress(range(num_warm_up + num_runs), show_progress):
         prompts = workload.prompts(report.spec, first=number + 1)
@@ -104,6 +107,7 @@ def measure_latency(
         input_len=workload.input_len,
         output_len=workload.output_len,
         seed=workload.seed,
+        provenance=find_provenance(),
     )
 
 

@@ -6,17 +6,23 @@ import json
 import time
 from dataclasses import asdict, dataclass, replace
 
-from quire.bench.roofline import measure_roofline, needed_bytes, needed_flops
+from quire.base.errors import ConfigError
+from quire.bench.provenance import Provenance, find_provenance
+from quire.bench.roofline import needed_bytes, needed_flops
 from quire.bench.workload import Workload
 from quire.contracts.config import EngineConfig
 from quire.engine.llm import LLM
+from quire.kernels.peaks import measure_peaks
 
 _WARM_UP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The figures of one run; times in seconds. mfu and mbu are shares of rates measured just before the run."""
+    """The figures of one run, the median of several; times in seconds.
+
+    mfu, mbu  shares of rates measured just before the run
+    """
 
     elapsed_time: float
     num_requests: int
@@ -35,11 +41,16 @@ class Throughput:
     model: str
     dtype: str
     seed: int
+    output_tokens_per_second_of_runs: list[float]
+    provenance: Provenance
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
+        rates = self.output_tokens_per_second_of_runs
+        spread = f"Of {len(rates)} runs: {min(rates):.2f} to {max(rates):.2f} output tokens/s; the median follows"
         return "\n".join(
             (
+                *([spread] if len(rates) > 1 else []),
                 f"Throughput: {self.requests_per_second:.2f} requests/s, {self.tokens_per_second:.2f} total tokens/s, "
                 f"{self.output_tokens_per_second:.2f} output tokens/s",
                 f"Total num prompt tokens: {self.num_prompt_tokens}",
@@ -55,27 +66,42 @@ class Throughput:
         return json.dumps(asdict(self), indent=2)
 
 
-def measure_throughput(config: EngineConfig, workload: Workload, show_progress: bool = False) -> Throughput:
-    """Run the workload once, after a few steps of as many tokens. Raises QuireError as LLM does."""
+def measure_throughput(
+    config: EngineConfig, workload: Workload, show_progress: bool = False, num_repeats: int = 1
+) -> Throughput:
+    """Run the workload, after a few steps of as many tokens; of several runs return the median with the rates of all.
+
+    Every run has prompts of its own, so that none is cached. Raises QuireError as LLM does.
+    """
+    if num_repeats < 1:
+        raise ConfigError(f"repeat must be at least 1, got {num_repeats}")
     llm = LLM(replace(config, skip_tokenizer_init=True))
     spec = llm.llm_engine.report.spec
-    params = workload.sampling_params()
     workload.check(llm.llm_engine.report)
     # Steps as large as those that are measured: the memory of a step is made when the first of its size comes.
     num_warm = min(workload.num_prompts, 1 + _WARM_UP_TOKENS // workload.input_len)
     warm_up = Workload(num_warm, workload.input_len, min(4, workload.output_len), 0, True, workload.temperature)
     llm.generate(warm_up.prompts(spec, first=1), warm_up.sampling_params(), use_tqdm=False)
-    machine = measure_roofline(llm.llm_engine.report)
-    prompts = workload.prompts(spec)
+    # The warm-up had prompts number 1.
+    numbers = (0, *range(2, num_repeats + 1))
+    runs = [_run(llm, workload, number, config.model, show_progress) for number in numbers]
+    llm.close()
+    median = sorted(runs, key=lambda run: run.elapsed_time)[num_repeats // 2]
+    return replace(median, output_tokens_per_second_of_runs=[run.output_tokens_per_second for run in runs])
+
+
+def _run(llm: LLM, workload: Workload, first: int, model: str, show_progress: bool) -> Throughput:
+    """Return the figures of one run, beside what the machine can do right before it."""
+    report = llm.llm_engine.report
+    machine = measure_peaks(report)
+    prompts = workload.prompts(report.spec, first=first)
     steps_before = llm.llm_engine.stats.num_steps
     begin = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=show_progress)
+    outputs = llm.generate(prompts, workload.sampling_params(), use_tqdm=show_progress)
     elapsed = time.perf_counter() - begin
     num_steps = llm.llm_engine.stats.num_steps - steps_before
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    report = llm.llm_engine.report
-    llm.close()
     return Throughput(
         elapsed_time=elapsed,
         num_requests=len(outputs),
@@ -91,7 +117,9 @@ def measure_throughput(config: EngineConfig, workload: Workload, show_progress: 
         mbu=needed_bytes(report, num_steps) / elapsed / machine.bytes_per_s,
         machine_bytes_per_second=machine.bytes_per_s,
         machine_flops_per_second=machine.flops_per_s,
-        model=config.model,
-        dtype=spec.dtype,
+        model=model,
+        dtype=report.spec.dtype,
         seed=workload.seed,
+        output_tokens_per_second_of_runs=[num_output / elapsed],
+        provenance=find_provenance(),
     )

@@ -18,6 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     throughput = kinds.add_parser("throughput", **options.PARSER, help="many requests at once: requests and tokens per second")
     _add_workload(throughput, input_len=256, output_len=64)
     throughput.add_argument("--num-prompts", type=int, default=32, help="requests")
+    throughput.add_argument("--repeat", type=int, default=1, help="runs, of which the median is reported beside the extremes")
     throughput.set_defaults(run=run_throughput)
     latency = kinds.add_parser(
         "latency", **options.PARSER, help="one batch, again and again: time to the first token and per token"
@@ -95,7 +96,7 @@ def run_throughput(args: argparse.Namespace) -> int:
 
     _check_output(args.output_json)
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
-    figures = measure_throughput(options.engine_config(args), workload, args.progress)
+    figures = measure_throughput(options.engine_config(args), workload, args.progress, args.repeat)
     return _report(figures.describe(), figures.to_json(), args.output_json)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,35 @@ class ModelReport:
     parameters: dict[str, tuple[int, ...]]
     memory: MemoryPlan
     generation_defaults: dict[str, float]
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights."""
+        return sum(math.prod(shape) for shape in self.parameters.values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that one token is multiplied with: of a mixture only the experts of the token, and no embedding rows."""
+        total = 0
+        for name, shape in self.parameters.items():
+            size = math.prod(shape)
+            if name == "pos.weight" or (name == "embed.weight" and not self.spec.is_tied):
+                size = 0
+            mlp = self.spec.layers[int(name.split(".")[1])].mlp if ".experts." in name else None
+            if isinstance(mlp, MoeSpec):
+                size = size * mlp.top_k // mlp.num_experts
+            total += size
+        return total
+
+    @property
+    def active_weight_bytes(self) -> int:
+        """Bytes of weights, as they are run, that a step with one token reads."""
+        return round(self.num_active_parameters * self.memory.weight_bytes / self.num_parameters)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether most of the weights are run as integers."""
+        return self.memory.weight_bytes < 0.75 * self.num_parameters * DTYPE_BYTES[self.spec.dtype]
 
 
 def format_bytes(num_bytes: float) -> str:

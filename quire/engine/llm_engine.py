@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger
+from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
@@ -62,8 +63,9 @@ class LLMEngine:
         if isinstance(model, EngineConfig) and options:
             raise ConfigError("give options or an EngineConfig, not both")
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
-        runner, report = build_runner(config)
-        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+        with shared_reads():
+            runner, report = build_runner(config)
+            tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
         # What is there now stays: the collector need not walk through it again in every step.
         gc.freeze()
         self.config = config
@@ -268,6 +270,10 @@ class LLMEngine:
         stream.metrics.finished_time = time.monotonic()
         output = stream.take()
         return [] if output is None else [output]
+
+    def measure_peaks(self) -> tuple[float, float]:
+        """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
+        return self._runner.measure_peaks(self.report)
 
     def close(self) -> None:
         """Abort what is left and release the memory; the engine takes no more requests. May be called again."""

@@ -14,11 +14,11 @@ from quire.contracts.model_spec import ModelSpec
 from quire.kernels.native import load_native
 from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
-from quire.model.checkpoint import load_parameters
+from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder, native_refusal
-from quire.quant.parameters import Parameter
+from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer, quantize_parameters
 
 logger = get_logger(__name__)
@@ -48,7 +48,7 @@ def runs_natively(spec: ModelSpec, block_size: int) -> bool:
 
 def build_model(
     spec: ModelSpec,
-    parameters: dict[str, Parameter],
+    parameters: dict[str, Parameter | StoredParameter],
     max_model_len: int,
     block_size: int,
     policy: QuantizationPolicy | None = None,
@@ -74,7 +74,7 @@ def build_model(
 
 
 def _reference(
-    spec: ModelSpec, parameters: dict[str, Parameter], max_model_len: int, policy: QuantizationPolicy | None
+    spec: ModelSpec, parameters: dict[str, Parameter | StoredParameter], max_model_len: int, policy: QuantizationPolicy | None
 ) -> Decoder:
     return Decoder(spec, parameters if policy is None else quantize_parameters(parameters, spec, policy), max_model_len)
 
@@ -85,7 +85,7 @@ def load_model(folder: Path, dtype: str = "auto", max_model_len: int | None = No
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
     spec = read_model_spec(folder, dtype)
-    return Decoder(spec, load_parameters(folder, spec), effective_max_model_len(spec, max_model_len))
+    return Decoder(spec, open_parameters(folder, spec), effective_max_model_len(spec, max_model_len))
 
 
 def whole_prompt_logits(decoder: Model, token_ids: list[int], block_size: int = 16) -> Tensor:

@@ -6,37 +6,44 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from quire.base.errors import ModelFormatError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
-from quire.model.families.sources import Piece, Source, Sources
+from quire.model.families.sources import Source, Sources
 from quire.model.parameters import Shape, parameter_shapes
+from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import listing, open_tensors
-from quire.quant.parameters import Parameter, QuantizedStack
+from quire.quant.parameters import Parameter, StoredParameter, load_all
 from quire.quant.readers import gather_weights
-from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
+from quire.quant.weight import StoredWeight
 
 logger = get_logger(__name__)
 
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
 _LOOKED_UP = ("pos.weight",)
-_PROGRESS_DELAY_S = 3.0
 
 Stored = dict[str, Tensor | StoredWeight]
 
 
 def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
-    """Return canonical name -> tensor in the spec's dtype or quantised weight, as `parameter_shapes` lists them.
+    """Return all parameters of `open_parameters`, loaded: tensors in the spec's dtype, or quantised.
 
     A parameter that is stored as it is needed stays a view of the memory-mapped file. A weight that is stored as integers
     stays quantised (a stack of experts: as a QuantizedStack), except where its pieces do not fit together and in position
-    embeddings, which are tensors, as is what is stored in formats without integers. One weight at a time is unpacked.
-    The head follows what is stored, as in transformers: an lm_head.weight that differs from the embedding is returned even
-    where the config says tied (the decoder uses it where it is there), and one that is missing is the embedding.
+    embeddings, which are tensors, as is what is stored in formats without integers.
+    """
+    return load_all(open_parameters(folder, spec))
+
+
+def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
+    """Return canonical name -> parameter, still in the checkpoint, as `parameter_shapes` lists them.
+
+    Names, shapes and dtypes are checked here, values when a parameter is opened. The head follows what is stored, as in
+    transformers: an lm_head.weight that differs from the embedding is returned even where the config says tied (the decoder
+    uses it where it is there), and one that is missing is the embedding.
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
@@ -48,12 +55,14 @@ def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    parameters: dict[str, Parameter] = {}
-    opened = _OpenedWeights(stored)
-    for name, source in tqdm(sources.items(), "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
-        quantized = None if name in _LOOKED_UP else _build_quantized(source, opened)
-        parameters[name] = _build(source, shapes[name], opened, dtype) if quantized is None else quantized
-    return _share_head(parameters, spec)
+    tensors = StoredTensors(stored)
+    return _share_head(
+        {
+            name: CheckpointParameter(tensors, source, shapes[name], dtype, is_dense=name in _LOOKED_UP)
+            for name, source in sources.items()
+        },
+        spec,
+    )
 
 
 def _open(folder: Path, page: FamilyPage) -> Stored:
@@ -90,15 +99,15 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, fol
         logger.warning("%s: no lm_head.weight is stored although the embedding is not tied; the embedding is used", folder)
 
 
-def _share_head(parameters: dict[str, Parameter], spec: ModelSpec) -> dict[str, Parameter]:
+def _share_head(parameters: dict[str, CheckpointParameter], spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     embed, head = parameters[_EMBED], parameters.get(_HEAD)
     if not spec.is_tied:
-        return parameters if head is not None else {**parameters, _HEAD: embed}
-    if isinstance(head, Tensor) and isinstance(embed, Tensor) and torch.equal(head, embed):
+        return {**parameters} if head is not None else {**parameters, _HEAD: embed}
+    if head is not None and head.is_equal(embed):
         del parameters[_HEAD]
     elif head is not None:
         logger.warning("config.json says tied, but lm_head.weight differs from the embedding; lm_head.weight is used")
-    return parameters
+    return {**parameters}
 
 
 def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -> dict[str, Shape]:
@@ -158,75 +167,3 @@ def _check_tensors(stored: Stored, expected: dict[str, Shape], folder: Path) -> 
 
 def _is_plain_float(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and tensor.layout == torch.strided
-
-
-class _OpenedWeights:
-    """Stored weights, of which the last that was unpacked is kept: q, k and v may be rows of one."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-        self._last_name = ""
-        self._last: QuantizedWeight | Tensor | None = None
-
-    def holds_quantized(self, source: Source) -> bool:
-        """Return whether everything that a parameter is made of is stored quantised."""
-        return all(isinstance(self._stored[piece.name], StoredWeight) for group in source.groups for piece in group)
-
-    def rows(self, piece: Piece) -> QuantizedWeight | Tensor:
-        """Return the rows of a piece, [out, in]."""
-        whole = self._stored[piece.name]
-        if isinstance(whole, StoredWeight):
-            whole = self._unpack(piece.name, whole)
-        elif piece.is_transposed:
-            whole = whole.t()
-        if piece.rows is None:
-            return whole
-        start, stop = piece.rows
-        return whole.rows(start, stop) if isinstance(whole, QuantizedWeight) else whole[start:stop]
-
-    def _unpack(self, name: str, weight: StoredWeight) -> QuantizedWeight | Tensor:
-        if self._last is None or self._last_name != name:
-            self._last = None
-            self._last = weight.load()
-            self._last_name = name
-        return self._last
-
-
-def _build_quantized(source: Source, opened: _OpenedWeights) -> QuantizedWeight | QuantizedStack | None:
-    """Return one parameter, or None where it is not stored as integers or its pieces cannot be one weight."""
-    if not opened.holds_quantized(source):
-        return None
-    joined: list[QuantizedWeight] = []
-    for group in source.groups:
-        parts: list[QuantizedWeight] = []
-        for piece in group:
-            part = opened.rows(piece)
-            if isinstance(part, Tensor):
-                return None
-            parts.append(part)
-        weight = concatenate_rows(parts)
-        if weight is None:
-            return None
-        joined.append(weight)
-    return QuantizedStack(tuple(joined)) if source.is_stacked else joined[0]
-
-
-def _build(source: Source, shape: Shape, opened: _OpenedWeights, dtype: torch.dtype) -> Tensor:
-    """Return one parameter, contiguous and of `dtype`; a view of the file where nothing has to change."""
-    if not source.is_stacked and len(source.groups[0]) == 1:
-        return _dense_rows(source.groups[0][0], opened, dtype).to(dtype).contiguous()
-    # Copied piece by piece into its place, so that the peak is one copy of the parameter.
-    out = torch.empty(shape, dtype=dtype)
-    for index, group in enumerate(source.groups):
-        row = 0
-        target = out[index] if source.is_stacked else out
-        for piece in group:
-            part = _dense_rows(piece, opened, dtype)
-            target[row : row + len(part)] = part
-            row += len(part)
-    return out
-
-
-def _dense_rows(piece: Piece, opened: _OpenedWeights, dtype: torch.dtype) -> Tensor:
-    rows = opened.rows(piece)
-    return rows if isinstance(rows, Tensor) else rows.dequantize(dtype)

@@ -12,6 +12,7 @@ from typing import cast
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.gguf_file import is_gguf
 from quire.base.logging import get_logger
+from quire.base.shared_reads import read_once
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
 from quire.model.families import FAMILIES, find_family
 from quire.model.families.config_view import ConfigView
@@ -111,7 +112,11 @@ def _stored_dtype(folder: Path) -> Dtype:
 
 
 def read_json_object(file: Path) -> dict[str, object]:
-    """Return a file's JSON object. Raises ModelFormatError."""
+    """Return a file's JSON object, which nobody may change; see `shared_reads`. Raises ModelFormatError."""
+    return read_once(file, _read_json_object)
+
+
+def _read_json_object(file: Path) -> dict[str, object]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

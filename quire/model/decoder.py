@@ -16,18 +16,18 @@ from quire.kernels.reference.moe import mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kv.pool import KvPool
-from quire.quant.parameters import Parameter, dense_parameters
+from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
 
 
 class Decoder:
     """A decoder-only model: a spec and its parameters under their canonical names.
 
-    parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `load_parameters` returns them;
-                   quantised weights are made dense once, here
+    parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `open_parameters` or
+                   `load_parameters` return them; quantised weights are made dense once, here
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     """
 
-    def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter], max_model_len: int) -> None:
+    def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter | StoredParameter], max_model_len: int) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         dense = dense_parameters(parameters, self.dtype)

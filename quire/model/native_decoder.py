@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
@@ -16,8 +18,8 @@ from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, N
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
-from quire.model.native_weights import NativeWeight, WeightPacker
-from quire.quant.parameters import Parameter, QuantizedStack
+from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form
+from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
@@ -26,6 +28,7 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
+_PROGRESS_DELAY_S = 3.0
 
 
 def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
@@ -41,7 +44,7 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
 class NativeDecoder:
     """A decoder-only model in packed weights; the same results for a row whatever else is in the step.
 
-    parameters     as `load_parameters` returns them; emptied on the way, so that what is packed can go
+    parameters     as `open_parameters` or `load_parameters` return them; emptied on the way, so that what is packed can go
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     quantize       applied to every weight by its name just before it is packed, to an expert's on its own
     """
@@ -50,7 +53,7 @@ class NativeDecoder:
         self,
         native: ModuleType,
         spec: ModelSpec,
-        parameters: dict[str, Parameter],
+        parameters: dict[str, Parameter | StoredParameter],
         max_model_len: int,
         quantize: Callable[[str, Tensor], Parameter] | None = None,
     ) -> None:
@@ -59,6 +62,7 @@ class NativeDecoder:
         self._native = native
         self._parameters = parameters
         self._quantize = quantize
+        self._max_model_len = max_model_len
         self._packer = WeightPacker(native, self.dtype)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         self._angles = [_Angles(rope, max_model_len, self.dtype) for rope in ropes]
@@ -76,6 +80,11 @@ class NativeDecoder:
         """Bytes of the packed weights."""
         return self._packer.num_bytes
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the memory of the largest steps so far; `native_scratch.scratch_bytes` says how many there can be."""
+        return self._plan.scratch_bytes
+
     def _build(self) -> list[Any]:
         spec, plan = self.spec, self._plan
         embedding = self._parameters["embed.weight"]
@@ -92,7 +101,8 @@ class NativeDecoder:
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
         layers = []
-        for index, layer_spec in enumerate(spec.layers):
+        numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
+        for index, layer_spec in numbered:
             layers.append(self._build_layer(layer_spec, f"layers.{index}."))
             plan.add_layer(layers[-1])
         plan.finish()
@@ -100,23 +110,36 @@ class NativeDecoder:
         return layers
 
     def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
-        weight = self._quantized(f"{name}.weight", self._parameters.pop(f"{name}.weight"))
-        bias = self._parameters.pop(f"{name}.bias", None)
-        if isinstance(weight, QuantizedStack) or isinstance(bias, QuantizedWeight | QuantizedStack):
-            raise TypeError(f"{name} is a stack of weights")
-        return self._packer.pack(weight, bias, dtype)
+        parameter = self._parameters.pop(f"{name}.weight")
+        weight = parameter.open() if isinstance(parameter, StoredParameter) else parameter
+        packed = self._packer.pack(self._quantized(f"{name}.weight", weight), self._vector(f"{name}.bias"), dtype)
+        if isinstance(parameter, StoredParameter):
+            parameter.give_back()
+        return packed
 
-    def _quantized(self, name: str, weight: Parameter) -> Parameter:
-        return self._quantize(name, weight) if self._quantize is not None and isinstance(weight, Tensor) else weight
+    def _quantized(self, name: str, weight: Parameter) -> Tensor | QuantizedWeight:
+        found = self._quantize(name, weight) if self._quantize is not None and isinstance(weight, Tensor) else weight
+        if isinstance(found, QuantizedStack):
+            raise TypeError(f"{name} is a stack of weights")
+        return found
+
+    def _vector(self, name: str) -> Tensor | None:
+        """Return a bias or the weight of a norm, where there is one."""
+        parameter = self._parameters.pop(name, None)
+        found = None if parameter is None else load_parameter(parameter)
+        if not isinstance(found, Tensor | None):
+            raise TypeError(f"{name} is quantised")
+        return found
 
     def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int) -> None:
         if spec is None:
             return
-        weight, bias = self._parameters.pop(f"{name}.weight"), self._parameters.pop(f"{name}.bias", None)
-        values = [None if part is None else part.float().contiguous() for part in (weight, bias) if not _is_quantized(part)]
-        weight_values = values[0] + spec.offset
-        bias_address = 0 if values[1] is None else values[1].data_ptr()
-        norm.set(spec.kind == "layer", size, spec.eps, weight_values.data_ptr(), bias_address)
+        weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
+        if weight is None:
+            raise InvariantError(f"{name} has no weight")
+        weight = weight.float().contiguous() + spec.offset
+        bias = None if bias is None else bias.float().contiguous()
+        norm.set(spec.kind == "layer", size, spec.eps, weight.data_ptr(), 0 if bias is None else bias.data_ptr())
 
     def _build_layer(self, spec: LayerSpec, prefix: str) -> Any:
         layer, attention, hidden = self._native.PlanLayer(), spec.attention, self.spec.hidden_size
@@ -148,32 +171,42 @@ class NativeDecoder:
         layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32)
-        names = (f"{prefix}experts.gate_up.weight", f"{prefix}experts.down.weight")
-        stacks = [self._alike(self._parameters.pop(name)) for name in names]
         inner = spec.expert.intermediate_size
-        for index in range(spec.num_experts):
-            both, down = (self._expert(name, stack, index) for name, stack in zip(names, stacks, strict=True))
-            parts = (_rows(both, 0, inner), _rows(both, inner, 2 * inner), down)
-            layer.add_expert(*(self._packer.pack(part) for part in parts))
+        both = self._pack_experts(f"{prefix}experts.gate_up.weight", spec.num_experts, (0, inner, 2 * inner))
+        down = self._pack_experts(f"{prefix}experts.down.weight", spec.num_experts, (0, self.spec.hidden_size))
+        for parts in zip(both, down, strict=True):
+            layer.add_expert(*parts[0], *parts[1])
 
-    def _alike(self, stack: Parameter) -> Parameter:
-        """Return a stack whose experts read their inputs in one form: dense where stored ones differ."""
-        if not isinstance(stack, QuantizedStack):
-            return stack
-        forms = {(w.group_size, w.levels, w.offset is None, w.is_token_quantized) for w in stack.weights}
-        first = stack.weights[0].columns
-        orders = [w.columns for w in stack.weights]
-        same_order = all(o is first or (o is not None and first is not None and torch.equal(o, first)) for o in orders)
-        if len(forms) == 1 and same_order:
-            return stack
+    def _pack_experts(self, name: str, num_experts: int, cuts: tuple[int, ...]) -> list[list[NativeWeight]]:
+        """Return the weights of every expert of a stack, its rows cut into several. All read their inputs in one form:
+        where stored ones differ, they become dense."""
+        stack, bytes_before = self._parameters.pop(name), self._packer.num_bytes
+        packed: list[list[NativeWeight]] = []
+        form: InputForm | None = None
+        for index in range(num_experts):
+            weight = self._quantized(name, _expert(stack, index))
+            if index > 0 and input_form(weight) != form:
+                break
+            form = input_form(weight)
+            packed.append(self._pack_rows(stack, index, weight, cuts))
+        if len(packed) == num_experts:
+            return packed
         logger.warning("the experts of a layer are quantised in different forms: they are kept in %s", self.spec.dtype)
-        return stack.dequantize(self.dtype)
+        self._packer.num_bytes = bytes_before
+        packed.clear()
+        for index in range(num_experts):
+            weight = _expert(stack, index)
+            dense = weight if isinstance(weight, Tensor) else weight.dequantize(self.dtype)
+            packed.append(self._pack_rows(stack, index, dense, cuts))
+        return packed
 
-    def _expert(self, name: str, stack: Parameter, index: int) -> Tensor | QuantizedWeight:
-        weight = self._quantized(name, _entry(stack, index))
-        if isinstance(weight, QuantizedStack):
-            raise TypeError(f"{name} is a stack of stacks")
-        return weight
+    def _pack_rows(
+        self, stack: Parameter | StoredParameter, index: int, weight: Tensor | QuantizedWeight, cuts: tuple[int, ...]
+    ) -> list[NativeWeight]:
+        packed = [self._packer.pack(_rows(weight, start, stop)) for start, stop in pairwise(cuts)]
+        if isinstance(stack, StoredParameter):
+            stack.give_back(index)
+        return packed
 
     def _extend_angles(self, count: int) -> None:
         for index, angles in enumerate(self._angles):
@@ -216,7 +249,7 @@ class NativeDecoder:
         longest = max(step.context_lens)
         known = min((len(angles.cos) for angles in self._angles), default=longest)
         if longest > known:
-            self._extend_angles(max(longest, 2 * known))
+            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
         starts = torch.tensor(step.query_starts, dtype=torch.int32)
         lengths = torch.tensor(step.context_lens, dtype=torch.int32)
         tables = step.block_tables.to(torch.int32).contiguous()
@@ -273,11 +306,9 @@ class _Angles:
         self.cos, self.sin = cos[:, 0].float().contiguous(), sin[:, 0].float().contiguous()
 
 
-def _is_quantized(part: object) -> bool:
-    return isinstance(part, QuantizedWeight | QuantizedStack)
-
-
-def _entry(stack: Parameter, index: int) -> Tensor | QuantizedWeight:
+def _expert(stack: Parameter | StoredParameter, index: int) -> Tensor | QuantizedWeight:
+    if isinstance(stack, StoredParameter):
+        return stack.open_expert(index)
     if isinstance(stack, QuantizedStack):
         return stack.weights[index]
     return stack[index] if isinstance(stack, Tensor) else stack

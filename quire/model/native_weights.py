@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.base.logging import get_logger
-from quire.kernels.cpu.pages import is_file_view
+from quire.kernels.cpu.pages import SpentPages, is_file_view
 from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
 
-_ROWS_AT_ONCE = 4096
-"""Rows that are converted to another dtype at once, when the stored one is not what is packed."""
+_CONVERTED_WEIGHTS = 1 << 22
+"""Weights that are converted to another dtype at once, when the stored one is not what is packed."""
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INPUT_GROUP = 128
@@ -60,15 +60,18 @@ class WeightPacker:
     def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> NativeWeight:
         num_rows, num_columns = weight.shape
         packed = self._native.Weight(_FORMATS[dtype], num_rows, num_columns)
-        is_view = weight.dtype == dtype and weight.is_contiguous()
-        step = num_rows if is_view else _ROWS_AT_ONCE
+        is_view = weight.dtype == dtype == self._dtype and weight.is_contiguous()
+        step = num_rows if is_view else max(16, _CONVERTED_WEIGHTS // num_columns // 16 * 16)
+        spent = SpentPages()
         # Only what lies in a mapped file comes back when it is read again; giving back other memory would zero it.
         is_mapped = is_view and is_file_view(weight)
         for first in range(0, num_rows, step):
-            rows = weight[first : first + step].to(dtype).contiguous()
+            rows = weight[first : first + step].to(self._dtype).to(dtype).contiguous()
             packed.pack(
                 rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()
             )
+            if not is_view:
+                spent.add((weight[first : first + step],))
         self._set_extras(packed, bias=bias)
         return packed
 
@@ -122,6 +125,18 @@ class WeightPacker:
             None if columns is None else columns.to(torch.int32).contiguous(),
         )
         packed.set_extras(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+InputForm = tuple[int, tuple[int, ...] | None, bool, bool, bytes]
+"""What weights that read the same packed inputs have in common."""
+
+
+def input_form(weight: Tensor | QuantizedWeight) -> InputForm | None:
+    """Return the form in which a packed weight reads its inputs; None: dense."""
+    if isinstance(weight, Tensor) or not _is_packable(weight):
+        return None
+    order = b"" if weight.columns is None else weight.columns.numpy().tobytes()
+    return weight.group_size, weight.levels, weight.offset is None, weight.is_token_quantized, order
 
 
 def _is_packable(weight: QuantizedWeight) -> bool:

@@ -27,7 +27,7 @@ def read_awq(parts: StoredParts, config: AwqConfig) -> StoredWeight:
         parts.take("qzeros", (torch.int32,), (num_groups, num_words))
     elif "qzeros" in parts:
         raise parts.wrong("qzeros", "only where zero_point of the quantisation config is true")
-    return StoredWeight((num_rows, num_columns), lambda: _load(parts, num_columns, num_groups))
+    return parts.integers((num_rows, num_columns), lambda: _load(parts, num_columns, num_groups))
 
 
 def _load(parts: StoredParts, num_columns: int, num_groups: int) -> QuantizedWeight:

@@ -59,7 +59,7 @@ def _read_int8(parts: StoredParts) -> StoredWeight:
         scale = parts.scale("SCB", parts.take("SCB", _F32, (num_rows,)))
         return QuantizedWeight(codes, (scale / 127).view(num_rows, 1))
 
-    return StoredWeight((num_rows, num_columns), load)
+    return parts.integers((num_rows, num_columns), load)
 
 
 def _read_4bit(parts: StoredParts) -> StoredWeight:
@@ -74,7 +74,7 @@ def _read_4bit(parts: StoredParts) -> StoredWeight:
         parts.take("weight.absmax", _U8, (num_blocks,))
         parts.take("weight.nested_absmax", _F32, (-(-num_blocks // state.nested_block),))
         parts.take("weight.nested_quant_map", _F32, (_NUM_NESTED_LEVELS,))
-    return StoredWeight(state.shape, lambda: _load_4bit(parts, state))
+    return parts.floats(state.shape, lambda: _load_4bit(parts, state))
 
 
 def _load_4bit(parts: StoredParts, state: _State) -> Tensor:

@@ -85,7 +85,7 @@ def _read_packed(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
         parts.take("weight_zero_point", (torch.int32,), (zero_rows, num_columns_of_zeros))
     if "weight_g_idx" in parts:
         parts.take("weight_g_idx", INTEGERS, (num_columns,))
-    return StoredWeight((num_rows, num_columns), lambda: _load_packed(parts, scheme, num_rows, num_columns, num_groups))
+    return parts.integers((num_rows, num_columns), lambda: _load_packed(parts, scheme, num_rows, num_columns, num_groups))
 
 
 def _load_packed(
@@ -119,7 +119,7 @@ def _read_int8(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
     scale_shape = tuple(parts.take("weight_scale", FLOATS, *shapes).shape)
     if not scheme.is_symmetric:
         parts.take("weight_zero_point", _ZERO_POINTS, scale_shape)
-    return StoredWeight((num_rows, num_columns), lambda: _load_int8(parts, scheme, num_rows, num_columns, num_groups))
+    return parts.integers((num_rows, num_columns), lambda: _load_int8(parts, scheme, num_rows, num_columns, num_groups))
 
 
 def _load_int8(

@@ -33,7 +33,7 @@ def read_nvfp4(parts: StoredParts) -> StoredWeight:
             raise parts.damaged("weight_global_scale", f"is {float(whole)}, expected a positive number")
         return _weight(parts, scale / whole)
 
-    return StoredWeight((num_rows, num_columns), load)
+    return parts.integers((num_rows, num_columns), load)
 
 
 def read_mxfp4(parts: StoredParts) -> StoredWeight:
@@ -46,7 +46,7 @@ def read_mxfp4(parts: StoredParts) -> StoredWeight:
         stored = parts.take("weight_scale", scale_dtypes, scale_shape).view(torch.float8_e8m0fnu)
         return _weight(parts, parts.scale("weight_scale", stored))
 
-    return StoredWeight((num_rows, num_columns), load)
+    return parts.integers((num_rows, num_columns), load)
 
 
 def _sizes(parts: StoredParts, group_size: int) -> tuple[int, int, int]:

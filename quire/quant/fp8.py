@@ -48,7 +48,7 @@ def read_fp8_blocks(parts: StoredParts, part: str, block: tuple[int, int]) -> St
             weight[:, index * block[1] : (index + 1) * block[1]] *= rows[:, index : index + 1]
         return weight
 
-    return StoredWeight((num_rows, num_columns), load)
+    return parts.floats((num_rows, num_columns), load)
 
 
 def _decode(parts: StoredParts, weight: Tensor) -> Tensor:

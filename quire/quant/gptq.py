@@ -30,7 +30,7 @@ def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
     parts.take("scales", FLOATS, (num_groups, num_rows))
     if "g_idx" in parts:
         parts.take("g_idx", INTEGERS, (num_columns,))
-    return StoredWeight((num_rows, num_columns), lambda: _load(parts, scheme, num_rows, num_columns, num_groups))
+    return parts.integers((num_rows, num_columns), lambda: _load(parts, scheme, num_rows, num_columns, num_groups))
 
 
 def _load(parts: StoredParts, scheme: GptqScheme, num_rows: int, num_columns: int, num_groups: int) -> QuantizedWeight:

@@ -1,7 +1,8 @@
-"""Parameters of a model as they are loaded, quantised or not, and dense."""
+"""Parameters of a model: in their checkpoint, as they are loaded, quantised or not, and dense."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,9 +39,59 @@ class QuantizedStack:
 Parameter = Tensor | QuantizedWeight | QuantizedStack
 
 
-def dense_parameters(parameters: Mapping[str, Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
+class StoredParameter(ABC):
+    """A parameter that is still in its checkpoint, so that a model is built with one of them in memory at a time."""
+
+    @property
+    @abstractmethod
+    def is_integer(self) -> bool:
+        """Whether it is stored as integers; it loads as such where its pieces fit together."""
+
+    @abstractmethod
+    def open(self) -> Tensor | QuantizedWeight:
+        """Return one that is no stack: a tensor may be a view of the file, have another dtype than the model's, and strides."""
+
+    @abstractmethod
+    def open_expert(self, index: int) -> Tensor | QuantizedWeight:
+        """Return the weight [O, K] of one expert of a stack, as `open` does."""
+
+    @abstractmethod
+    def load(self) -> Parameter:
+        """Return the whole in the model's dtype, contiguous; it stays a view of the file where nothing has to change."""
+
+    @abstractmethod
+    def give_back(self, index: int | None = None) -> None:
+        """Give back the memory that the file takes for it, or for one expert. What was opened may be used; it is read again."""
+
+
+def load_parameter(parameter: Parameter | StoredParameter) -> Parameter:
+    """Return a parameter loaded, whether or not it was."""
+    return parameter.load() if isinstance(parameter, StoredParameter) else parameter
+
+
+def load_all(parameters: Mapping[str, Parameter | StoredParameter]) -> dict[str, Parameter]:
+    """Return all parameters loaded; those that are one object stay one."""
+    loaded: dict[int, Parameter] = {}
+    for parameter in parameters.values():
+        if id(parameter) not in loaded:
+            loaded[id(parameter)] = load_parameter(parameter)
+    return {name: loaded[id(parameter)] for name, parameter in parameters.items()}
+
+
+def dense_parameters(parameters: Mapping[str, Parameter | StoredParameter], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the parameters with every quantised one as a tensor of `dtype`; plain tensors stay the same objects."""
-    return {
-        name: parameter if isinstance(parameter, Tensor) else parameter.dequantize(dtype)
-        for name, parameter in parameters.items()
-    }
+    dense: dict[int, Tensor] = {}
+    for parameter in parameters.values():
+        if id(parameter) not in dense:
+            dense[id(parameter)] = _dense(parameter, dtype)
+    return {name: dense[id(parameter)] for name, parameter in parameters.items()}
+
+
+def _dense(parameter: Parameter | StoredParameter, dtype: torch.dtype) -> Tensor:
+    loaded = load_parameter(parameter)
+    if isinstance(loaded, Tensor):
+        return loaded
+    dense = loaded.dequantize(dtype)
+    if isinstance(parameter, StoredParameter):
+        parameter.give_back()
+    return dense

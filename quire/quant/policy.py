@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
-from quire.quant.parameters import Parameter, QuantizedStack
+from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, quantize_weight
+from quire.quant.weight import QuantizedWeight
 
 _EMBED = "embed.weight"
 _MLP = ("gate", "up", "down")
@@ -68,10 +70,14 @@ to nothing (docs/performance.md), and every token reads it."""
 
 @dataclass(frozen=True, slots=True)
 class ParameterQuantizer:
-    """Quantises the parameters of one model by their canonical names."""
+    """Quantises the parameters of one model by their canonical names.
+
+    dtype  of the model, to which weights are rounded first
+    """
 
     policy: QuantizationPolicy
     num_layers: int
+    dtype: torch.dtype
 
     def __call__(self, name: str, weight: Tensor) -> Parameter:
         """Return a parameter as the policy has it: quantised, a stack of experts as a QuantizedStack, or the same tensor.
@@ -82,22 +88,31 @@ class ParameterQuantizer:
         if scheme is None:
             return weight
         if weight.ndim == 3:
-            return QuantizedStack(tuple(quantize_weight(expert, scheme, is_forgotten=True) for expert in weight))
-        return quantize_weight(weight, scheme, is_forgotten=True)
+            return QuantizedStack(tuple(self._quantize(expert, scheme) for expert in weight))
+        return self._quantize(weight, scheme)
+
+    def _quantize(self, weight: Tensor, scheme: Scheme) -> QuantizedWeight:
+        return quantize_weight(weight, scheme, is_forgotten=True, rounded_to=self.dtype)
 
 
-def parameter_quantizer(parameters: Mapping[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy) -> ParameterQuantizer:
+def parameter_quantizer(
+    parameters: Mapping[str, Parameter | StoredParameter], spec: ModelSpec, policy: QuantizationPolicy
+) -> ParameterQuantizer:
     """Return what quantises these parameters. Raises ConfigError where one of them is quantised already."""
-    if not all(isinstance(parameter, Tensor) for parameter in parameters.values()):
+    if not all(_is_float(parameter) for parameter in parameters.values()):
         raise ConfigError(
             "quantization is for weights that are not quantised, but this checkpoint is already: leave the option out, or "
             "take the checkpoint in its original precision"
         )
-    return ParameterQuantizer(policy, len(spec.layers))
+    return ParameterQuantizer(policy, len(spec.layers), getattr(torch, spec.dtype))
+
+
+def _is_float(parameter: Parameter | StoredParameter) -> bool:
+    return not parameter.is_integer if isinstance(parameter, StoredParameter) else isinstance(parameter, Tensor)
 
 
 def iterate_quantized(
-    parameters: dict[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy
+    parameters: dict[str, Parameter | StoredParameter], spec: ModelSpec, policy: QuantizationPolicy
 ) -> Iterator[tuple[str, Parameter]]:
     """Yield every parameter with its name, quantised. `parameters` is emptied on the way, so that the float weights can go.
 
@@ -118,14 +133,16 @@ def iterate_quantized(
         yield name, embedded
 
 
-def _pop_tensor(parameters: dict[str, Parameter], name: str) -> Tensor:
-    weight = parameters.pop(name)
+def _pop_tensor(parameters: dict[str, Parameter | StoredParameter], name: str) -> Tensor:
+    weight = load_parameter(parameters.pop(name))
     if not isinstance(weight, Tensor):
         raise InvariantError(f"{name} was put among the parameters while they were quantised")
     return weight
 
 
-def quantize_parameters(parameters: dict[str, Parameter], spec: ModelSpec, policy: QuantizationPolicy) -> dict[str, Parameter]:
+def quantize_parameters(
+    parameters: dict[str, Parameter | StoredParameter], spec: ModelSpec, policy: QuantizationPolicy
+) -> dict[str, Parameter]:
     """Return a model's parameters quantised, all at once; see `iterate_quantized`."""
     return dict(iterate_quantized(parameters, spec, policy))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import ConfigError
+from quire.kernels.cpu.pages import SpentPages
 from quire.kernels.cpu.quantization import NativeQuantizer
 from quire.kernels.native import load_native
 from quire.quant.weight import QuantizedWeight
@@ -30,6 +31,8 @@ _CHUNK_WEIGHTS = 1 << 18
 """Weights worked on at once: the working copies in f32 stay in the cache."""
 _NATIVE_CHUNK_WEIGHTS = 1 << 24
 """The same for the native kernels, which make no copies. Each chunk waits for all threads twice."""
+_ROUNDED_CHUNK_WEIGHTS = 1 << 22
+"""The same where each chunk is rounded to another dtype first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,18 @@ def fit_scheme(scheme: Scheme, num_columns: int) -> Scheme | None:
 
 
 def quantize_weight(
-    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype | None = None, is_forgotten: bool = False
+    weight: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype | None = None,
+    is_forgotten: bool = False,
+    rounded_to: torch.dtype | None = None,
 ) -> QuantizedWeight:
     """Return a weight quantised by a scheme that fits its columns; no calibration, deterministic.
 
     weight       [O, K] float, of any dtype
     scale_dtype  what the scales will be stored in; None: as the kernels hold them, see `round_scales`
     is_forgotten the weight comes from a checkpoint's loader and will not be read soon: pages of a mapped file are given back
+    rounded_to   the weight is rounded to this dtype first, some rows at a time
 
     For each row (int8) or group (the others), with x its weights in f32, times the power of two that brings the largest
     magnitude into [1, 2), so that no square leaves the range of f32:
@@ -119,15 +127,19 @@ def quantize_weight(
         quantizer = native_quantizer(native, scheme)
         search, num_at_once = quantizer.search, _NATIVE_CHUNK_WEIGHTS
         encode = partial(quantizer.encode, is_forgotten=is_forgotten)
-    step = max(1, num_at_once // num_columns)
+    is_rounded = rounded_to is not None and rounded_to != weight.dtype
+    step = max(1, (min(num_at_once, _ROUNDED_CHUNK_WEIGHTS) if is_rounded else num_at_once) // num_columns)
+    spent = SpentPages()
     for first in range(0, num_rows, step):
         rows = slice(first, first + step)
-        x = weight[rows]
+        x = weight[rows] if rounded_to is None else weight[rows].to(rounded_to)
         values = search(x)
         scale[rows] = _round(values[0], scale_dtype)
         if offset is not None:
             offset[rows] = _round(values[1], scale_dtype)
         encode(x, scale[rows], None if offset is None else offset[rows], codes[rows])
+        if is_forgotten and is_rounded:
+            spent.add((weight[rows],))
     return QuantizedWeight(codes, scale, offset, None if scheme.kind == "int8" else _LEVELS[scheme.kind])
 
 

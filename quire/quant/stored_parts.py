@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import ModelFormatError
+from quire.quant.weight import QuantizedWeight, StoredWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
@@ -30,6 +31,14 @@ class StoredParts:
     def names(self) -> list[str]:
         """Return the parts that are stored."""
         return list(self._parts)
+
+    def integers(self, shape: tuple[int, int], load: Callable[[], QuantizedWeight]) -> StoredWeight:
+        """Return the weight of these parts, which `load` makes."""
+        return StoredWeight(shape, load, tuple(self._parts.values()))
+
+    def floats(self, shape: tuple[int, int], load: Callable[[], Tensor]) -> StoredWeight:
+        """Return the weight of these parts, which have no integer form."""
+        return StoredWeight(shape, load, tuple(self._parts.values()), is_integer=False)
 
     def take(self, part: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int | None, ...]) -> Tensor:
         """Return a part that has one of the dtypes and one of the shapes; None in a shape is any size.

@@ -81,12 +81,16 @@ class QuantizedWeight:
 class StoredWeight:
     """A weight of a checkpoint that is made when it is asked for, so that one at a time is unpacked.
 
-    shape  [O, K]
-    load   returns the quantised weight, or a plain float tensor where the format has no integer form
+    shape       [O, K]
+    load        returns the quantised weight, or a plain float tensor where the format has no integer form
+    tensors     what is read, still in the file
+    is_integer  load returns a QuantizedWeight
     """
 
     shape: tuple[int, int]
     load: Callable[[], QuantizedWeight | Tensor]
+    tensors: tuple[Tensor, ...]
+    is_integer: bool = True
 
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

@@ -9,6 +9,8 @@ import msgspec
 
 from quire.base.errors import QuireError, RequestError, UnsupportedError
 
+OVERLOADED_STATUS = 529  # of the Anthropic API: what 503 is elsewhere
+
 # status -> (OpenAI type, Anthropic type)
 _TYPES = {
     400: ("invalid_request_error", "invalid_request_error"),
@@ -25,6 +27,7 @@ _TYPES = {
     500: ("server_error", "api_error"),
     503: ("server_error", "overloaded_error"),
     504: ("timeout", "timeout_error"),
+    OVERLOADED_STATUS: ("server_error", "overloaded_error"),
 }
 MAX_MESSAGE_LENGTH = 2000
 MAX_RETRY_AFTER_S = 120  # clients take a longer wait as "do not retry"

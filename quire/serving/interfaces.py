@@ -77,3 +77,7 @@ class Gateway(Protocol):
     def open(self, job: Job) -> GenerationStream:
         """Queue a job. Raises ApiError at once where it is not admitted: 400, 429 or 503."""
         ...
+
+    def ratelimit_headers(self, owner: str) -> dict[str, str]:
+        """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
+        ...

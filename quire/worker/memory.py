@@ -6,6 +6,8 @@ import math
 import os
 from pathlib import Path
 
+import torch
+
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf
 from quire.contracts.config import EngineConfig
@@ -14,6 +16,7 @@ from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.build import runs_natively
 from quire.model.config_reader import read_quantization_config
+from quire.model.native_scratch import scratch_bytes
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import has_integer_form
 from quire.quant.policy import POLICIES, quantized_bytes
@@ -27,6 +30,9 @@ _MAX_DEFAULT_BLOCKS = 1 << 18
 
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""
+
+MAX_LOGIT_ELEMENTS = 1 << 24
+"""Logits of prompt tokens held at once, for their log probabilities."""
 
 
 def available_memory_bytes() -> int:
@@ -47,8 +53,19 @@ def _meminfo_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def activation_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) -> int:
-    """Estimate the peak of one step: the widest layer's tensors of every token, the attention scores and the logits."""
+def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, num_batched_tokens: int) -> int:
+    """Estimate the peak of one step: what the decoder that will run it takes, and the logits."""
+    if not runs_natively(spec, config.block_size):
+        return _reference_bytes(spec, num_batched_tokens, config.max_num_seqs)
+    scratch = scratch_bytes(spec, num_batched_tokens, max_model_len, config.num_threads or torch.get_num_threads())
+    logits = config.max_num_seqs * spec.vocab_size * 4
+    # Prompt tokens whose log probabilities are asked for come in parts, before the sampler copies the rows that it changes.
+    prompt = min(num_batched_tokens * spec.vocab_size, MAX_LOGIT_ELEMENTS) * 4 * 3
+    return scratch + logits + max(2 * logits, prompt)
+
+
+def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) -> int:
+    """Return the widest layer's tensors of every token, the attention scores and the logits."""
     width = DTYPE_BYTES[spec.dtype]
     per_token = 0
     for layer in spec.layers:
@@ -100,22 +117,31 @@ def plan_memory(
     weights and activations leave.
     """
     kv = KvSpec.of(spec, config.block_size, kv_dtype(config, spec))
-    activations = activation_bytes(spec, num_batched_tokens, config.max_num_seqs)
     available = available_memory_bytes()
+    given = _given_blocks(config, kv)
+    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
+    most = (
+        max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS)) if given is None else given
+    )
+    # No sequence is longer than the pool.
+    longest = min(max_model_len, most * config.block_size)
+    activations = activation_bytes(config, spec, longest, num_batched_tokens)
     room = available - num_weight_bytes - activations
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {config.block_size} tokens "
-                f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
-            )
-    else:
-        wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = max(1, min(wanted, int(room * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS))
+    num_blocks = max(1, min(most, int(room * _KV_SHARE) // kv.bytes_per_block)) if given is None else given
     return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len)
+
+
+def _given_blocks(config: EngineConfig, kv: KvSpec) -> int | None:
+    """Return how many blocks the options ask for, if they do. Raises ConfigError where they give less than one."""
+    if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is None:
+        return config.num_kv_blocks
+    num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {config.block_size} tokens "
+            f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
+        )
+    return num_blocks
 
 
 def check_fits(plan: MemoryPlan) -> None:

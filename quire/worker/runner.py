@@ -8,13 +8,15 @@ import torch
 
 from quire.base.ids import SequenceId
 from quire.base.logging import get_logger
+from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.grammar.masks import MaskFiller
+from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.pool import KvPool
 from quire.model.build import Model, build_model, effective_max_model_len
-from quire.model.checkpoint import load_parameters
+from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
@@ -24,13 +26,11 @@ from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.worker.constrained import ConstrainedRows
 from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
-from quire.worker.memory import check_fits, plan_memory, weight_bytes
+from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
 
 _DEFAULT_BATCHED_TOKENS = 2048
-_MAX_LOGIT_ELEMENTS = 1 << 24
-"""Logits of prompt tokens held at once, for their log probabilities."""
 
 
 def max_num_batched_tokens(config: EngineConfig) -> int:
@@ -38,6 +38,7 @@ def max_num_batched_tokens(config: EngineConfig) -> int:
     return config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
 
 
+@shared_reads()
 def inspect_model(config: EngineConfig) -> ModelReport:
     """Read what a model is and needs, without its weights, also when it would not fit.
 
@@ -55,6 +56,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     return ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder))
 
 
+@shared_reads()
 def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
     report = inspect_model(config)
@@ -63,7 +65,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
         torch.set_num_threads(config.num_threads)
     for line in report.memory.describe().splitlines():
         logger.info(line)
-    parameters = load_parameters(report.folder, report.spec)
+    parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config)), report
@@ -163,7 +165,7 @@ class ModelRunner:
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         """Return the log probabilities of the prompt tokens that follow those computed in this step."""
         found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
-        max_rows = max(1, _MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
+        max_rows = max(1, MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
         for index, row in enumerate(step.rows):
             first = row.num_computed_tokens
             last = min(step.attention.context_lens[index], row.num_prompt_tokens - 1)
@@ -178,6 +180,11 @@ class ModelRunner:
                 entries += token_logprobs(logits, row.token_ids[begin + 1 : end + 1], num_top)
             found[row.start.sequence_id] = tuple(entries)
         return found
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
+        peaks = measure_peaks(report, SHORT)
+        return peaks.bytes_per_s, peaks.flops_per_s
 
     def close(self) -> None:
         """Release the weights and the KV pool."""

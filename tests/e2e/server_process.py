@@ -12,15 +12,18 @@ import time
 import httpx
 
 START_TIMEOUT_S = 120
+NUM_BLOCKS = 512
 
 
 class ServerProcess:
     """Starts the command, keeps what it logs, and ends it. `port` is known when it listens."""
 
-    def __init__(self, *options, model="demo", env=None):
-        command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--num-kv-blocks", "512", *options]
+    def __init__(self, *options, model="demo", env=None, key=None, preexec=None):
+        pool = ("--num-kv-blocks", str(NUM_BLOCKS))
+        command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", *pool, *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec)
+        self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self.log = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -42,15 +45,28 @@ class ServerProcess:
             if found:
                 return found
             if self.process.poll() is not None and self.process.returncode != 0:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{''.join(self.log[-30:])}")
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.last_words()}")
             time.sleep(0.02)
-        raise AssertionError(f"waited in vain:\n{''.join(self.log[-30:])}")
+        raise AssertionError(f"waited in vain:\n{self.last_words()}")
+
+    def whole_log(self):
+        """Return all that a server logged that has ended."""
+        self._reader.join(10)
+        return "".join(self.log)
+
+    def last_words(self):
+        """Return the end of the log, without the questions that tests ask all the time."""
+        return "".join([line for line in list(self.log) if "INFO GET" not in line][-30:])
 
     def get(self, path, **options):
-        return httpx.get(self.url + path, timeout=30, **options)
+        return httpx.get(self.url + path, **{"timeout": 30, "headers": self.headers, **options})
 
     def post(self, path, body, **options):
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return httpx.post(self.url + path, json=body, **{"timeout": 60, "headers": self.headers, **options})
+
+    def post_bytes(self, path, data, media_type, **options):
+        headers = {**self.headers, "content-type": media_type}
+        return httpx.post(self.url + path, content=data, headers=headers, **{"timeout": 60, **options})
 
     def is_ready(self):
         with contextlib.suppress(httpx.TransportError):

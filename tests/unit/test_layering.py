@@ -80,6 +80,20 @@ def test_import_of_quire_loads_neither_torch_nor_its_own_packages():
     assert out.stdout.strip() == "[]"
 
 
+def test_packages_without_torch_load_without_it():
+    import subprocess
+
+    names = [
+        ".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for path in modules()
+        if package_of(path) in WITHOUT_TORCH
+    ]
+    assert len(names) > 40
+    code = f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
 def test_public_names_exist_and_are_sorted():
     import quire
 

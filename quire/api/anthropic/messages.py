@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -132,17 +132,21 @@ class MessagesRequest(PromptFields, kw_only=True):
 
 
 def _refuse_tools(value: Any) -> str | None:
-    for tool in value if isinstance(value, list) else ():
-        kind = tool.get("type") if isinstance(tool, dict) else None
+    for tool in value if isinstance(value, list) else ():  # pyright: ignore[reportUnknownVariableType]
+        kind = _member(tool, "type")
         if isinstance(kind, str) and kind != "custom":
             return f"this server runs no tools of its own, such as {kind[:100]!r}; only tools with name and input_schema are"
     return None
 
 
 def _refuse_tool_choice(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = _member(value, "type")
     return f"{NO_CONSTRAINTS}, which {kind!r} needs; 'auto' and 'none' are" if kind in ("any", "tool") else None
 
 
 def _refuse_output_config(value: Any) -> str | None:
-    return f"{NO_CONSTRAINTS}; leave format out" if isinstance(value, dict) and value.get("format") is not None else None
+    return f"{NO_CONSTRAINTS}; leave format out" if _member(value, "format") is not None else None
+
+
+def _member(value: Any, name: str) -> Any:
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None

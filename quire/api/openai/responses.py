@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -173,11 +173,12 @@ def _refuse_tool_choice(value: Any) -> str | None:
 
 
 def _refuse_text(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    form = value.get("format")
-    if isinstance(form, dict) and form.get("type") in ("json_schema", "json_object", "grammar"):
+    if _member(_member(value, "format"), "type") in ("json_schema", "json_object", "grammar"):
         return f"{NO_CONSTRAINTS}; the format can only be {{'type': 'text'}}"
-    if value.get("verbosity") in ("low", "high"):
+    if _member(value, "verbosity") in ("low", "high"):
         return "verbosity is not supported; say in the instructions how long the answer is to be"
     return None
+
+
+def _member(value: Any, name: str) -> Any:
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None

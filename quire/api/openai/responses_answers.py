@@ -6,17 +6,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.api.openai.answers import CachedTokens, ChatLogprob, ReasoningTokens
+from quire.api.openai.answers import ChatLogprob, ReasoningTokens
 from quire.api.openai.responses_items import OutputItem, OutputText, ReasoningText
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class InputTokens(msgspec.Struct):
+    """input_tokens_details; writing to the cache costs nothing here, so no tokens are told apart."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
     """The tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: InputTokens
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int

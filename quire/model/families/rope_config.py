@@ -71,7 +71,7 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     partial = values.get("partial_rotary_factor")
     partial = config.raw("partial_rotary_factor") if partial is None else partial
     if can_be_partial and partial is not None:
-        values["partial_rotary_factor"] = partial
+        values = {**values, "partial_rotary_factor": partial}
     elif partial not in (None, 1, 1.0):
         raise UnsupportedError(f"partial_rotary_factor {partial!r} is not supported in a {config.model_type!r} model")
     return _resolve(config, key, {**values, "rope_theta": theta}, head_dim, is_f32=is_f32)

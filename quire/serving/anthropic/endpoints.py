@@ -6,6 +6,7 @@ from quire.api.anthropic.answers import TokenCount
 from quire.api.anthropic.messages import CountTokensRequest, MessagesRequest
 from quire.serving.answers import Answer, Ready, Stream
 from quire.serving.anthropic.answers import MessageFold, MessageHead, MessageStreamEncoder
+from quire.serving.anthropic.overload import answer_overloaded, overload_as_529
 from quire.serving.anthropic.requests import chat_input, message_options
 from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
@@ -18,7 +19,12 @@ from quire.serving.openai.requests import make_id
 
 
 async def post_message(context: ServerContext, call: Call) -> Answer:
-    """Continue a conversation."""
+    """Continue a conversation. A queue that is full is a 529."""
+    with overload_as_529():
+        return answer_overloaded(await _message(context, call))
+
+
+async def _message(context: ServerContext, call: Call) -> Answer:
     context.check_accepting()
     body = await call.body(MessagesRequest)
     served = context.check_model(body.model)
@@ -44,8 +50,8 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
     signer = ThinkingSigner(context.signing_key, call.owner.name)
 
     def count() -> int:
-        text = render_chat(served, chat_input(served, body, signer))
-        return len(need_tokenizer(served).encode(text, add_special_tokens=False))
+        rendered = render_chat(served, chat_input(served, body, signer))
+        return len(need_tokenizer(served).encode_rendered(rendered))
 
     return Ready(encode_json(TokenCount(await served.preparation.run(count))))
 

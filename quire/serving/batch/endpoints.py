@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from quire.serving.answers import Answer, Download, Ready
 from quire.serving.batch.records import is_id
-from quire.serving.batch.service import BatchService
+from quire.serving.batch.service import BatchService, storage_failed
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint, too_large
 from quire.serving.errors import ApiError, invalid, not_found
@@ -137,6 +137,8 @@ async def _read_form(call: Call) -> Any:
         raise invalid(f"this is not a valid form: {getattr(error, 'message', type(error).__name__)}") from None
     except ClientDisconnect:
         raise ApiError(408, "the body did not arrive in full", code="request_timeout") from None
+    except OSError as error:  # a large file waits in the folder for temporary files while it comes
+        raise storage_failed(error) from error
     return _Closing(form)
 
 

@@ -19,6 +19,7 @@ from quire.serving.errors import ApiError, invalid, not_found
 logger = get_logger(__name__)
 
 CHECK_INTERVAL_S = 60.0
+COUNT_INTERVAL_S = 5.0
 FILE_LIFETIME_S = 30 * 24 * 3600
 WINDOW_S = 24 * 3600
 PURPOSES = ("batch", "user_data")
@@ -33,6 +34,7 @@ class BatchService:
     check_body   checks it without running
     endpoints    urls that lines may have
     max_running  lines in flight at once
+    report_lines  told every few seconds how many lines of unfinished batches are in a state: todo, completed, failed
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class BatchService:
         check_body: CheckBody,
         endpoints: tuple[str, ...],
         max_running: Callable[[], int],
+        report_lines: Callable[[str, int], None] = lambda state, count: None,
     ) -> None:
         self.endpoints = endpoints
         self._check_body = check_body
@@ -49,6 +52,7 @@ class BatchService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-batch")
         self._store = self._thread.submit(BatchStore, folder).result()
         self._runner = BatchRunner(self.call_store, execute, max_running)
+        self._report_lines = report_lines
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -293,10 +297,15 @@ class BatchService:
         logger.info("batch %s is %s", record.id, end_status)
 
     async def _keep_house(self) -> None:
+        next_tidy_s = time.monotonic() + CHECK_INTERVAL_S
         while True:
-            await asyncio.sleep(CHECK_INTERVAL_S)
+            await asyncio.sleep(COUNT_INTERVAL_S)
             try:
-                await self.call_store(BatchStore.tidy, time.time())
+                for state, count in (await self.call_store(BatchStore.count_lines)).items():
+                    self._report_lines(state, count)
+                if time.monotonic() >= next_tidy_s:
+                    next_tidy_s += CHECK_INTERVAL_S
+                    await self.call_store(BatchStore.tidy, time.time())
             except ApiError as error:
                 logger.warning("the batch store could not be tidied: %s", error.message)
 

@@ -122,10 +122,11 @@ class BatchStore:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk has ended it already, another error has not
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     # Files.
 
@@ -329,6 +330,11 @@ class BatchStore:
         with self._transaction():
             self._db.execute("UPDATE line SET tries=tries+1 WHERE batch_id=? AND n=?", (batch_id, n))
             return self._db.execute("SELECT tries FROM line WHERE batch_id=? AND n=?", (batch_id, n)).fetchone()[0]
+
+    def count_lines(self) -> dict[str, int]:
+        """Return how many lines of unfinished batches are in each state."""
+        found = dict(self._db.execute("SELECT state, COUNT(*) FROM line GROUP BY state").fetchall())
+        return {name: found.get(state, 0) for name, state in (("todo", TODO), ("completed", SUCCEEDED), ("failed", FAILED))}
 
     def iter_results(self, batch_id: str, is_success: bool) -> Iterator[bytes]:
         """Yield the results of a batch in the order of its lines."""

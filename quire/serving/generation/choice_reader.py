@@ -153,6 +153,9 @@ class ChoiceReader:
         if self._parser is not None:
             self._take(self._parser.finish(), events)
         self.has_ended = True
+        setup = self._plan.parser
+        if setup is not None and setup.tool_format is not None:
+            setup.count_output("parsed" if self._num_calls else "none")
         is_length = delta.finish_reason == "length"
         reason = "length" if is_length else "tool_calls" if self._num_calls else "stop"
         events.append(ChoiceEnd(self._choice, reason, delta.stop_reason))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,16 @@ from quire.text.parsing.tools import Tool
 from quire.text.tokenizer import Tokenizer
 
 
+def ignore_outcome(_outcome: str) -> None:
+    """Count nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserSetup:
     """How the text of a model is told apart into answer, reasoning and tool calls; a new parser is made per choice.
 
     marker_token_ids  marker of a format -> its special token, where the vocabulary has one
+    count_output      told of every choice that was read for tool calls: "parsed" or "none"
     """
 
     tool_format: str | None
@@ -24,6 +29,7 @@ class ParserSetup:
     starts_in_reasoning: bool
     parallel_tool_calls: bool
     marker_token_ids: Mapping[str, int]
+    count_output: Callable[[str], None] = ignore_outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

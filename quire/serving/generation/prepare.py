@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from quire.base.errors import RequestError
@@ -16,6 +17,7 @@ from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Owner
 from quire.text.parsing.detection import starts_in_reasoning
 from quire.text.parsing.tools import Tool
+from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
 
 TAIL_CHARACTERS = 4096
@@ -25,15 +27,15 @@ def prepare_chat(
     served: ServedModel, request_id: str, chat: ChatInput, options: GenerationOptions, owner: Owner
 ) -> GenerationPlan:
     """Return the plan of a conversation. Raises RequestError with the field at fault."""
-    text = render_chat(served, chat)
-    setup = _parser_setup(served, chat, text)
+    rendered = render_chat(served, chat)
+    setup = _parser_setup(served, chat, rendered.text)
     sampling = dict(options.sampling)
     hides_special = sampling.get("skip_special_tokens") is not False
     if setup is not None:
         sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
     params, is_copied, num_choices = _params(served, sampling)
-    token_ids = need_tokenizer(served).encode(text, add_special_tokens=False)
-    prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
+    token_ids = need_tokenizer(served).encode_rendered(rendered)
+    prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
     return GenerationPlan(
         request=served.factory.make(request_id, served.next_index(), prompt, params),
@@ -99,8 +101,8 @@ def prepare_prompts(
     return plans
 
 
-def render_chat(served: ServedModel, chat: ChatInput) -> str:
-    """Return the text of a conversation, special tokens included. Raises RequestError."""
+def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
+    """Return the text of a conversation, the template's special tokens told apart from their spellings. Raises RequestError."""
     tokenizer = need_tokenizer(served)
     variables = {**reasoning_variables(served.template_source, chat.reasoning_effort), **chat.template_variables}
     messages = list(chat.messages)
@@ -108,18 +110,18 @@ def render_chat(served: ServedModel, chat: ChatInput) -> str:
     if chat.continues_final_message:
         end = f"\ue000{secrets.token_hex(8)}\ue000"
         messages[-1] = {**messages[-1], "content": text_of(messages[-1].get("content")) + end}
-    text = tokenizer.apply_chat_template(
+    rendered = tokenizer.render_chat(
         messages, add_generation_prompt=chat.add_generation_prompt and not end, tools=chat.tools or None, **variables
     )
     if not end:
-        return text
-    text, found, _ = text.rpartition(end)
-    if not found:
+        return rendered
+    position = rendered.text.rfind(end)
+    if position < 0:
         raise RequestError(
             "continue_final_message: the chat template does not show the text of the last message, so it cannot go on with it",
             "continue_final_message",
         )
-    return text
+    return rendered.cut(position)
 
 
 def text_of(content: object) -> str:
@@ -161,6 +163,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
         starts_in_reasoning=starts_in_reasoning(text[-TAIL_CHARACTERS:], reasoning_format),
         parallel_tool_calls=chat.parallel_tool_calls,
         marker_token_ids=served.marker_token_ids,
+        count_output=partial(served.count_tool_output, tool_format or ""),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,10 @@ from quire.text.tokenizer import Tokenizer, load_tokenizer
 WILDCARD = "*"
 
 
+def _count_nothing(_output_format: str, _outcome: str) -> None:
+    """Count nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """The loaded model as the APIs see it. Safe to share between threads, but for `preparation`, which is the event loop's.
@@ -27,6 +31,7 @@ class ServedModel:
     names             what clients may call it; "*" among them allows any name
     parsers           the formats of tool calls and reasoning in its output
     marker_token_ids  markers of the formats that are special tokens
+    count_tool_output  told, with the format, of every output read for tool calls and whether there were any
     fingerprint       changes with the weights, the precision or the server's version: the API's system_fingerprint
     """
 
@@ -39,6 +44,7 @@ class ServedModel:
     fingerprint: str
     created_s: int
     preparation: Preparation
+    count_tool_output: Callable[[str, str], None] = _count_nothing
     _indexes: itertools.count[int] = field(default_factory=itertools.count)
 
     @property

@@ -21,7 +21,7 @@ from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.errors import ApiError
 from quire.serving.http.openapi import document
-from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, error_answer, send_ready
+from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
 from quire.serving.interfaces import Owner
 
 access_logger = get_logger("quire.access")
@@ -93,7 +93,7 @@ class _Answering(Response):
         def error_body(error: ApiError) -> object:
             return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
 
-        sender = Sender(scope, receive, send, error_body, context.config.keep_alive_comment_s, headers)
+        sender = Sender(receive, send, scope["quire.send"], error_body, context.config.keep_alive_comment_s, headers)
         try:
             answer = await endpoint.handler(context, call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
@@ -118,12 +118,15 @@ class Shell:
         self._authenticator = context.authenticator
         self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
         self._anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+        keys = context.config.api_keys
+        self._rated_owners = frozenset(key.name for key in keys if key.requests_per_minute or key.tokens_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
+        scope["quire.send"] = send
         headers = Headers(scope=scope)
         request_id = scope["quire.request_id"] = f"req_{secrets.token_hex(13)}"
         status = 0
@@ -132,12 +135,12 @@ class Shell:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *self._id_headers(request_id, headers)]
+                added = [*self._id_headers(request_id, headers), *self._rate_headers(scope)]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:
-            owner = scope["quire.owner"] = self._identify(scope, headers)
-            del owner
+            scope["quire.owner"] = self._identify(scope, headers)
             await self._app(scope, receive, send_with_ids)
         except ApiError as error:
             body = error.anthropic_body(request_id) if scope["path"] in self._anthropic_paths else error.openai_body()
@@ -159,6 +162,13 @@ class Shell:
         if 0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isascii() and client_id.isprintable():
             found.append((b"x-client-request-id", client_id.encode()))
         return found
+
+    def _rate_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """Return what a key with rates has left of them."""
+        owner: Owner | None = scope.get("quire.owner")
+        if owner is None or owner.name not in self._rated_owners:
+            return []
+        return encode_headers(self._context.gateway.ratelimit_headers(owner.name))
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("quire.route", "none")

@@ -135,6 +135,7 @@ class Lifecycle:
             logger.info("ready: %s", ", ".join(self.context.model.names))
 
     def _fail(self, reason: str) -> None:
+        logger.error("the server ends: %s", reason)
         self.context.failure = reason
         self.context.phase = "failed"
         self._stopping.set()
@@ -173,6 +174,8 @@ class Lifecycle:
         await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        if context.served is not None:
+            context.served.preparation.close()
         await context.client.close()
 
     async def _wait_unless_hurried(self, work: object) -> None:

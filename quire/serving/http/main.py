@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvloop
 
@@ -33,6 +33,9 @@ from quire.serving.metrics.log_format import log_ended, setup_log_format
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
+from quire.serving.page.endpoints import page_endpoints
+from quire.serving.page.feed import EngineFeed
+from quire.serving.page.view import EngineView
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
 from quire.serving.responses.store import ResponseStore
 
@@ -65,7 +68,8 @@ class Server:
         info = self.context.client.info
         if info is None:
             raise InvariantError("the engine is ready and has not said what it serves")
-        self.context.served = await asyncio.to_thread(load_served_model, info, self.context.config)
+        served = await asyncio.to_thread(load_served_model, info, self.context.config)
+        self.context.served = replace(served, count_tool_output=self.context.metrics.tool_parser)
 
     async def on_loaded(self) -> None:
         """Make what depends on the loaded model. Raises ConfigError and ModelFormatError."""
@@ -77,6 +81,7 @@ class Server:
             check_batch_body,
             BATCH_ENDPOINTS,
             lambda: self.gateway.batch_window,
+            context.metrics.batch_lines,
         )
         await context.batches.start()
         context.responses = await asyncio.to_thread(ResponseStore, context.config.data_dir)
@@ -86,7 +91,13 @@ class Server:
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Return every route."""
         found = (*OPENAI_ENDPOINTS, *RESPONSES_ENDPOINTS, *ANTHROPIC_ENDPOINTS, *batch_endpoints.ENDPOINTS)
-        return (*found, *make_endpoints(found, self.context.config.enable_metrics))
+        found = (*found, *make_endpoints(found, self.context.config.enable_metrics))
+        return (*found, *self._page_endpoints()) if self.context.config.enable_page else found
+
+    def _page_endpoints(self) -> tuple[Endpoint, ...]:
+        context = self.context
+        view = EngineView(context.client, self.gateway, context.metrics, lambda: context.phase)
+        return page_endpoints(EngineFeed(context.client, view))
 
 
 def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> int:

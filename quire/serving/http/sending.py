@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from quire.base.errors import QuireError
 from quire.base.logging import get_logger
@@ -65,14 +65,15 @@ def error_answer(error: ApiError, body: object) -> Ready:
 class Sender:
     """Sends the answer to one request.
 
+    send_frame          sends a piece of a body that has begun, past the layers that only look at the start of an answer
     error_body          the shape of errors before a stream has begun
     comment_interval_s  a stream without an event for so long gets a comment, which keeps proxies from closing it
     headers             are added to every answer
     """
 
-    scope: Scope
     receive: Receive
     send: Send
+    send_frame: Send
     error_body: Callable[[ApiError], object]
     comment_interval_s: float
     headers: Mapping[str, str]
@@ -124,7 +125,9 @@ class Sender:
         await self._send_ready(ready)
 
     async def _run_stream(self, answer: Stream) -> None:
-        frames = _StreamWriter(self.send, {**STREAM_HEADERS, **self.headers, **answer.headers}, self.comment_interval_s)
+        frames = _StreamWriter(
+            self.send, self.send_frame, {**STREAM_HEADERS, **self.headers, **answer.headers}, self.comment_interval_s
+        )
         try:
             await frames.write_all(answer.frames)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
@@ -158,9 +161,10 @@ async def _close(frames: AsyncIterator[bytes]) -> None:
 class _StreamWriter:
     """The body of one stream: the start with the first frame, comments in long silences."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str], comment_interval_s: float) -> None:
+    def __init__(self, send: Send, send_frame: Send, headers: Mapping[str, str], comment_interval_s: float) -> None:
         self.has_started = False
         self._send = send
+        self._send_frame = send_frame
         self._headers = headers
         self._interval_s = comment_interval_s
         self._last_write_s = time.monotonic()
@@ -184,7 +188,7 @@ class _StreamWriter:
         if not self.has_started:
             await self._start()
         self._last_write_s = time.monotonic()
-        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+        await self._send_frame({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def end(self) -> None:
         """End the body."""

@@ -151,6 +151,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters           all weights; num_active_parameters those that one token uses
     weight_bytes             bytes of the weights that one token reads, as they are run
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
+    peak_bytes_per_s         what the machine reads, and peak_flops_per_s its operations, measured at the start; None: unknown
     load_time_s              seconds that loading took
     """
 
@@ -179,6 +180,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     load_time_s: float
     pid: int
+    peak_bytes_per_s: float | None = None
+    peak_flops_per_s: float | None = None
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -210,7 +210,7 @@ class Definitions:
             "ignored_params", "Parameters without effect that were sent; names this server does not know are other.", "param"
         )
         self.tool_parsers = self._counter(
-            "tool_call_parser_invocations", "Outputs read for tool calls, by format and outcome: parsed, none or fallback.",
+            "tool_call_parser_invocations", "Outputs read for tool calls, by format and outcome: parsed or none.",
             "format", "outcome",
         )  # fmt: skip
         self.batch_lines = self._gauge("batch_lines", "Lines of unfinished batches by state.", "state")

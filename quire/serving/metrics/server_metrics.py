@@ -228,6 +228,7 @@ class ServerMetrics:
     def engine_ready(self, info: EngineInfo) -> None:
         """Note what the loaded engine is."""
         self._info = info
+        self.load.peak_bytes_per_s, self.load.peak_flops_per_s = info.peak_bytes_per_s, info.peak_flops_per_s
         shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.dtype)
         self.defined.cache_config.only(*shape)
 
@@ -267,7 +268,7 @@ class ServerMetrics:
         self.defined.ignored_params.labels(name if name in self._known_ignored_params else "other").add()
 
     def tool_parser(self, output_format: str, outcome: str) -> None:
-        """Count an output that was read for tool calls: "parsed", "none" or "fallback"."""
+        """Count an output that was read for tool calls: "parsed" or "none"."""
         self.defined.tool_parsers.labels(output_format, outcome).add()
 
     def batch_lines(self, state: str, count: int) -> None:

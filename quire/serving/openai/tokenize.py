@@ -42,7 +42,9 @@ def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
             continues_final_message=bool(body.continue_final_message),
             template_variables=body.chat_template_kwargs or {},
         )
-        token_ids = tokenizer.encode(render_chat(served, chat), bool(body.add_special_tokens))
+        rendered = render_chat(served, chat)
+        # The template writes the special tokens; where more are asked for, what only looks like one cannot be told apart.
+        token_ids = tokenizer.encode(rendered.text) if body.add_special_tokens else tokenizer.encode_rendered(rendered)
     strings = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return TokenizeAnswer(len(token_ids), served.info.max_model_len, token_ids, strings)
 

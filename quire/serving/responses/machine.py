@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.api.openai.answers import CachedTokens, ChatLogprob, ReasoningTokens
+from quire.api.openai.answers import ChatLogprob, ReasoningTokens
 from quire.api.openai.responses_answers import (
     ArgumentsDone,
     ArgumentsPiece,
@@ -20,6 +20,7 @@ from quire.api.openai.responses_answers import (
     Incomplete,
     IncompleteDetails,
     InProgress,
+    InputTokens,
     ItemAdded,
     ItemDone,
     PartAdded,
@@ -236,7 +237,7 @@ class ResponseMachine:
 def _usage(end: UsageEnd) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=end.num_prompt,
-        input_tokens_details=CachedTokens(end.num_cached),
+        input_tokens_details=InputTokens(end.num_cached),
         output_tokens=end.num_completion,
         output_tokens_details=ReasoningTokens(end.num_reasoning),
         total_tokens=end.num_prompt + end.num_completion,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,14 +89,15 @@ class ResponseTable:
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Generator[None]:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk has ended it already, another error has not
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def put(self, owner: str, record: StoredResponse, now: float) -> None:
         """Enter a response; all that it goes on from lives as long as it does."""
@@ -169,6 +170,7 @@ class ResponseStore:
         self, folder: Path | None, clock: Callable[[], float] = time.time, max_memory_bytes: int = MAX_MEMORY_BYTES
     ) -> None:
         self._clock = clock
+        self._is_closed = False
         # The one thread that touches the database.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-responses")
         try:
@@ -178,7 +180,8 @@ class ResponseStore:
             raise
 
     async def close(self) -> None:
-        """Close the database, after what was begun."""
+        """Close the database, after what was begun; what comes later is refused."""
+        self._is_closed = True
         await asyncio.get_running_loop().run_in_executor(self._thread, self._table.close)
         self._thread.shutdown()
 
@@ -208,6 +211,9 @@ class ResponseStore:
             raise _missing(response_id, "response_id")
 
     async def _call(self, method: Callable[Concatenate[ResponseTable, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._is_closed:
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=1)
+
         def call() -> R:
             try:
                 return method(self._table, *args, **kwargs)

@@ -84,7 +84,7 @@ def test_record_says_what_was_measured_where_and_when(tiny_model):
     assert values["text"] == "foxes"
     assert values["results"][0]["quantization"] == "int8"
     assert values["results"][0]["dtype"] == "float32"
-    assert {"machine", "commit", "date", "version", "num_threads"} == set(values["provenance"])
+    assert {"machine", "commit", "date", "version", "num_threads"} <= set(values["provenance"])
     assert "nats/token" in record.describe()
 
 

@@ -136,6 +136,22 @@ def test_bench_throughput_writes_its_figures(capsys, tiny_model, tmp_path):
     assert figures["tokens_per_second"] == pytest.approx(39 / figures["elapsed_time"])
     assert figures["prompt_tokens_per_second"] == pytest.approx(27 / figures["elapsed_time"])
     assert figures["output_tokens_per_second"] == pytest.approx(12 / figures["elapsed_time"])
+    assert figures["output_tokens_per_second_of_runs"] == [figures["output_tokens_per_second"]]
+    assert figures["provenance"]["num_threads"] == 1
+    assert "Of 1 runs" not in out
+
+
+@pytest.mark.parametrize("num_repeats", [2, 3])
+def test_bench_throughput_reports_the_median_when_it_is_repeated(capsys, tiny_model, tmp_path, num_repeats):
+    path = tmp_path / "figures.json"
+    options = ("--num-prompts", 2, "--input-len", 9, "--output-len", 4, "--repeat", num_repeats, "--output-json", path)
+    status, out, _ = run(capsys, "bench", "throughput", "--model", tiny_model, *options, "--no-progress")
+    figures = json.loads(path.read_text())
+    assert status == 0
+    assert f"Of {num_repeats} runs" in out
+    rates = sorted(figures["output_tokens_per_second_of_runs"], reverse=True)
+    assert len(rates) == num_repeats
+    assert figures["output_tokens_per_second"] == rates[num_repeats // 2]
 
 
 def test_bench_latency_writes_its_figures(capsys, tiny_model, tmp_path):
@@ -192,6 +208,7 @@ def test_character_that_the_terminal_lacks_does_not_end_an_answer(tiny_model):
         (("generate", "x", "--temperature", "nan"), "temperature"),
         (("generate", "x", "--max-num-seqs", "0"), "max_num_seqs"),
         (("bench", "throughput", "--num-prompts", "0"), "num_prompts"),
+        (("bench", "throughput", "--model", "TINY", "--repeat", "0"), "repeat must be at least 1, got 0"),
         (("bench", "throughput", "--model", "TINY", "--output-json", "/nowhere/x.json"), "/nowhere/x.json"),
         (("bench", "throughput", "--model", "TINY", "--random-input-len", "200", "--random-output-len", "57"), "257 tokens"),
         (("bench", "latency", "--model", "TINY", "--input-len", "200", "--output-len", "57"), "257 tokens"),

@@ -1,5 +1,6 @@
 """The memory plan: what it counts, what it leaves, and that it says no with numbers."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from quire import ConfigError, EngineConfig
 from quire.worker import memory
 from quire.worker.runner import build_runner, inspect_model
+from tests.tiny_checkpoint import WIDE_EXPERTS, write_checkpoint
 
 
 def inspect(model, **options):
@@ -54,13 +56,23 @@ def test_inspecting_reads_no_weights(tiny_model, tmp_path):
     assert inspect(tmp_path).memory.weight_bytes == inspect(tiny_model).memory.weight_bytes
 
 
+def test_plan_counts_no_longer_context_than_the_pool_holds(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=1 << 30)
+    short = inspect(folder, num_kv_blocks=8, max_model_len=128)
+    assert inspect(folder, num_kv_blocks=8).memory.activation_bytes == short.memory.activation_bytes
+    assert inspect(folder).memory.fits
+
+
 @pytest.mark.slow
-def test_activation_estimate_covers_the_measured_peak(tiny_model):
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("family, changes", [("qwen3", {}), ("qwen3_moe", WIDE_EXPERTS)], ids=["dense", "wide-experts"])
+def test_activation_estimate_covers_the_measured_peak(tmp_path, family, changes, is_native):
     """Run full steps in a process of its own and compare the growth of its peak memory with the estimate."""
+    folder = write_checkpoint(tmp_path / "model", family, **changes)
     code = f"""
 import resource
 from quire import LLM, SamplingParams
-llm = LLM({str(tiny_model)!r}, max_num_batched_tokens=20000, max_num_seqs=100, num_kv_blocks=1700, enable_prefix_caching=False)
+llm = LLM({str(folder)!r}, max_num_batched_tokens=20000, max_num_seqs=100, num_kv_blocks=1700, enable_prefix_caching=False)
 greedy = SamplingParams(temperature=0, max_tokens=1)
 llm.generate([[1, 2]], greedy, use_tqdm=False)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -69,6 +81,7 @@ growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 plan = llm.llm_engine.report.memory
 print(growth, plan.activation_bytes + plan.kv_bytes)
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "QUIRE_NATIVE": "1" if is_native else "0"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     growth, planned = map(int, out.stdout.split())
-    assert growth <= planned
+    assert growth <= planned, (growth, planned)

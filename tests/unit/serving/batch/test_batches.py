@@ -13,7 +13,7 @@ import pytest
 
 from quire.serving.answers import Ready
 from quire.serving.batch.lines import MAX_LINE_BYTES, validate
-from quire.serving.batch.records import ENDED
+from quire.serving.batch.records import ENDED, FileRecord, new_id
 from quire.serving.batch.service import BatchService
 from quire.serving.batch.store import BatchStore
 from quire.serving.errors import ApiError, invalid, overloaded
@@ -380,3 +380,40 @@ def test_upload_says_that_the_disk_is_full(tmp_path, monkeypatch):
 def test_record_survives_the_store():
     record = run([line("a")])[0]
     assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
+
+
+class FailingOnce:
+    """A connection whose next COMMIT fails and leaves its transaction open, as an I/O error may."""
+
+    def __init__(self, connection):
+        self.connection, self.has_failed = connection, False
+
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
+
+    def execute(self, statement, *values):
+        if statement == "COMMIT" and not self.has_failed:
+            self.has_failed = True
+            raise sqlite3.OperationalError("disk I/O error")
+        return self.connection.execute(statement, *values)
+
+
+def test_store_goes_on_when_a_commit_has_failed():
+    store = BatchStore(None)
+    store._db = FailingOnce(store._db)
+    record = FileRecord(
+        id=new_id("file-"),
+        owner="ann",
+        purpose="batch",
+        filename="a",
+        num_bytes=1,
+        created_at=1,
+        expires_at=None,
+        status="processed",
+    )
+    with pytest.raises(sqlite3.OperationalError, match="I/O"):
+        store.put_file(record)
+    assert store.file("ann", record.id) is None
+    store.put_file(record)
+    assert store.file("ann", record.id) == record
+    store.close()

@@ -109,6 +109,18 @@ def test_key_decides_who_asks(header, status, owner):
         assert body["owner"] == owner
 
 
+def test_answer_tells_what_is_left_when_the_key_has_rates():
+    keys = (ApiKey("ann", hash_key("right"), requests_per_minute=9), ApiKey("bob", hash_key("other")))
+
+    async def go(key):
+        async with running([endpoint("/echo", echo)], api_keys=keys) as (port, context):
+            context.gateway.ratelimit_headers = lambda owner: {"x-ratelimit-remaining-requests": f"8 of {owner}"}
+            return parse(await exchange(port, post("/echo", b"{}", f"authorization: Bearer {key}")))[1]
+
+    assert asyncio.run(go("right"))["x-ratelimit-remaining-requests"] == "8 of ann"
+    assert "x-ratelimit-remaining-requests" not in asyncio.run(go("other"))
+
+
 def test_every_path_needs_a_key_unless_it_is_open():
     keys = (ApiKey("ann", hash_key("right")),)
     assert ask(post("/nowhere"), api_keys=keys)[0] == 401

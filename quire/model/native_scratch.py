@@ -1,0 +1,84 @@
+"""The memory of a step of the native decoder, before there is one: what Plan::reserve of kernels/cpu/csrc will take."""
+
+from __future__ import annotations
+
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+
+_CHUNK_TOKENS, _TILE_ROWS, _TILE_HEADS = 256, 48, 32
+"""Of attention (csrc/attention_tile.inl): cached tokens whose softmax is taken at once, rows and heads of a tile."""
+_TILES_A_THREAD = 4
+"""Tiles that cost less than a thread's work divided by this are not cut, so that fewer than this for each thread are."""
+_FIRST_POSITIONS = 4096
+_NUM_ARRAYS, _HUGE_PAGE_BYTES = 20, 2 << 20
+
+
+def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_threads: int) -> int:
+    """Return the most that a step of so many tokens takes beside weights and cache, logits left out."""
+    row_words = _row_words(spec)
+    rows = num_threads * 4 * _stride(spec.hidden_size)
+    attention = max(attention_bytes(layer.attention, max_model_len, num_threads) for layer in spec.layers)
+    ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
+    # Cosine and sine of every position; their tables are made anew when they grow.
+    angles = sum(2 * 4 * rope.dim * max(_FIRST_POSITIONS, max_model_len) for rope in ropes)
+    rounding = _NUM_ARRAYS * _HUGE_PAGE_BYTES
+    return 4 * num_tokens * row_words + rows + attention + angles + rounding
+
+
+def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: int) -> int:
+    """Return the most that the attention of a step takes, whatever sequences are in it."""
+    units = attention.num_kv_heads * -(-attention.num_heads // attention.num_kv_heads // _TILE_HEADS)
+    # The tiles of all units cost the same: all are cut or none.
+    num_cut = (_TILES_A_THREAD * num_threads - 1) // units * units if num_threads > 1 else 0
+    return num_threads * _tile_bytes(attention) + num_cut * _cut_bytes(attention, max_model_len)
+
+
+def _row_words(spec: ModelSpec) -> int:
+    """Return the 32-bit words of one token."""
+    layers = spec.layers
+    hidden = _stride(spec.hidden_size)
+    qkv = max(_heads_size(layer.attention.num_heads + 2 * layer.attention.num_kv_heads, layer) for layer in layers)
+    attended = max(_heads_size(layer.attention.num_heads, layer) for layer in layers)
+    inner = packed = experts = 0
+    for layer in layers:
+        sites = [spec.hidden_size, layer.attention.num_heads * layer.attention.head_dim]
+        if isinstance(layer.mlp, MoeSpec):
+            top_k, size = layer.mlp.top_k, layer.mlp.expert.intermediate_size
+            inner = max(inner, _stride(size) * top_k)
+            # Every token is packed once for each of its experts; so are its results.
+            sites += [spec.hidden_size * top_k, size * top_k]
+            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (hidden + 4))
+        else:
+            inner = max(inner, _stride(layer.mlp.intermediate_size))
+            sites.append(layer.mlp.intermediate_size)
+        packed = max(packed, *(_packed_words(spec, size) for size in sites))
+    has_router = any(isinstance(layer.mlp, MoeSpec) for layer in layers)
+    # The router reads f32.
+    packed = max(packed, spec.hidden_size) if has_router else packed
+    return 2 * hidden + _stride(qkv) + _stride(attended) + inner + experts + packed
+
+
+def _heads_size(num_heads: int, layer: LayerSpec) -> int:
+    return num_heads * layer.attention.head_dim
+
+
+def _packed_words(spec: ModelSpec, size: int) -> int:
+    """Return what an input takes, however the weights that read it are stored: dense and, beside it, as bytes with scales
+    (three words for every 16 of them), or twice as bytes."""
+    dense = -(-size // 2) if spec.dtype == "bfloat16" else size
+    return dense + size // 2 + 8
+
+
+def _tile_bytes(attention: AttentionSpec) -> int:
+    """Return what one thread needs for a tile: rows, scores, some runs of keys and values, and two results."""
+    return (64 << 10) + 2048 * (attention.head_dim + 16)
+
+
+def _cut_bytes(attention: AttentionSpec, max_model_len: int) -> int:
+    """Return the results of the chunks of a tile whose chunks are shared by threads."""
+    seen = max_model_len if attention.window is None else min(max_model_len, attention.window + _TILE_ROWS)
+    return (-(-seen // _CHUNK_TOKENS) + 1) * _TILE_ROWS * (attention.head_dim + 16 + 2) * 4
+
+
+def _stride(size: int) -> int:
+    """Return the floats from one row to the next, see row_stride in csrc/plan.h."""
+    return (size + 31) // 32 * 32 + 16

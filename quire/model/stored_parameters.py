@@ -1,0 +1,146 @@
+"""Parameters that stay in their checkpoint until they are used: pieces of stored tensors, opened one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.pages import SpentPages
+from quire.model.families.sources import Piece, Source
+from quire.model.parameters import Shape
+from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter
+from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
+
+Stored = Mapping[str, Tensor | StoredWeight]
+
+_COMPARED_ROWS = 4096
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, shared by its parameters. A weight that is unpacked is kept while others may be its rows."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self.spent = SpentPages()
+        self._last_name = ""
+        self._last: QuantizedWeight | Tensor | None = None
+
+    def is_integer(self, source: Source) -> bool:
+        """Return whether everything that a parameter is made of is stored as integers."""
+        pieces = (self._stored[piece.name] for group in source.groups for piece in group)
+        return all(isinstance(stored, StoredWeight) and stored.is_integer for stored in pieces)
+
+    def rows(self, piece: Piece) -> QuantizedWeight | Tensor:
+        """Return the rows of a piece, [out, in]."""
+        whole = self._stored[piece.name]
+        if isinstance(whole, StoredWeight):
+            whole = self._unpack(piece, whole)
+        elif piece.is_transposed:
+            whole = whole.t()
+        if piece.rows is None:
+            return whole
+        start, stop = piece.rows
+        return whole.rows(start, stop) if isinstance(whole, QuantizedWeight) else whole[start:stop]
+
+    def give_back(self, groups: tuple[tuple[Piece, ...], ...]) -> None:
+        """Give back the pages that pieces take."""
+        for piece in (piece for group in groups for piece in group):
+            stored = self._stored[piece.name]
+            self.spent.add(stored.tensors if isinstance(stored, StoredWeight) else (stored,))
+
+    def _unpack(self, piece: Piece, weight: StoredWeight) -> QuantizedWeight | Tensor:
+        if self._last is not None and self._last_name == piece.name:
+            return self._last
+        self._last = None
+        unpacked = weight.load()
+        if piece.rows is not None:
+            self._last_name, self._last = piece.name, unpacked
+        return unpacked
+
+
+class CheckpointParameter(StoredParameter):
+    """One parameter of a checkpoint.
+
+    source    where its pieces lie in `tensors`
+    shape     as parameter_shapes has it
+    dtype     of the model
+    is_dense  it becomes a tensor even where it is stored as integers
+    """
+
+    def __init__(self, tensors: StoredTensors, source: Source, shape: Shape, dtype: torch.dtype, is_dense: bool) -> None:
+        self._tensors = tensors
+        self._source = source
+        self._shape = shape
+        self._dtype = dtype
+        self._is_integer = not is_dense and tensors.is_integer(source)
+
+    @property
+    def is_integer(self) -> bool:
+        return self._is_integer
+
+    def open(self) -> Tensor | QuantizedWeight:
+        return self._join(self._source.groups[0])
+
+    def open_expert(self, index: int) -> Tensor | QuantizedWeight:
+        if self._source.is_stacked:
+            return self._join(self._source.groups[index])
+        whole = self.open()
+        return whole[index] if isinstance(whole, Tensor) else whole
+
+    def load(self) -> Parameter:
+        if not self._source.is_stacked:
+            found = self.open()
+            return found.to(self._dtype).contiguous() if isinstance(found, Tensor) else found
+        stack = self._load_stack() if self._is_integer else None
+        if stack is not None:
+            return stack
+        # Copied expert by expert into its place, so that the peak is one copy of the parameter.
+        out = torch.empty(self._shape, dtype=self._dtype)
+        for index in range(self._shape[0]):
+            weight = self.open_expert(index)
+            out[index] = weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
+            self.give_back(index)
+        return out
+
+    def give_back(self, index: int | None = None) -> None:
+        if index is None:
+            self._tensors.give_back(self._source.groups)
+        elif self._source.is_stacked:
+            self._tensors.give_back((self._source.groups[index],))
+        elif isinstance(expert := self.open_expert(index), Tensor):
+            self._tensors.spent.add((expert,))
+
+    def is_equal(self, other: CheckpointParameter) -> bool:
+        """Return whether two matrices that are no stacks hold the same numbers in the model's dtype."""
+        if self._is_integer or other._is_integer:
+            return False
+        mine, its = self.open(), other.open()
+        if not isinstance(mine, Tensor) or not isinstance(its, Tensor) or mine.shape != its.shape:
+            return False
+        starts = range(0, len(mine), _COMPARED_ROWS)
+        parts = ((mine[first : first + _COMPARED_ROWS], its[first : first + _COMPARED_ROWS]) for first in starts)
+        is_equal = all(torch.equal(a.to(self._dtype), b.to(self._dtype)) for a, b in parts)
+        self.give_back()
+        other.give_back()
+        return is_equal
+
+    def _load_stack(self) -> QuantizedStack | None:
+        weights: list[QuantizedWeight] = []
+        for group in self._source.groups:
+            weight = self._join(group)
+            if isinstance(weight, Tensor):
+                return None
+            weights.append(weight)
+        return QuantizedStack(tuple(weights))
+
+    def _join(self, group: tuple[Piece, ...]) -> Tensor | QuantizedWeight:
+        """Return the pieces of a group joined along their rows: as integers where they are stored so and fit together."""
+        parts = [self._tensors.rows(piece) for piece in group]
+        quantized = [part for part in parts if isinstance(part, QuantizedWeight)] if self._is_integer else []
+        joined = concatenate_rows(quantized) if len(quantized) == len(parts) else None
+        if joined is not None:
+            return joined
+        dense = [part if isinstance(part, Tensor) else part.dequantize(self._dtype) for part in parts]
+        return dense[0] if len(dense) == 1 else torch.cat([part.to(self._dtype) for part in dense])

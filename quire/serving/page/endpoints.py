@@ -1,0 +1,112 @@
+"""The routes of the web page: its files, which are open, and what only it asks for, which needs a key like the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.serving.answers import Answer, Ready, Stream
+from quire.serving.context import ServerContext
+from quire.serving.endpoint import Call, Endpoint, Handler
+from quire.serving.errors import ApiError, invalid
+from quire.serving.page.feed import FAST_HZ, SLOW_HZ, EngineFeed
+from quire.serving.page.static_files import StaticFile, read_static_files
+
+MAX_TOKEN_IDS = 256
+NO_STORE = {"cache-control": "no-store"}
+
+
+class ModelFacts(msgspec.Struct, kw_only=True):
+    """What the page has to know of the model.
+
+    defaults     sampling parameters that the checkpoint recommends
+    has_chat     there is a chat template
+    has_tools    tool calls are told from text
+    max_logprobs likely tokens per position at most
+    """
+
+    name: str
+    max_model_len: int
+    max_logprobs: int
+    defaults: dict[str, Any]
+    has_chat: bool
+    has_tools: bool
+    has_reasoning: bool
+
+
+class TokenFacts(msgspec.Struct):
+    """One token: its text, and its bytes, which may be a part of a character."""
+
+    id: int
+    text: str
+    bytes: list[int]
+
+
+async def get_model_facts(context: ServerContext, call: Call) -> Answer:
+    """Say what the page needs of the model."""
+    served = context.model
+    facts = ModelFacts(
+        name=served.name,
+        max_model_len=served.info.max_model_len,
+        max_logprobs=served.info.max_logprobs,
+        defaults=dict(served.info.generation_defaults),
+        has_chat=bool(served.template_source),
+        has_tools=served.parsers.tool_format is not None,
+        has_reasoning=served.parsers.reasoning_format is not None,
+    )
+    return Ready(msgspec.json.encode(facts), headers=NO_STORE)
+
+
+async def get_tokens(context: ServerContext, call: Call) -> Answer:
+    """Say what tokens are: ?ids=1,2,3."""
+    served = context.model
+    parts = call.query.get("ids", "").split(",")
+    if len(parts) > MAX_TOKEN_IDS or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise invalid(f"ids must be 1 to {MAX_TOKEN_IDS} token ids with commas between them", "ids")
+    ids = [int(part) for part in parts]
+    size, tokenizer = served.info.vocab_size, served.tokenizer
+    if max(ids) >= size:
+        raise invalid(f"ids must be below {size}, got {max(ids)}", "ids")
+    facts = [
+        TokenFacts(token_id, f"token_id:{token_id}", [])
+        if tokenizer is None
+        else TokenFacts(token_id, tokenizer.token_text(token_id), list(tokenizer.token_bytes(token_id)))
+        for token_id in ids
+    ]
+    return Ready(msgspec.json.encode(facts), headers=NO_STORE)
+
+
+def page_endpoints(feed: EngineFeed) -> tuple[Endpoint, ...]:
+    """Return the routes of the page."""
+
+    async def get_events(context: ServerContext, call: Call) -> Answer:
+        hz = call.query.get("hz", str(FAST_HZ))
+        if hz not in (str(FAST_HZ), str(SLOW_HZ)):
+            raise invalid(f"hz must be {FAST_HZ} or {SLOW_HZ}, got {hz[:20]!r}", "hz")
+        after = call.request.headers.get("last-event-id", "-1")
+        if after != "-1" and not (after.isascii() and after.isdigit() and len(after) < 16):
+            raise invalid(f"last-event-id must be the number of a step, got {after[:20]!r}", "last-event-id")
+        return Stream(feed.frames(int(hz), call.owner.is_admin, int(after)), ApiError.openai_event)
+
+    files = tuple(
+        Endpoint(method="GET", path=file.path, handler=_sender_of(file), summary="The web page", tag="page", is_open=True)
+        for file in read_static_files()
+    )
+    return (
+        *files,
+        _guarded("/ui/events", get_events, "What the engine does, as server-sent events"),
+        _guarded("/ui/model", get_model_facts, "What the page needs of the model"),
+        _guarded("/ui/tokens", get_tokens, "The text and the bytes of tokens"),
+    )
+
+
+def _guarded(path: str, handler: Handler, summary: str) -> Endpoint:
+    return Endpoint(method="GET", path=path, handler=handler, summary=summary, tag="page")
+
+
+def _sender_of(file: StaticFile) -> Handler:
+    async def get_file(context: ServerContext, call: Call) -> Answer:
+        return file.answer(call.request.headers.get("if-none-match", ""))
+
+    return get_file

@@ -1,0 +1,101 @@
+"""RequestTable: the requests that the live view shows, under numbers and labels of its own."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.serving.metrics.request_record import RequestRecord
+from quire.serving.page.wire import RequestRow, RequestState
+
+MAX_ENDED = 256
+"""Requests that have ended and are still shown."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """version: of the view, when the row last changed. The row's label is the random one."""
+
+    number: int
+    label: str
+    row: RequestRow | None = None
+    version: int = 0
+
+
+class RequestTable:
+    """Written by the view alone. Numbers are never used twice; a label tells nothing of the request's id.
+
+    origin_s  where the clock of the rows begins, of time.monotonic()
+    """
+
+    def __init__(self, origin_s: float) -> None:
+        self._origin_s = origin_s
+        self._numbers = itertools.count()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    def number_of(self, request_id: str) -> int:
+        """Return the number of a request, a new one for a request that is seen for the first time."""
+        return self._entry(request_id).number
+
+    def update(self, record: RequestRecord, version: int) -> None:
+        """Take in how a request stands."""
+        entry = self._entry(record.job.request.request_id)
+        row = self._row(entry, record)
+        if row != entry.row:
+            entry.row, entry.version = row, version
+
+    def rows(self, since_version: int, with_ids: bool) -> list[RequestRow]:
+        """Return what has changed after a version, in order of arrival; with the real ids as labels for admins."""
+        changed = [(name, entry) for name, entry in self._entries.items() if entry.version > since_version]
+        rows = [(name, entry.row) for name, entry in changed if entry.row is not None]
+        if not with_ids:
+            return [row for _, row in rows]
+        return [RequestRow(row.number, name, *_after_label(row)) for name, row in rows]
+
+    def forget(self, live: Iterable[str]) -> None:
+        """Drop what neither lives nor was seen to end, and the oldest of what has ended."""
+        kept = set(live)
+        ended = [name for name, entry in self._entries.items() if entry.row is not None and entry.row.ended_ms is not None]
+        kept.update(ended[-MAX_ENDED:])
+        for name in [name for name in self._entries if name not in kept]:
+            del self._entries[name]
+
+    def _entry(self, request_id: str) -> _Entry:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            entry = self._entries[request_id] = _Entry(next(self._numbers), secrets.token_hex(4))
+        return entry
+
+    def _row(self, entry: _Entry, record: RequestRecord) -> RequestRow:
+        has_ended = record.ended_s is not None
+        state: RequestState = "ended" if has_ended else record.phase  # type: ignore[assignment]
+        return RequestRow(
+            number=entry.number,
+            label=entry.label,
+            priority=record.job.priority,
+            state=state,
+            prompt_tokens=record.num_prompt_tokens,
+            output_tokens=record.num_output_tokens,
+            cached_tokens=0 if record.engine is None else record.engine.num_cached_tokens,
+            arrived_ms=self._ms(record.arrival_s) or 0.0,
+            dispatched_ms=self._ms(record.dispatched_s),
+            first_token_ms=self._ms(record.first_output_s),
+            ended_ms=self._ms(record.ended_s),
+            reason=_reason(record) if has_ended else None,
+        )
+
+    def _ms(self, time_s: float | None) -> float | None:
+        return None if time_s is None else round((time_s - self._origin_s) * 1000, 1)
+
+
+def _after_label(row: RequestRow) -> tuple[object, ...]:
+    return tuple(getattr(row, name) for name in RequestRow.__struct_fields__[2:])
+
+
+def _reason(record: RequestRecord) -> str:
+    if record.abort_reason is not None:
+        return record.abort_reason
+    return "error" if record.error is not None else next(iter(record.finish_reasons), "stop")

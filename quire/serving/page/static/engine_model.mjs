@@ -1,0 +1,154 @@
+// What the feed has told of the engine, and figures made of it.
+
+export const MAX_STEPS = 4096;
+const MAX_REQUESTS = 400;
+export const CACHED = -1;
+export const WINDOW_S = 60;
+
+const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
+const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "dispatched", "first", "ended", "reason"];
+const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
+
+export function quantile(values, share) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.min(Math.floor(share * sorted.length), sorted.length - 1)];
+}
+
+// Joins steps to bars of several: durations are averaged, all else is added up.
+export function joinSteps(steps, perBar) {
+  if (perBar === 1) return steps;
+  const bars = [];
+  for (const step of steps) {
+    const id = step.id - (step.id % perBar);
+    let bar = bars.at(-1);
+    if (bar?.id !== id) {
+      bar = { id, last: id, count: 0, total: 0, duration: 0, prefill: 0, decode: 0, running: 0, preemptions: 0, parts: [] };
+      bars.push(bar);
+    }
+    bar.last = step.id;
+    bar.count += 1;
+    bar.total += step.duration;
+    bar.duration = bar.total / bar.count;
+    for (const name of ["prefill", "decode", "preemptions"]) bar[name] += step[name];
+    bar.running = Math.max(bar.running, step.running);
+  }
+  return bars;
+}
+
+export class EngineModel {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.steps = [];
+    this.requests = new Map();
+    this.kv = null;
+    this.queue = null;
+    this.shape = null;
+    this.engine = "unknown";
+    this.phase = "unknown";
+    this.heardMs = 0;
+    this.nowMs = 0;
+    this.numPreemptions = 0;
+  }
+
+  // The feed's time now, as far as it can be told.
+  now() {
+    return this.nowMs + performance.now() - this.heardMs;
+  }
+
+  get lastStep() {
+    return this.steps.at(-1)?.id ?? -1;
+  }
+
+  apply(frame, isSnapshot) {
+    if (isSnapshot) this.requests.clear();
+    if (frame.engine !== "ready") {
+      this.steps = [];
+      this.kv = null;
+    }
+    if (isSnapshot && frame.steps?.length && frame.steps[0][0] <= this.lastStep) this.steps = []; // another engine
+    this.nowMs = frame.now_ms;
+    this.heardMs = performance.now();
+    this.engine = frame.engine;
+    this.phase = frame.phase;
+    for (const name of ["shape", "queue", "kv"]) if (frame[name]) this[name] = frame[name];
+    for (const row of frame.requests ?? []) this.requests.set(row[0], named(REQUEST, row));
+    for (const row of frame.steps ?? []) {
+      if (row[0] <= this.lastStep) continue; // told twice around a snapshot
+      this.steps.push(named(STEP, row));
+      this.numPreemptions += row[9];
+    }
+    if (this.steps.length > MAX_STEPS) this.steps.splice(0, this.steps.length - MAX_STEPS);
+    for (const number of [...this.requests.keys()].slice(0, Math.max(this.requests.size - MAX_REQUESTS, 0))) {
+      if (this.requests.get(number).ended !== null) this.requests.delete(number);
+    }
+  }
+
+  label(number) {
+    return this.requests.get(number)?.label ?? `#${number}`;
+  }
+
+  recentSteps(seconds) {
+    const since = this.now() - seconds * 1000;
+    let at = this.steps.length;
+    while (at > 0 && this.steps[at - 1].started >= since) at -= 1;
+    return this.steps.slice(at);
+  }
+
+  // Times to first token of the last seconds: [when, ms].
+  firstTokens(seconds) {
+    const since = this.now() - seconds * 1000;
+    return [...this.requests.values()].filter((row) => row.first !== null && row.first >= since).map((row) => [row.first, row.first - row.arrived]);
+  }
+
+  // Tokens per second, by whole seconds back from now: [{prefill, decode}], oldest first.
+  throughput(seconds) {
+    const end = Math.floor(this.now() / 1000);
+    const buckets = Array.from({ length: seconds }, () => ({ prefill: 0, decode: 0 }));
+    for (const step of this.recentSteps(seconds + 1)) {
+      const bucket = buckets[Math.floor((step.started + step.duration) / 1000) - end + seconds - 1];
+      if (!bucket) continue;
+      bucket.prefill += step.prefill;
+      bucket.decode += step.decode;
+    }
+    return buckets;
+  }
+
+  figures() {
+    const steps = this.recentSteps(5);
+    const last = this.steps.at(-1);
+    const waits = this.firstTokens(WINDOW_S).map(([, ms]) => ms);
+    const minute = this.recentSteps(WINDOW_S);
+    const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
+    const queries = sum(minute, "queries");
+    const numBlocks = this.shape?.num_kv_blocks ?? 0;
+    const used = this.kv?.used ?? (last ? numBlocks - last.free : 0);
+    const live = [...this.requests.values()].filter((row) => row.state !== "ended");
+    return {
+      running: this.queue?.num_sequences_in_engine ?? 0,
+      waiting: live.filter((row) => row.state === "queue").length,
+      decodeRate: sum(steps, "decode") / 5,
+      prefillRate: sum(steps, "prefill") / 5,
+      ttft50: quantile(waits, 0.5),
+      ttft95: quantile(waits, 0.95),
+      kvShare: numBlocks ? used / numBlocks : 0,
+      hitShare: queries ? sum(minute, "hits") / queries : null,
+      preemptions: this.numPreemptions,
+    };
+  }
+
+  // Who holds how many blocks.
+  holders() {
+    return (this.kv?.holders ?? []).map(([number, blocks, shared]) => ({ number, label: this.label(number), blocks, shared }));
+  }
+
+  // The requests of the timeline: live ones and those that ended within the window, in order of arrival.
+  timeline(limit) {
+    const since = this.now() - WINDOW_S * 1000;
+    const rows = [...this.requests.values()].filter((row) => row.ended === null || row.ended >= since);
+    return rows.slice(-limit);
+  }
+}

@@ -1,0 +1,212 @@
+"""EngineView: what is known of the engine for those who look at it, and nothing while nobody does."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.serving.gateway.engine_gateway import QueueSnapshot
+from quire.serving.link.messages import EngineInfo, KvReport, StepOutputs, StepReport
+from quire.serving.link.supervisor import EngineState
+from quire.serving.metrics.request_record import RequestRecord
+from quire.serving.page.kv_cells import kv_cells
+from quire.serving.page.request_table import RequestTable
+from quire.serving.page.wire import EngineShape, Frame, StepRow
+
+RING_STEPS = 4096
+MAX_PARTS = 64
+
+
+class WatchedEngine(Protocol):
+    """What the view needs of the engine's client."""
+
+    on_step: list[Callable[[StepOutputs], None]]
+    on_kv: list[Callable[[KvReport], None]]
+    on_state: list[Callable[[EngineState], None]]
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+
+    def watch(self, hz: float) -> None: ...
+
+
+class WatchedQueue(Protocol):
+    """What the view needs of the gateway."""
+
+    def snapshot(self) -> QueueSnapshot: ...
+
+
+class WatchedRequests(Protocol):
+    """What the view needs of the metrics."""
+
+    records: dict[str, RequestRecord]
+    on_end: list[Callable[[RequestRecord], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far somebody has been told: versions and steps after it are news."""
+
+    version: int = 0
+    step_id: int = -1
+
+
+class EngineView:
+    """Listens between start and stop. What it is told is kept as it is until a frame is asked for.
+
+    phase  of the server
+    """
+
+    def __init__(
+        self,
+        engine: WatchedEngine,
+        queue: WatchedQueue,
+        requests: WatchedRequests,
+        phase: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._requests = requests
+        self._phase = phase
+        self._clock = clock
+        self._origin_s = clock()
+        self._table = RequestTable(self._origin_s)
+        self._steps: deque[StepRow] = deque(maxlen=RING_STEPS)
+        self._totals: tuple[int, int, int] | None = None
+        self._kv: KvReport | None = None
+        self._version = 0
+        # Versions of the last change.
+        self._kv_version = self._queue_version = self._state_version = 0
+        self._last_queue: QueueSnapshot | None = None
+        self._last_state: tuple[object, ...] = ()
+        self._last_kv: tuple[dict[str, list[int]], list[int]] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the server drains, or has failed, and nothing is under way any more."""
+        return self._phase() in ("draining", "failed") and not self._requests.records
+
+    def start(self) -> None:
+        """Listen. What happened to requests while nobody did is forgotten; the steps before stay."""
+        self._table.forget(self._requests.records)
+        self._totals = None
+        self._engine.on_step.append(self._on_step)
+        self._engine.on_kv.append(self._on_kv)
+        self._engine.on_state.append(self._on_state)
+        self._requests.on_end.append(self._on_end)
+        self.update()
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._engine.on_step.remove(self._on_step)
+        self._engine.on_kv.remove(self._on_kv)
+        self._engine.on_state.remove(self._on_state)
+        self._requests.on_end.remove(self._on_end)
+
+    def update(self) -> None:
+        """Look at requests and queue as they are now."""
+        self._version += 1
+        for record in self._requests.records.values():
+            self._table.update(record, self._version)
+        self._table.forget(self._requests.records)
+        queue = self._queue.snapshot()
+        if queue != self._last_queue:
+            self._last_queue, self._queue_version = queue, self._version
+        state = (self._engine.state, self._phase(), self._engine.info)
+        if state != self._last_state:
+            self._last_state, self._state_version = state, self._version
+
+    def mark(self) -> Mark:
+        """Return how far a frame that is made now tells."""
+        return Mark(self._version, self._steps[-1].step_id if self._steps else -1)
+
+    def frame(self, since: Mark, is_admin: bool) -> Frame | None:
+        """Return what is new after a mark, None for nothing."""
+        version = since.version
+        steps = self._steps_after(since.step_id)
+        rows = self._table.rows(version, with_ids=is_admin)
+        has_kv = self._kv is not None and self._kv_version > version
+        changed = max(self._queue_version, self._state_version) > version
+        if not (steps or rows or has_kv or changed):
+            return None
+        return Frame(
+            now_ms=self._ms(self._clock()),
+            engine=self._engine.state,
+            phase=self._phase(),
+            shape=self._shape() if self._state_version > version else None,
+            queue=self._last_queue if self._queue_version > version else None,
+            kv=kv_cells(self._kv, self._table.number_of) if has_kv and self._kv is not None else None,
+            requests=rows,
+            steps=steps,
+        )
+
+    def snapshot(self, after_step: int, is_admin: bool) -> Frame:
+        """Return all there is, the steps only after one that is known already."""
+        newest = self.mark().step_id
+        since = Mark(0, after_step if after_step <= newest else -1)  # a newer one is of an engine that has ended
+        frame = self.frame(since, is_admin)
+        return Frame(self._ms(self._clock()), self._engine.state, self._phase()) if frame is None else frame
+
+    def _steps_after(self, step_id: int) -> list[StepRow]:
+        found: list[StepRow] = []
+        for row in reversed(self._steps):
+            if row.step_id <= step_id:
+                break
+            found.append(row)
+        return found[::-1]
+
+    def _shape(self) -> EngineShape | None:
+        info = self._engine.info
+        if info is None:
+            return None
+        name = info.model.rstrip("/").rpartition("/")[2]
+        return EngineShape(name, info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_kv_blocks)
+
+    def _on_step(self, outputs: StepOutputs) -> None:
+        if outputs.report is not None:
+            self._steps.append(self._row(outputs.report))
+
+    def _row(self, report: StepReport) -> StepRow:
+        totals = (report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits)
+        before, self._totals = self._totals or totals, totals
+        preemptions, queries, hits = (max(new - old, 0) for new, old in zip(totals, before, strict=True))
+        number_of = self._table.number_of
+        return StepRow(
+            step_id=report.step_id,
+            started_ms=self._ms(report.started_s),
+            duration_ms=round(report.duration_s * 1000, 3),
+            prefill_tokens=report.num_prefill_tokens,
+            decode_tokens=report.num_decode_tokens,
+            running=report.num_running,
+            waiting=report.num_waiting,
+            free_blocks=report.num_free_blocks,
+            cached_blocks=report.num_cached_blocks,
+            preemptions=preemptions,
+            prefix_queries=queries,
+            prefix_hits=hits,
+            parts=[(number_of(part.request_id), part.num_tokens, int(part.is_prefill)) for part in report.parts[:MAX_PARTS]],
+        )
+
+    def _on_kv(self, report: KvReport) -> None:
+        state = (report.blocks, report.cached)
+        if state != self._last_kv:
+            self._kv, self._last_kv = report, state
+            self._kv_version = self._version + 1  # it is news from the next update on
+
+    def _on_state(self, state: EngineState) -> None:
+        if state != "ready":  # the next engine counts its steps from the beginning
+            self._steps.clear()
+            self._totals = self._kv = self._last_kv = None
+
+    def _on_end(self, record: RequestRecord) -> None:
+        self._table.update(record, self._version + 1)
+
+    def _ms(self, time_s: float) -> float:
+        return round((time_s - self._origin_s) * 1000, 1)

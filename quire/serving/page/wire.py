@@ -1,0 +1,99 @@
+"""What the live view is told, as JSON. Rows are arrays, for they are many; the page reads them by position.
+
+Times are milliseconds on the feed's own clock, which begins when the server is made.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quire.serving.gateway.engine_gateway import QueueSnapshot
+
+CACHED = -1
+RequestState = Literal["queue", "prefill", "decode", "ended"]
+
+
+class StepRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One step of the engine.
+
+    preemptions, prefix_queries, prefix_hits  in this step; the last two in tokens
+    parts         [number of the request, tokens, 1 for prefill else 0], at most MAX_PARTS of them
+    """
+
+    step_id: int
+    started_ms: float
+    duration_ms: float
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    free_blocks: int
+    cached_blocks: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    parts: list[tuple[int, int, int]]
+
+
+class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One request, as it is now.
+
+    number  what steps and blocks call it
+    label   its id for viewers who are admins, else random
+    reason  why it ended: a finish reason of its first choice, or why it was aborted
+    """
+
+    number: int
+    label: str
+    priority: str
+    state: RequestState
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    arrived_ms: float
+    dispatched_ms: float | None
+    first_token_ms: float | None
+    ended_ms: float | None
+    reason: str | None
+
+
+class KvCells(msgspec.Struct, frozen=True):
+    """The KV blocks as cells of blocks_per_cell blocks each.
+
+    shared   blocks that several requests hold
+    runs     [first cell, cells, number of the first holder or CACHED, holders]; the cells in between are free
+    holders  [number of the request, blocks that it holds, those of them that others hold too]
+    """
+
+    num_blocks: int
+    blocks_per_cell: int
+    used: int
+    shared: int
+    cached: int
+    runs: list[tuple[int, int, int, int]]
+    holders: list[tuple[int, int, int]]
+
+
+class EngineShape(msgspec.Struct, frozen=True):
+    """The engine's limits."""
+
+    model: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_blocks: int
+
+
+class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is new; in a snapshot, all there is. A request or a queue that did not change is absent."""
+
+    now_ms: float
+    engine: str
+    phase: str
+    shape: EngineShape | None = None
+    queue: QueueSnapshot | None = None
+    kv: KvCells | None = None
+    requests: list[RequestRow] = []
+    steps: list[StepRow] = []

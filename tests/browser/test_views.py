@@ -1,0 +1,287 @@
+"""Completion, the engine view, keys, keyboard, small and dark screens, in a real browser."""
+
+import json
+import threading
+import urllib.request
+
+import pytest
+
+from tests.browser.scripted_server import text_chunks
+
+pytestmark = pytest.mark.slow
+
+PREFIX = "A long time ago there lived an old lion in the deep forest, and all the animals were afraid. " * 4
+ESCAPE, TAB, ENTER, RIGHT, DOWN, LEFT = "\ue00c", "\ue004", "\ue007", "\ue014", "\ue015", "\ue012"
+
+
+class Load:
+    """Two requests of one prefix, again and again until the end of the block."""
+
+    def __init__(self, url):
+        self.url = url
+        self.is_over = threading.Event()
+        self.threads = [threading.Thread(target=self.ask, args=(name,)) for name in ("Once", "Then")]
+
+    def ask(self, name):
+        body = {"model": "demo", "prompt": PREFIX + name, "max_tokens": 700, "ignore_eos": True}
+        while not self.is_over.is_set():
+            request = urllib.request.Request(
+                f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                answer.read()
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *args):
+        self.is_over.set()
+        for thread in self.threads:
+            thread.join()
+
+
+def complete(browser, text, num_tokens=24):
+    browser.until(lambda: browser.one("#model").text, "the model")
+    browser.labelled("Temperature").send_keys("0")
+    browser.labelled("Max tokens").send_keys(str(num_tokens))
+    browser.labelled("Text").send_keys(text)
+    browser.button("Continue").click()
+    wait_until_done(browser)
+
+
+def wait_until_done(browser):
+    busy = "return document.querySelector('#view-completion .tokens').ariaBusy"
+    browser.until(lambda: browser.run(busy) == "false" and browser.all("#view-completion .tok.p-none, .tok"), "the end")
+
+
+def document_text(browser):
+    return browser.run("return document.querySelector('#view-completion .tokens').textContent")
+
+
+def test_token_is_replaced_and_the_text_goes_on_when_another_is_chosen(browser, server):
+    browser.open(f"{server.url}/#completion")
+    complete(browser, "Once upon a time there was")
+    before = browser.run("return [...document.querySelectorAll('#view-completion .tokens .tok')].map((e) => e.textContent)")
+    assert before[0] == "Once upon a time there was"
+    assert len(before) == 25
+    browser.run("document.querySelector('#view-completion .tokens .tok').focus()")
+    for _ in range(4):
+        browser.press(RIGHT)
+    browser.until(lambda: "bytes" in browser.one(".token-card").text, "the bytes of the token")
+    browser.press(ENTER)
+    browser.press(DOWN)
+    browser.shot("alternatives")
+    chosen = (
+        browser.run("return document.activeElement.querySelector('.what').textContent").replace("␣", " ").replace("⏎", "\n")
+    )
+    assert chosen != before[4]
+    browser.press(ENTER)
+    browser.until(lambda: document_text(browser).startswith("".join(before[:4]) + chosen), "the replaced token")
+    wait_until_done(browser)
+    after = browser.run("return [...document.querySelectorAll('#view-completion .tokens .tok')].map((e) => e.textContent)")
+    assert after[:5] == [*before[:4], chosen]
+    assert len(after) == 5 + 24
+    assert "cached" in browser.one("#view-completion .stats").text
+    browser.shot("replaced")
+
+
+def test_text_can_be_edited_and_scored(browser, server):
+    browser.open(f"{server.url}/#completion")
+    complete(browser, "The old", 5)
+    browser.button("Edit text").click()
+    field = browser.labelled("Text")
+    assert field.get_attribute("value") == document_text(browser)
+    field.clear()
+    field.send_keys("A young fox")
+    browser.labelled("Score").click()
+    browser.button("Continue").click()
+    browser.until(lambda: document_text(browser).startswith("A young fox"), "the new text")
+    wait_until_done(browser)
+    scored = browser.run("return [...document.querySelectorAll('#view-completion .tokens .tok')].map((e) => e.className)")
+    assert "p-none" in scored[0]  # nothing comes before the first token
+    assert not any("p-none" in name for name in scored[1:])
+    assert len(scored) > 6
+
+
+def test_engine_view_shows_the_batch_and_shared_blocks_when_two_requests_have_one_prefix(browser, server):
+    browser.open(f"{server.url}/#engine", height=1500)
+    for selector in ("#card-steps", "#card-kv", "#card-timeline", "#card-rate", "#card-ttft"):
+        browser.one(f"{selector} summary").click()
+    rows = """
+    const rows = [...document.querySelectorAll(`#card-${arguments[0]} tbody tr`)];
+    return rows.map((row) => [...row.children].map((cell) => cell.textContent))"""
+
+    def table(name):
+        return browser.run(rows, name)
+
+    def shared():
+        held = [row for row in table("kv") if row[0] != "cached" and int(row[3]) > 0]
+        return held if len(held) == 2 else None
+
+    with Load(server.url):
+        held = browser.until(shared, "shared blocks")
+        browser.shot("engine")
+        assert all(int(row[2]) > int(row[3]) > 0 for row in held)
+        assert held[0][3] == held[1][3]
+        browser.until(lambda: any(int(row[3]) >= 2 for row in table("steps")), "two decoding in one step")
+        browser.until(lambda: any(int(row[7]) > 0 for row in table("timeline")), "a request with cached tokens")
+        browser.until(lambda: any(int(row[2]) > 0 for row in table("rate")), "decode tokens")
+        browser.until(lambda: table("ttft"), "times to first token")
+    assert "Engine ready" in browser.one(".engine-state").text
+    painted = browser.run("""
+    return [...document.querySelectorAll(".card canvas:not(.swatch)")].map((canvas) => {
+      const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      return pixels.some((value) => value > 0);
+    })""")
+    assert painted == [True] * 5
+    browser.one("canvas.steps").click()
+    browser.press(LEFT)
+    browser.until(lambda: browser.one("#card-steps .note").text.startswith("Step "), "the step that is read out")
+    browser.one("#card-steps select").send_keys("16")
+    browser.one("canvas.steps").click()
+    browser.press(LEFT)
+    browser.until(lambda: " on average " in browser.one("#card-steps .note").text, "the bar that is read out")
+    browser.shot("engine-16")
+    browser.button("Pause").click()
+    assert browser.one(".engine-state").text == "Paused"
+
+
+def test_feed_is_slow_when_motion_is_unwanted_and_ends_when_the_view_is_left(browser, server):
+    opened = """
+    const real = window.fetch;
+    window.opened = [];
+    window.fetch = (path, options) => { window.opened.push([path, options]); return real(path, options); };"""
+    for calm in (True, False):
+        browser.open(f"{server.url}/#chat", calm=calm)
+        browser.until(lambda: browser.one("#model").text, "the model")
+        browser.run(opened)
+        browser.run("location.hash = '#engine'")
+        browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the snapshot")
+        assert browser.run("return window.opened.map(([path]) => path)")[0] == f"/ui/events?hz={1 if calm else 10}"
+        browser.run("location.hash = '#chat'")
+        browser.until(lambda: browser.run("return window.opened[0][1].signal.aborted"), "the end of the feed")
+    browser.open(f"{server.url}/#chat", calm=True)
+    assert browser.run("return getComputedStyle(document.querySelector('button')).transitionDuration") == "0s"
+
+
+def test_key_is_asked_for_and_kept_in_the_tab_alone(browser, guarded_server):
+    browser.allowed_errors = ["401"]
+    browser.open(guarded_server.url)
+    field = browser.one("#key-input")
+    assert browser.run("return document.activeElement.id") == "key-input"
+    field.send_keys("wrong\n")
+    browser.until(lambda: "refused" in browser.one("#key-text").text, "the complaint")
+    browser.shot("key")
+    browser.one("#key-input").send_keys("open-sesame\n")
+    browser.until(lambda: browser.one("#model").text == "demo", "the model's name")
+    assert browser.run("return [sessionStorage.getItem('quire-api-key'), localStorage.length, document.cookie]") == [
+        "open-sesame",
+        0,
+        "",
+    ]
+    browser.run("location.hash = '#engine'")
+    browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
+    browser.button("API key").click()
+    browser.button("Forget").click()
+    assert browser.run("return sessionStorage.length") == 0
+
+
+def test_everything_is_reached_when_there_is_only_a_keyboard(browser, server):
+    browser.open(server.url)
+    browser.until(lambda: browser.one("#model").text, "the model")
+    browser.press(TAB)
+    assert browser.focused() == "Skip to the content"
+    browser.press(ENTER)
+    assert browser.run("return document.activeElement.id") == "main"
+    browser.tab_to("Message")
+    browser.press("Hello")
+    browser.tab_to("Max tokens")
+    browser.press("12")
+    browser.run("document.activeElement.blur(); scrollTo(0, 0)")
+    browser.tab_to("Message")
+    browser.press(ENTER)
+    browser.until(lambda: "12 tokens" in browser.run("return document.querySelector('.log').textContent"), "the answer")
+    browser.run("document.activeElement.blur()")
+    browser.tab_to("Completion")
+    browser.press(ENTER)
+    assert browser.run("return document.activeElement.labels[0].textContent") == "Text"
+    browser.press("A fox and a crow")
+    browser.tab_to("Continue")
+    browser.press(ENTER)
+    browser.until(lambda: browser.all("#view-completion .tokens .tok"), "the tokens")
+    wait_until_done(browser)
+    browser.run("document.activeElement.blur()")
+    browser.tab_to("Engine")
+    browser.press(ENTER)
+    browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
+    browser.tab_to("Steps of the engine")
+    browser.press(LEFT)
+    browser.until(lambda: browser.one("#card-steps .note").text.startswith("Step "), "the step that is read out")
+    ring = browser.run("const s = getComputedStyle(document.activeElement); return [s.outlineStyle, s.outlineWidth]")
+    assert ring == ["solid", "2px"]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_page_fits_a_phone(browser, server, dark):
+    fits = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    browser.open(server.url, width=360, height=740, dark=dark)
+    browser.until(lambda: browser.one("#model").text, "the model")
+    browser.one("#view-chat aside summary").click()
+    browser.labelled("Max tokens").send_keys("40")
+    browser.labelled("Token prob").click()
+    browser.one("#view-chat aside summary").click()
+    browser.labelled("Message").send_keys("Tell me a story\n")
+    browser.until(lambda: "40 tokens" in browser.run("return document.querySelector('.log').textContent"), "the answer")
+    assert browser.run(fits)
+    browser.shot("phone-chat")
+    browser.run("location.hash = '#completion'")
+    browser.labelled("Text").send_keys("A_very_long_word_without_any_place_to_break_it_that_is_wider_than_the_phone ")
+    browser.button("Continue").click()
+    browser.until(lambda: browser.all("#view-completion .tokens .tok"), "the tokens")
+    wait_until_done(browser)
+    browser.all("#view-completion .tokens .tok")[-1].click()
+    browser.until(lambda: "bytes" in browser.one(".token-card").text, "the card")
+    assert browser.run(
+        "const box = document.querySelector('.token-card').getBoundingClientRect(); return box.left >= 0 && box.right <= 360"
+    )
+    assert browser.run(fits)
+    browser.shot("phone-completion")
+    browser.run("location.hash = '#engine'")
+    browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
+    browser.shot("phone-engine")
+    for summary in browser.all("details.twin summary"):
+        summary.click()
+    assert browser.run(fits)
+
+
+CONTRAST = """
+const style = getComputedStyle(document.documentElement);
+const light = (name) => {
+  const hex = style.getPropertyValue(name).trim();
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255)
+    .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const [a, b] = [light(arguments[0]), light(arguments[1])];
+return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_contrast_is_enough_in_either_scheme(browser, scripted, dark):
+    scripted.script = [text_chunks("Some", " text", " and `code`.")]
+    browser.open(scripted.url, dark=dark)
+    browser.until(lambda: browser.one("#model").text, "the model")
+    browser.labelled("Message").send_keys("Hi\n")
+    browser.until(lambda: "3 tokens" in browser.run("return document.querySelector('.log').textContent"), "the answer")
+    browser.shot("chat")
+    for ink in ("--text", "--dim", "--accent", "--warn"):
+        for ground in ("--bg", "--surface", "--raised"):
+            assert browser.run(CONTRAST, ink, ground) >= 4.5, (ink, ground)
+    for ink, ground in (("--on-accent", "--accent"), ("--text", "--warn-soft"), ("--text", "--accent-soft")):
+        assert browser.run(CONTRAST, ink, ground) >= 4.5, (ink, ground)
+    for mark in ("--edge", "--prefill", "--decode", "--queue", *(f"--o{number}" for number in range(8))):
+        assert browser.run(CONTRAST, mark, "--surface") >= 3, mark
+    red = browser.run("return getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
+    assert (int(red) < 60) == dark

@@ -1,0 +1,174 @@
+"""Signals to the server: what runs ends well, what comes is turned away, and no process stays behind."""
+
+import asyncio
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import serving
+from tests.e2e.wire import Wire, completion
+
+NUM_STREAMS = 16
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a server of the test's own."""
+    with_servers = []
+
+    def begin(*options):
+        manager = serving("--no-page", *options)
+        with_servers.append(manager)
+        return manager.__enter__()
+
+    yield begin
+    for manager in with_servers:
+        manager.__exit__(None, None, None)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def open_streams(server, max_tokens):
+    wires = await asyncio.gather(*[Wire.stream(server, max_tokens) for _ in range(NUM_STREAMS)])
+    await asyncio.gather(*[wire.read_event() for wire in wires])
+    return wires
+
+
+async def read_all(wires):
+    await asyncio.gather(*[wire.read_rest() for wire in wires])
+
+
+def is_draining(server):
+    return server.get("/ready").json().get("reason") == "draining"
+
+
+def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(start):
+    server = start("--drain-grace", "2")
+    pid = server.engine_pid()
+
+    async def go():
+        wires = await open_streams(server, 500)
+        unary = asyncio.create_task(Wire.ask(server, 500))
+        await asyncio.to_thread(server.wait_for, lambda: server.metric("quire:num_requests_running") == NUM_STREAMS + 1)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(server.wait_for, lambda: is_draining(server))
+        ready, refused, stored = await asyncio.gather(
+            asyncio.to_thread(server.get, "/ready"),
+            asyncio.to_thread(server.post, "/v1/completions", completion(1)),
+            asyncio.to_thread(server.post, "/v1/batches", {"input_file_id": "a", "endpoint": "b", "completion_window": "24h"}),
+        )
+        await read_all(wires)
+        return wires, await unary, ready, refused, stored
+
+    wires, unary, ready, *refusals = asyncio.run(go())
+    assert all(wire.is_complete and len(wire.text) > 0 for wire in wires)
+    assert (unary[0], unary[2]["usage"]["completion_tokens"]) == (200, 500)
+    assert ready.status_code == 503
+    for refused in refusals:
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] in ("draining", "server_shutdown")
+    assert server.process.wait(30) == 0
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    "options, numbers",
+    [
+        pytest.param(("--drain-timeout", "0.5"), [signal.SIGTERM], id="outlasting-the-drain"),
+        pytest.param((), [signal.SIGTERM, signal.SIGTERM], id="twice", marks=pytest.mark.slow),
+        pytest.param((), [signal.SIGINT, signal.SIGINT], id="ctrl-c-twice", marks=pytest.mark.slow),
+    ],
+)
+def test_streams_end_with_an_error_when_they_cannot_finish(start, options, numbers):
+    server = start(*options)
+    pid = server.engine_pid()
+
+    async def go():
+        wires = await open_streams(server, 1000)
+        unary = asyncio.create_task(Wire.ask(server, 1000))
+        await asyncio.to_thread(server.wait_for, lambda: server.metric("quire:num_requests_running") == NUM_STREAMS + 1)
+        for number in numbers:
+            server.process.send_signal(number)
+            await asyncio.to_thread(server.wait_for_log, "draining")
+        await read_all(wires)
+        return wires, await unary
+
+    wires, unary = asyncio.run(go())
+    assert [wire.error and wire.error["code"] for wire in wires] == ["server_shutdown"] * NUM_STREAMS
+    assert unary[0] == 503
+    assert server.process.wait(30) == 0
+    assert not is_alive(pid)
+
+
+@pytest.mark.slow
+def test_server_drains_when_it_is_interrupted_once(start):
+    server = start()
+
+    async def go():
+        wires = await open_streams(server, 300)
+        server.process.send_signal(signal.SIGINT)
+        await read_all(wires)
+        return wires
+
+    assert all(wire.is_complete for wire in asyncio.run(go()))
+    assert server.process.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_server_ends_when_it_is_told_to_while_it_loads(number):
+    from tests.e2e.server_process import ServerProcess
+
+    server = ServerProcess("--no-page")
+    pid = server.wait_for(server.engine_pid)
+    assert server.stop(number) == 0
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
+def test_engine_ends_when_the_server_is_killed(start, is_busy):
+    server = start()
+    pid = server.engine_pid()
+
+    async def go():
+        wires = await open_streams(server, 1000) if is_busy else []
+        server.process.kill()
+        for wire in wires:
+            wire.close()
+
+    asyncio.run(go())
+    server.process.wait()
+    end_s = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not is_alive(pid)
+
+
+@pytest.mark.slow
+def test_idle_connections_do_not_hold_up_the_end(start):
+    server = start()
+    with httpx.Client(base_url=server.url) as client:
+        assert client.get("/health").status_code == 200
+        started_s = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started_s < 20
+
+
+@pytest.mark.slow
+def test_link_leaves_no_folder_when_the_server_is_killed(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = start()
+    server.process.kill()
+    server.process.wait()
+    left = [name for name in os.listdir(tmp_path) if not name.startswith("quire-files-")]
+    assert left == []

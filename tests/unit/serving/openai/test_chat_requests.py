@@ -1,0 +1,232 @@
+"""Requests for chats: what of them reaches the template and the engine, and how their work ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from quire.api.decode import decode_body
+from quire.base.errors import RequestError
+from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError, engine_unavailable, overloaded
+from quire.serving.generation.prepare import salt_of
+from quire.serving.interfaces import Owner
+from quire.serving.link.messages import ChoiceDelta
+from quire.serving.openai.chat import ChatCompletionRequest, chat
+from tests.unit.serving.fakes import make_served
+from tests.unit.serving.openai.asking import CALLER, USER, ask_chat, chunks_of
+from tests.unit.serving.openai.chatting import (
+    TOOL,
+    TOOLED,
+    context,
+    fold_stream,
+    params_of,
+    say,
+    whole,
+)
+
+
+def test_special_tokens_are_asked_for_and_left_out_again_when_a_parser_reads():
+    where = say("Yes<|endoftext|>No", served=TOOLED)
+    assert whole(where)["choices"][0]["message"]["content"] == "YesNo"
+    assert params_of(where).skip_special_tokens is False
+    where = say("Yes<|endoftext|>No", served=TOOLED)
+    assert whole(where, skip_special_tokens=False)["choices"][0]["message"]["content"] == "Yes<|endoftext|>No"
+
+
+def test_reasoning_effort_becomes_a_variable_of_the_template():
+    where = say("Yes", served=TOOLED)
+    whole(where, reasoning_effort="none")
+    assert where.gateway.jobs[0].request.prompt.endswith("<think>\n\n</think>\n\n")
+    with pytest.raises(RequestError, match="low, medium, high") as caught:
+        whole(say("Yes", served=TOOLED), reasoning_effort="extreme")
+    assert caught.value.param == "reasoning_effort"
+    with pytest.raises(RequestError, match="knows none"):
+        whole(say("Yes"), reasoning_effort="low")
+
+
+def test_template_variables_reach_the_template():
+    where = say("Yes", served=TOOLED)
+    whole(where, chat_template_kwargs={"enable_thinking": False})
+    assert "</think>" in where.gateway.jobs[0].request.prompt
+
+
+def test_tools_are_refused_when_the_model_has_no_format():
+    with pytest.raises(RequestError, match="tool_call_parser") as caught:
+        whole(say("Yes"), tools=[TOOL])
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("content", ["Once upon ", [{"type": "text", "text": "Once upon "}]])
+def test_last_message_is_continued_and_echoed_when_asked_for(content):
+    messages = [*USER, {"role": "assistant", "content": content}]
+    where = say("a time", served=TOOLED)
+    answer = whole(where, messages=messages, continue_final_message=True, echo=True, add_generation_prompt=False)
+    assert where.gateway.jobs[0].request.prompt.endswith("assistantOnce upon ")
+    assert answer["choices"][0]["message"]["content"] == "Once upon a time"
+    chunks = chunks_of(
+        ask_chat(say("a time", served=TOOLED), messages=messages, continue_final_message=True, echo=True, stream=True)
+    )
+    assert fold_stream(chunks)[0]["content"] == "Once upon a time"
+
+
+def test_whole_conversation_reaches_the_template():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "D"}, {"type": "text", "text": "E"}], "name": "n"},
+        {"role": "user", "content": "U"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "R",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "T"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "function", "name": "g", "content": "G"},
+    ]
+    where = say("Yes", served=TOOLED)
+    whole(where, messages=messages, tools=[TOOL])
+    prompt = where.gateway.jobs[0].request.prompt
+    for part in (
+        "developerD\nE",
+        "<think>R</think>",
+        '"arguments": {"a": 1}',
+        "toolT",
+        "assistantno",
+        "functionG",
+        '"description": "d"',
+    ):
+        assert part in prompt
+
+
+PARAMETERS = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "typical_p": 0.8,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.3,
+    "n": 2,
+    "min_tokens": 2,
+    "seed": -5,
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_reaches_the_engine(name):
+    where = say("Hi")
+    whole(where, **{name: PARAMETERS[name]})
+    assert getattr(params_of(where), name) == PARAMETERS[name]
+
+
+def test_parameters_of_another_form_reach_the_engine():
+    where = say("Hi")
+    whole(where, stop="x", stop_token_ids=[5], logit_bias={"7": -100}, allowed_token_ids=[1, 2], bad_words=["no"], max_tokens=9)
+    params = params_of(where)
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("x",), (5,), {7: -100.0})
+    assert (params.allowed_token_ids, params.bad_words, params.max_tokens) == ((1, 2), ("no",), 9)
+    whole(where := say("Hi"), max_tokens=9, max_completion_tokens=4)
+    assert params_of(where).max_tokens == 4
+
+
+def test_checkpoint_recommends_what_is_absent():
+    served = make_served(generation_defaults={"temperature": 0.7, "top_k": 20})
+    whole(where := say("Hi", served=served), top_k=5)
+    assert (params_of(where).temperature, params_of(where).top_k, params_of(where).max_tokens) == (0.7, 5, None)
+    whole(where := say("Hi"))
+    assert (params_of(where).temperature, params_of(where).top_p, params_of(where).n) == (1.0, 1.0, 1)
+
+
+def test_cache_salts_of_two_owners_differ_whatever_the_body_says():
+    owners = [Owner(name=name, cache_salt=name) for name in ("", "a", "1:a", "ab")]
+    salts = [salt_of(owner, salt) for owner in owners for salt in ("", "a", "b", "ab")]
+    assert len(set(salts)) == len(salts)
+
+
+def test_job_says_who_asks_and_how():
+    where = say("Hi")
+    whole(where, service_tier="flex", seed=3)
+    job = where.gateway.jobs[0]
+    assert (job.owner, job.route, job.is_streaming, job.priority) == (CALLER.owner, CALLER.route, False, "batch")
+    assert job.request.request_id.startswith("chatcmpl-")
+
+
+def test_unknown_model_is_a_404_and_too_many_choices_a_400():
+    with pytest.raises(ApiError) as caught:
+        whole(say("Hi"), model="other")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    with pytest.raises(RequestError, match="at most 16"):
+        whole(say("Hi"), n=17)
+    served = make_served(config=ServerConfig(served_model_names=("a", "*")))
+    assert whole(say("Hi", served=served), model="anything")["model"] == "a"
+
+
+def test_refusal_of_the_gateway_is_raised():
+    with pytest.raises(ApiError, match="full"):
+        ask_chat(say("Hi", gateway={"refuses": overloaded("full", 1.0)}), stream=True)
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_error_in_the_middle_is_raised_and_the_stream_left(is_streaming):
+    def script(job):
+        yield [ChoiceDelta(0, "Hi", [5])]
+        yield engine_unavailable("gone")
+
+    where = context(script)
+    with pytest.raises(ApiError, match="gone"):
+        ask_chat(where, stream=is_streaming)
+    assert where.gateway.streams[0].is_left
+
+
+def test_closing_the_frames_aborts_the_request():
+    where = say("One two three four")
+
+    async def run():
+        body = ChatCompletionRequest(model="demo", messages=[], stream=True)
+        body.messages = ask_messages()
+        answer = await chat(where, body, CALLER)
+        await anext(answer.frames)
+        await answer.frames.aclose()
+
+    asyncio.run(run())
+    assert where.gateway.streams[0].aborts == ["cancelled"]
+
+
+def test_frames_that_nobody_reads_open_no_request():
+    where = say("One")
+
+    async def run():
+        body = ChatCompletionRequest(model="demo", messages=ask_messages(), stream=True)
+        answer = await chat(where, body, CALLER)
+        await answer.frames.aclose()
+
+    asyncio.run(run())
+    assert where.gateway.streams == []
+
+
+def test_cancelling_a_whole_answer_aborts_the_request():
+    where = say("One two three four", gateway={"blocks_after": 2})
+
+    async def run():
+        answer = await chat(where, ChatCompletionRequest(model="demo", messages=ask_messages()), CALLER)
+        task = asyncio.create_task(answer.work())
+        while not where.gateway.streams or not where.gateway.streams[0].is_entered:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert where.gateway.streams[0].aborts == ["cancelled"]
+
+
+def ask_messages():
+    return decode_body(json.dumps({"model": "demo", "messages": USER}).encode(), ChatCompletionRequest)[0].messages

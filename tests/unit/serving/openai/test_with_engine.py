@@ -1,0 +1,139 @@
+"""The handlers over a real engine in this process: what its deltas add up to, token by token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from quire.engine.llm_engine import LLMEngine
+from quire.serving.config import ServerConfig
+from quire.serving.generation.served_model import load_served_model
+from quire.serving.link.deltas import DeltaWriter
+from quire.serving.link.engine_info import describe_engine
+from tests.unit.serving.fakes import DEMO, make_context
+from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
+
+
+@dataclass
+class EngineStream:
+    """Steps the engine whenever somebody waits for a delta."""
+
+    engine: LLMEngine
+    request_id: str
+    waiting: dict[str, list]
+    writer: DeltaWriter = field(default_factory=DeltaWriter)
+
+    def abort(self, reason):
+        self.engine.abort_request(self.request_id)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        mine = self.waiting[self.request_id]
+        while not mine:
+            for output in self.engine.step():
+                self.waiting[output.request_id].append(self.writer.write(output))
+        return mine.pop(0)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        self.abort("cancelled")
+
+
+@dataclass
+class EngineGateway:
+    """A Gateway without a queue."""
+
+    engine: LLMEngine
+    waiting: dict[str, list] = field(default_factory=dict)
+
+    def open(self, job):
+        request_id = job.request.request_id
+        self.waiting[request_id] = []
+        self.engine.submit(job.request, "delta")
+        stream = EngineStream(self.engine, request_id, self.waiting)
+        stream.writer.begin(request_id)
+        return stream
+
+
+@pytest.fixture(scope="module")
+def context():
+    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8)
+    served = load_served_model(describe_engine(engine, 0.0), ServerConfig())
+    yield make_context(EngineGateway(engine), served)
+    engine.close()
+
+
+def add_up(chunks):
+    texts, tokens = {}, {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice.get("text", "")
+            for entries in [choice["logprobs"]] if choice["logprobs"] else []:
+                tokens.setdefault(choice["index"], []).extend(entries["tokens"])
+                assert "".join(entries["tokens"]) == choice["text"]
+    return texts, tokens
+
+
+def test_stream_and_whole_answer_are_the_same_when_seeded(context):
+    body = {"prompt": ["Once upon a time", "The dog"], "max_tokens": 30, "seed": 3, "n": 2, "logprobs": 2}
+    whole = json.loads(ask_completion(context, **body))
+    texts, tokens = add_up(chunks_of(ask_completion(context, stream=True, **body)))
+    assert [choice["text"] for choice in whole["choices"]] == [texts[index] for index in range(4)]
+    assert [choice["logprobs"]["tokens"] for choice in whole["choices"]] == [tokens[index] for index in range(4)]
+    assert len(set(texts.values())) > 1
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_logprobs_spell_the_text_when_a_stop_string_cuts_it(context, is_streaming):
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "logprobs": 1}
+    full = json.loads(ask_completion(context, **body))["choices"][0]["text"]
+    stop = full[21:25]
+    cut = full[: full.index(stop)]
+    data = ask_completion(context, stop=stop, stream=is_streaming, **body)
+    if is_streaming:
+        texts, tokens = {0: ""}, {0: []}
+        for chunk in chunks_of(data):
+            choice = chunk["choices"][0]
+            texts[0] += choice["text"]
+            tokens[0] += choice["logprobs"]["tokens"] if choice["logprobs"] else []
+            assert texts[0].startswith("".join(tokens[0])[: len(texts[0])])
+        text, joined = texts[0], "".join(tokens[0])
+    else:
+        (choice,) = json.loads(data)["choices"]
+        text, joined = choice["text"], "".join(choice["logprobs"]["tokens"])
+        assert choice["stop_reason"] == stop
+    assert text == cut
+    assert joined.startswith(text)
+    assert len(joined) - len(text) < len(stop) + 12
+
+
+def test_prompt_is_scored_as_it_was_generated(context):
+    body = {"max_tokens": 12, "temperature": 0, "logprobs": 1, "return_token_ids": True}
+    made = json.loads(ask_completion(context, prompt="Once upon a time", **body))["choices"][0]
+    ids = made["prompt_token_ids"] + made["token_ids"]
+    scored = json.loads(ask_completion(context, prompt=ids, max_tokens=0, echo=True, logprobs=1))
+    (choice,) = scored["choices"]
+    assert choice["text"] == "Once upon a time" + made["text"]
+    start = len(made["prompt_token_ids"])
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][start:] == pytest.approx(made["logprobs"]["token_logprobs"], abs=1e-4)
+    assert choice["logprobs"]["text_offset"][start:] == [len("Once upon a time") + at for at in made["logprobs"]["text_offset"]]
+    for top, logprob in zip(
+        choice["logprobs"]["top_logprobs"][start:], choice["logprobs"]["token_logprobs"][start:], strict=True
+    ):
+        assert max(top.values()) == logprob  # greedy: what an evaluation looks at
+    assert scored["usage"]["completion_tokens"] == 0
+
+
+def test_greedy_choices_and_best_of_are_served(context):
+    answer = json.loads(ask_chat(context, n=3, temperature=0, max_tokens=8))
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1
+    assert answer["usage"]["completion_tokens"] == 24
+    answer = json.loads(ask_completion(context, n=2, best_of=4, seed=1, max_tokens=8))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
