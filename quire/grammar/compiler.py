@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
@@ -39,6 +39,8 @@ class Compilation:
             return self._future.result()
         except GrammarError as error:
             raise error.for_request(self._constraint) from None
+        except CancelledError:
+            raise RequestError("the engine has been closed", self._constraint.param) from None
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have something called when it is done, from some thread; at once where it is."""
@@ -63,13 +65,16 @@ class GrammarCompiler:
         self._found: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
         self._backend_lock = threading.Lock()
         self._backend: Backend | None = None
+        self._is_closed = False
         self.num_compiled = 0
 
     def start(self, constraint: Constraint) -> Compilation:
-        """Begin to compile, unless that was done before. Raises RequestError where this machine has no backend for it."""
+        """Begin to compile, unless that was done before. Raises RequestError after `close`."""
         with self._lock:
             future = self._found.get(constraint)
             if future is None:
+                if self._is_closed:
+                    raise RequestError("the engine has been closed", constraint.param)
                 future = self._threads.submit(self._compile, constraint)
                 self._found[constraint] = future
                 if len(self._found) > self._max_cached:
@@ -92,6 +97,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the threads and processes; what is being compiled fails."""
+        with self._lock:
+            self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.prober.close()
         self._threads.shutdown()

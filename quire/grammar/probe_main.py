@@ -77,7 +77,7 @@ class _Compiler:
             try:
                 compile_source(self._tokenizer, source, self._limits)
             except GrammarError as error:
-                raise explain(str(error), constraint.parsed()) if constraint.kind == "json_schema" else error
+                raise (explain(str(error), constraint.parsed()) if constraint.kind == "json_schema" else error) from None
         except GrammarError as error:
             return {"error": str(error), "pointer": error.pointer}
         except RequestError as error:

@@ -1,7 +1,8 @@
 """Logits processors: what a request changes about its logits before a token is drawn.
 
 Order, that of vLLM: the token mask of a constraint, allowed_token_ids, bad words and min_tokens, logit_bias, repetition
-penalty, frequency and presence penalties. They hold for greedy rows too. Temperature and the truncations come after (truncation.py).
+penalty, frequency and presence penalties. They hold for greedy rows too. Temperature and the truncations come after
+(truncation.py).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class DrawOptions:
     top_p                share of the mass, 1: all
     log_min_p            logarithm of min_p, -inf: off
     seed, position       of the noise, taken modulo 2**64 and 2**32
-    token_mask           [ceil(vocabulary / 32)] i32 in one piece: a bit per token, the lowest first; 0 forbids it. None: no bit is 0
+    token_mask           [ceil(vocabulary / 32)] i32 in one piece: a bit per token, the lowest first; 0 forbids it
     """
 
     inverse_temperature: float

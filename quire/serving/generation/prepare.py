@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from quire.base.errors import RequestError
 from quire.contracts.sampling_params import SamplingParams
+from quire.serving.generation.constraints import chat_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
 from quire.serving.generation.reasoning_effort import reasoning_variables
 from quire.serving.generation.sampling import make_sampling
@@ -33,6 +34,7 @@ def prepare_chat(
     hides_special = sampling.get("skip_special_tokens") is not False
     if setup is not None:
         sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
+    sampling["constraint"] = chat_constraint(sampling.get("constraint"), chat, setup, rendered.text[-TAIL_CHARACTERS:])
     params, is_copied, num_choices = _params(served, sampling)
     token_ids = need_tokenizer(served).encode_rendered(rendered)
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
