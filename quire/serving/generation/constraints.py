@@ -82,7 +82,7 @@ def _format_of(answer: Constraint | None) -> Format:
 
 
 def _calls(chat: ChatInput, setup: ParserSetup | None, has_answer: bool) -> Format | None:
-    """Return the format of the calls that are demanded, have to be right, or may come in the answer's place; None for no such."""
+    """Return the format of the calls that are demanded, have to be right, or may come instead of the answer; None for none."""
     param = "tool_choice" if chat.forced_tools else "tools"
     name = None if setup is None else setup.tool_format
     form = None if name is None else CALL_FORMS.get(name)
