@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from typing import Any
 
 from quire.base.errors import RequestError
@@ -16,11 +17,13 @@ from quire.grammar.schema_check import explain
 from quire.grammar.vocabulary import Vocabulary
 
 
+_STACK_BYTES = 4 << 20
+
+
 def main() -> None:
     """Answer until the input ends; the system ends the process where a constraint takes more than is allowed."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     limits = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -89,5 +92,14 @@ class _Compiler:
         return {}
 
 
+def run() -> None:
+    """Run main with half of the stack that the engine's threads have: what fits here, fits there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -14,6 +14,7 @@ from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
+from quire.grammar.masks import fill_masks
 from quire.grammar.probing import Prober
 from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, can_end, make_vocabulary
 
@@ -26,6 +27,12 @@ for line in sys.stdin:
     if "hang" in json.loads(line)["constraint"]["source"]:
         time.sleep(600)
     print("{}", flush=True)
+"""
+SPIN = """
+import itertools
+from quire.grammar import probe_main
+probe_main._Compiler.compile = lambda self, fields: [None for _ in itertools.count() if False]
+probe_main.main()
 """
 
 
@@ -52,7 +59,7 @@ def compile_one(compiler, kind, source, **options):
 )
 def test_regex_lets_through_what_python_matches(compiler, pattern):
     grammar = compile_one(compiler, "regex", pattern)
-    alphabet = "ab0/$\n"
+    alphabet = "ab0" + "".join(letter for letter in "/$\n" if letter in pattern or (letter, pattern) == ("\n", "a.b"))
     for length in range(5):
         for letters in itertools.product(alphabet, repeat=length):
             text = "".join(letters)
@@ -175,15 +182,41 @@ def test_process_is_killed_and_the_constraint_refused_when_compiling_does_not_en
 
 
 def test_process_is_ended_by_the_system_when_compiling_computes_for_too_long(vocabulary):
-    prober = Prober(max_cpu_s=0.01)
+    prober = Prober((sys.executable, "-c", SPIN), max_cpu_s=0.1, max_wall_s=600)
     compiler = GrammarCompiler(lambda: vocabulary, prober)
-    schema = {"enum": [f"{index:07}" for index in range(5000)]}
     try:
         with pytest.raises(RequestError, match="takes more than"):
-            compile_one(compiler, "json_schema", schema)
+            compile_one(compiler, "regex", "a")
         assert prober.num_killed == 1
     finally:
         compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(12)]} for i in range(12)]}),
+        ("json_schema", {"enum": [f"{index:07}" for index in range(5000)]}),
+        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}),
+        ("json_schema", {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}),
+        ("json_schema", {"type": "string", "minLength": 10**7, "pattern": "^(a|aa)+$"}),
+        ("json_schema", {"type": "string", "pattern": "^(.*a){40}.{500}$"}),
+        ("regex", "(((a{1,200}){1,200}){1,200}){1,200}"),
+        ("regex", "(a?){3000}a{3000}"),
+        ("regex", "(" * 1000 + "a" + ")*" * 1000),
+        ("grammar", 'start: a\na: a a | a a a | "b"'),
+        ("grammar", "start: " + "(" * 2000 + '"a"' + ")" * 2000),
+        ("choice", ["a" * length for length in range(1, 340)]),
+    ],
+    ids=range(12),
+)
+def test_hostile_constraint_ends_in_a_refusal_or_a_grammar_whose_masks_come(compiler, vocabulary, kind, source):
+    try:
+        grammar = compile_one(compiler, kind, source)
+    except RequestError:
+        return
+    masks = fill_masks([grammar.new_matcher()], [[0]])
+    assert masks.errors == [None] or "cannot go on" in masks.errors[0]
 
 
 def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
