@@ -16,6 +16,7 @@ MAX_SOURCE_BYTES = 64 << 10
 MAX_REGEX_BYTES = 4 << 10
 MAX_CHOICES = 4096
 MAX_DEPTH = 64
+MAX_OPEN_LENGTH = 1 << 16
 
 
 def json_depth(value: object) -> int:
@@ -47,6 +48,7 @@ class Constraint:
     whitespace_pattern      what may stand where JSON allows white space, as a regular expression; None: one space, or a line
                             break with indentation
     disable_any_whitespace  none at all
+    max_open_length         characters of strings and items of arrays where a JSON schema sets no limit of its own; None: none
     param                   the field of the request that it came from, for errors
     """
 
@@ -55,6 +57,7 @@ class Constraint:
     backend: GrammarBackend = "auto"
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    max_open_length: int | None = None
     param: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class Constraint:
             raise RequestError(f"{self.param}: a {self.kind} may have {limit} bytes, got {size}", self.param)
         if self.kind != "json_object" and not self.source:
             raise RequestError(f"{self.param}: a {self.kind} must not be empty", self.param)
-        self._check_whitespace()
+        self._check_options()
         if self.kind in ("json_schema", "structural_tag", "choice"):
             self._check_json()
 
@@ -81,8 +84,12 @@ class Constraint:
         if value not in allowed:
             raise RequestError(f"{self.param}: {name} must be one of {', '.join(allowed)}, got {value!r}", self.param)
 
-    def _check_whitespace(self) -> None:
-        pattern = self.whitespace_pattern
+    def _check_options(self) -> None:
+        pattern, limit = self.whitespace_pattern, self.max_open_length
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_OPEN_LENGTH):
+            raise RequestError(
+                f"{self.param}: max_open_length must be an integer from 1 to {MAX_OPEN_LENGTH}, got {limit!r}", self.param
+            )
         if not isinstance(self.disable_any_whitespace, bool):
             raise RequestError(f"{self.param}: disable_any_whitespace must be true or false", self.param)
         if pattern is None:
@@ -126,7 +133,7 @@ class StructuredOutputsParams:
     structural_tag                  a dict, or JSON as text
     disable_any_whitespace          no white space in JSON
     disable_additional_properties   objects of the schema get no properties that it does not name
-    whitespace_pattern, backend     as in Constraint
+    whitespace_pattern, max_open_length, backend  as in Constraint
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -138,6 +145,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    max_open_length: int | None = None
     backend: GrammarBackend = "auto"
 
     def __post_init__(self) -> None:
@@ -168,6 +176,7 @@ class StructuredOutputsParams:
             backend=self.backend,
             whitespace_pattern=self.whitespace_pattern,
             disable_any_whitespace=self.disable_any_whitespace,
+            max_open_length=self.max_open_length,
             param=where,
         )
 

@@ -16,7 +16,6 @@ from quire.grammar.errors import GrammarError
 from quire.grammar.schema_check import explain
 from quire.grammar.vocabulary import Vocabulary
 
-
 _STACK_BYTES = 4 << 20
 
 

@@ -48,6 +48,25 @@ def check_schema(schema: object) -> object:
     return cleaned
 
 
+def close_ends(schema: object, limit: int | None) -> object:
+    """Return a checked schema whose strings and arrays have a limit where they had none: what it allows, the schema allows."""
+    if limit is None:
+        return schema
+    closed = copy.deepcopy(schema)
+    for _, inner in _walk(closed, ""):
+        kinds = inner.get("type")
+        names: set[object] = set(cast("list[object]", kinds)) if isinstance(kinds, list) else {kinds}
+        if "string" in names and not inner.keys() & {"maxLength", "pattern", "format", "enum", "const"}:
+            inner["maxLength"] = max(limit, _as_int(inner.get("minLength")))
+        if "array" in names and not inner.keys() & {"maxItems", "enum", "const"}:
+            inner["maxItems"] = max(limit, _as_int(inner.get("minItems")))
+    return closed
+
+
+def _as_int(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
 def explain(message: str, schema: object) -> GrammarError:
     """Return what llguidance says of a schema in the words of this server, with a pointer where only one place can be meant."""
     for part, keywords, text in _MESSAGES:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.lark import inline_schema, quote, quote_regex
-from quire.grammar.schema_check import check_schema
+from quire.grammar.schema_check import check_schema, close_ends
 from quire.grammar.vocabulary import Vocabulary
 
 _ANY = r"/(?s:.*)/"
@@ -120,7 +120,8 @@ class _Writer:
             cleaned = check_schema(cast("Any", schema))
         except GrammarError as error:
             raise GrammarError(str(error), f"{pointer}/json_schema{error.pointer or ''}") from None
-        return self._rule(f"{inline_schema(cleaned, self._constraint)} {self._literal(end)}")
+        closed = close_ends(cleaned, self._constraint.max_open_length)
+        return self._rule(f"{inline_schema(closed, self._constraint)} {self._literal(end)}")
 
     def _regex(self, fields: Fields, pointer: str, end: str) -> str:
         _refuse(fields, pointer, "pattern", {})

@@ -89,6 +89,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+    max_open_length: (
+        Annotated[int, Meta(ge=1, le=1 << 16, description="Limit of strings and arrays that have none.")] | None
+    ) = None
     backend: Literal["auto", "llguidance", "xgrammar"] | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.base.errors import RequestError
@@ -33,14 +34,10 @@ def chat_constraint(answer: Constraint | None, chat: ChatInput, setup: ParserSet
     if reasoning is not None and setup is not None and not _is_closed(prompt, reasoning):
         wanted = _after_reasoning(wanted, reasoning, setup)
     param = "tool_choice" if chat.forced_tools else "tools" if answer is None else answer.param
-    return Constraint(
-        kind="structural_tag",
-        source=dump_json({"type": "structural_tag", "format": wanted}, param),
-        backend="auto" if answer is None else answer.backend,
-        whitespace_pattern=None if answer is None else answer.whitespace_pattern,
-        disable_any_whitespace=answer is not None and answer.disable_any_whitespace,
-        param=param,
-    )
+    source = dump_json({"type": "structural_tag", "format": wanted}, param)
+    if answer is None:
+        return Constraint(kind="structural_tag", source=source, param=param)
+    return replace(answer, kind="structural_tag", source=source, param=param)
 
 
 def schema_constraint(schema: Any, param: str) -> Constraint:

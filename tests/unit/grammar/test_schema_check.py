@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_check import check_schema
+from quire.grammar.schema_check import check_schema, close_ends
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "schemas"
 DRAFT7 = "http://json-schema.org/draft-07/schema#"
@@ -79,3 +79,23 @@ def test_nearly_all_schemas_of_the_sample_pass():
         return True
 
     assert sum(passes(row["schema"]) for row in rows) >= 94
+
+
+def test_open_ends_get_a_limit_and_nothing_else_changes():
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "b": {"type": ["string", "null"], "minLength": 20},
+            "c": {"type": "string", "maxLength": 99},
+            "d": {"type": "array", "items": {"type": "string", "pattern": "x+"}},
+            "e": {"enum": ["long enough"], "type": "string"},
+        },
+    }
+    assert close_ends(schema, None) == schema
+    closed = close_ends(schema, 8)["properties"]
+    assert closed["a"]["maxLength"] == 8
+    assert closed["b"]["maxLength"] == 20
+    assert closed["d"] == {"type": "array", "maxItems": 8, "items": {"type": "string", "pattern": "x+"}}
+    assert closed["c"] == schema["properties"]["c"]
+    assert closed["e"] == schema["properties"]["e"]
