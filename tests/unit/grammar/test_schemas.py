@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
