@@ -60,7 +60,15 @@ class ServerProcess:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
+def chromium() -> None:
+    """Skips where there is no browser."""
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
+        pytest.skip("chromium and its driver are not installed")
+
+
+@pytest.fixture(scope="session")
+def server(chromium: None) -> Iterator[ServerProcess]:
     """A server without keys. Small, so that batches and blocks can be seen."""
     started = ServerProcess("--max-num-seqs", "8")
     started.wait_until_ready()
@@ -69,7 +77,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def guarded_server() -> Iterator[ServerProcess]:
+def guarded_server(chromium: None) -> Iterator[ServerProcess]:
     """A server that wants a key."""
     started = ServerProcess("--api-key", "open-sesame")
     started.wait_until_ready()
@@ -85,11 +93,8 @@ def scripted() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
+def browser(chromium: None, tmp_path: Path) -> Iterator[Browser]:
     """A browser; whatever it complained of fails the test at its end."""
-    pytest.importorskip("selenium", reason="selenium is not installed")
-    if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
-        pytest.skip("chromium and its driver are not installed")
     started = open_browser(tmp_path)
     try:
         yield started

@@ -35,7 +35,8 @@ def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
 class ScriptedServer:
     """script: for each POST in turn a list of chunks, or (status, headers, body).
 
-    CUT among the chunks closes the connection there, once may_cut is set; HOLD waits until the client does, and then sets was_left.
+    CUT among the chunks closes the connection there, once may_cut is set.
+    HOLD waits until the client closes it, and then sets was_left.
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.contracts.request import Request
+from quire.serving.errors import ApiError
 from quire.serving.link.messages import EngineInfo, RequestDelta, StepOutputs
 from quire.serving.link.supervisor import EngineState
 
@@ -16,6 +17,11 @@ class Subscription(Protocol):
     @property
     def is_finished(self) -> bool:
         """Return whether the last delta has come, or an error in its place."""
+        ...
+
+    @property
+    def error(self) -> ApiError | None:
+        """Return what came in the place of the last delta."""
         ...
 
     async def next(self) -> RequestDelta:

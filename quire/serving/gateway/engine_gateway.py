@@ -209,9 +209,14 @@ class EngineGateway:
             if not delta.finished:
                 continue
             stream = self._running.get(delta.request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            has_room = True
+            error = None if stream.subscription is None else stream.subscription.error
+            if error is None:
                 self._close(stream, "stop")
-                has_room = True
+            else:  # its reader, who would tell, may be stuck in sending what came before
+                self.subscription_failed(stream, error)
         if has_room:
             self._dispatch()
 
@@ -233,7 +238,12 @@ class EngineGateway:
         """Close what the engine's client gave up while nobody was reading it, such as a request that got lost on the way."""
         self._sweeper = None
         for stream in list(self._running.values()):
-            if stream.subscription is not None and stream.subscription.is_finished:
+            if stream.subscription is None or not stream.subscription.is_finished:
+                continue
+            error = stream.subscription.error
+            if error is not None:
+                self.subscription_failed(stream, error)
+            else:
                 self._close(stream, "error", "given up by the engine's client")
         if self._running:
             self._sweeper = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)

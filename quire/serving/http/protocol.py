@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from quire.base.logging import get_logger
 from quire.serving.config import MIB, ServerConfig
 from quire.serving.errors import ApiError
+
+logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
@@ -25,12 +28,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     head_timeout_s = 10.0
     body_timeout_s = 30.0
+    write_timeout_s = 30.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0  # as they came, while the head is not complete
         self._num_header_bytes = 0  # of the headers that were parsed
+        self._num_body_bytes = 0  # that have come of the body at hand
+        self._has_length = False
         self._is_in_head = True
         self._is_refused = False
 
@@ -40,7 +47,27 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Nothing else ends an answer that is waiting to be written: its task does not see what happens to its request.
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self._cut)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _cut(self) -> None:
+        self._write_timer = None
+        logger.warning("a connection is closed: its answer has not been read for %g s", self.write_timeout_s)
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -64,10 +91,20 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._is_in_head = False
         self._num_head_bytes = self._num_header_bytes = 0
+        self._num_body_bytes = 0
         super().on_headers_complete()
-        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        num_mib = int(length) / MIB if length.isdigit() and len(length) < 20 else 0.0
+        length = next((value for name, value in self.headers if name == b"content-length"), None)
+        self._has_length = length is not None
+        num_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
         self._wait(self.body_timeout_s + num_mib, "the request body did not arrive in time")
+
+    def on_body(self, body: bytes) -> None:
+        # Of a body that did not say its length, each MiB that has come gives the rest its second.
+        before, self._num_body_bytes = self._num_body_bytes, self._num_body_bytes + len(body)
+        if self._timer is not None and not self._has_length and self._num_body_bytes // MIB > before // MIB:
+            more_s = self._num_body_bytes // MIB - before // MIB
+            self._wait(self._timer.when() + more_s - self.loop.time(), "the request body did not arrive in time")
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._stop_waiting()
@@ -122,5 +159,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def guarded_protocol(config: ServerConfig) -> Callable[..., GuardedProtocol]:
     """Return the protocol class with the timeouts of a configuration."""
-    timeouts = {"head_timeout_s": config.head_timeout_s, "body_timeout_s": config.body_timeout_s}
+    timeouts = {
+        "head_timeout_s": config.head_timeout_s,
+        "body_timeout_s": config.body_timeout_s,
+        "write_timeout_s": config.slow_reader_s,
+    }
     return type("ConfiguredProtocol", (GuardedProtocol,), timeouts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from quire.base.errors import RequestError, WorkerError
@@ -31,6 +34,8 @@ logger = get_logger(__name__)
 _COMMAND_TIMEOUT_S = 2.0
 """How long a command may take to the engine's socket before it counts as lost."""
 
+_DELTAS_PER_TURN = 32
+
 _UNAVAILABLE = {
     "starting": "the model is being loaded",
     "restarting": "the engine is being started again",
@@ -53,6 +58,7 @@ class EngineClient:
         self._aborts: dict[str, int] = {}  # requests told to end that have not ended -> number of the command
         self._watch_hz = 0.0
         self._checkpoint = (0, 0.0)  # commands sent by a time
+        self._undelivered: deque[RequestDelta | StepOutputs] = deque()  # of each step its deltas, then itself
         self.info: EngineInfo | None = None
         self.on_step: list[Callable[[StepOutputs], None]] = []
         self.on_kv: list[Callable[[KvReport], None]] = []
@@ -140,9 +146,10 @@ class EngineClient:
     def on_message(self, message: FromEngine, now: float) -> None:
         """Take in a message of the engine."""
         if isinstance(message, StepOutputs):
-            for delta in message.deltas:
-                self._deliver(delta, now)
-            self._tell(self.on_step, message)
+            self._undelivered.extend(message.deltas)
+            self._undelivered.append(message)
+            if len(self._undelivered) == len(message.deltas) + 1:  # else a turn is on its way
+                self._deliver_some()
         elif isinstance(message, KvReport):
             self._tell(self.on_kv, message)
         elif isinstance(message, Heartbeat):
@@ -161,11 +168,13 @@ class EngineClient:
 
     def on_engine_end(self, reason: str) -> None:
         """End every request: what the engine knew is gone."""
+        self._deliver_some(len(self._undelivered))
         self._aborts.clear()
         self._fail(self._subscriptions, _engine_error(reason))
 
     def on_lost_outputs(self) -> None:
         """End every request: any of them may lack a part."""
+        self._deliver_some(len(self._undelivered))
         for request_id in list(self._subscriptions):
             self._send_abort(request_id)
         self._fail(self._subscriptions, _engine_error("outputs were lost"))
@@ -178,6 +187,26 @@ class EngineClient:
             self._send_abort(request_id)
         text = "the answer was not read as fast as it came, and has been aborted"
         self._fail(slow, ApiError(408, text, code="slow_reader", should_retry=False))
+
+    def _deliver_some(self, count: int = _DELTAS_PER_TURN) -> None:
+        """Deliver deltas in the order in which they came, and leave the rest to the next turn of the event loop.
+
+        A step of hundreds of sequences wakes as many readers; new requests and timers need not wait for all of them.
+        """
+        now = time.monotonic()
+        try:
+            for _ in range(min(count, len(self._undelivered))):
+                item = self._undelivered.popleft()
+                if isinstance(item, StepOutputs):
+                    self._tell(self.on_step, item)
+                else:
+                    self._deliver(item, now)
+        except Exception:  # a bug here must leave nobody waiting
+            logger.exception("outputs could not be delivered")
+            self._undelivered.clear()
+            self.on_lost_outputs()
+        if self._undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
 
     def _deliver(self, delta: RequestDelta, now: float) -> None:
         request_id = delta.request_id

@@ -40,6 +40,11 @@ class Subscription:
         """Whether the last delta has come, or an error in its place; it may still have to be read."""
         return self._is_finished or self._error is not None
 
+    @property
+    def error(self) -> ApiError | None:
+        """What came in the place of the last delta."""
+        return self._error
+
     async def next(self) -> RequestDelta:
         """Return what is new since the last call, waiting until there is something.
 

@@ -74,7 +74,7 @@ class EngineFeed:
         viewer = self._join(hz, is_admin, after_step)
         try:
             yield self._snapshot(viewer)
-            while not viewer.is_over:
+            while not viewer.is_over or viewer.frame is not None:
                 await viewer.news.wait()
                 viewer.news.clear()
                 frame, viewer.frame = viewer.frame, None

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.wire import RequestRow, RequestState
 
@@ -17,10 +19,14 @@ MAX_ENDED = 256
 
 @dataclass(slots=True)
 class _Entry:
-    """version: of the view, when the row last changed. The row's label is the random one."""
+    """version: of the view, when the row last changed. scheduled_s: the first step that was seen with it began.
+
+    The row's label is the random one.
+    """
 
     number: int
     label: str
+    scheduled_s: float | None = None
     row: RequestRow | None = None
     version: int = 0
 
@@ -40,6 +46,13 @@ class RequestTable:
         """Return the number of a request, a new one for a request that is seen for the first time."""
         return self._entry(request_id).number
 
+    def note_step(self, request_id: str, started_s: float) -> int:
+        """Note that a step works on a request; return its number."""
+        entry = self._entry(request_id)
+        if entry.scheduled_s is None:
+            entry.scheduled_s = started_s
+        return entry.number
+
     def update(self, record: RequestRecord, version: int) -> None:
         """Take in how a request stands."""
         entry = self._entry(record.job.request.request_id)
@@ -53,7 +66,7 @@ class RequestTable:
         rows = [(name, entry.row) for name, entry in changed if entry.row is not None]
         if not with_ids:
             return [row for _, row in rows]
-        return [RequestRow(row.number, name, *_after_label(row)) for name, row in rows]
+        return [msgspec.structs.replace(row, label=name) for name, row in rows]
 
     def forget(self, live: Iterable[str]) -> None:
         """Drop what neither lives nor was seen to end, and the oldest of what has ended."""
@@ -71,7 +84,14 @@ class RequestTable:
 
     def _row(self, entry: _Entry, record: RequestRecord) -> RequestRow:
         has_ended = record.ended_s is not None
-        state: RequestState = "ended" if has_ended else record.phase  # type: ignore[assignment]
+        scheduled_s = None if record.engine is None else record.engine.first_scheduled_time
+        scheduled_s = entry.scheduled_s if scheduled_s is None else scheduled_s
+        if has_ended:
+            state: RequestState = "ended"
+        elif record.first_output_s is not None:
+            state = "decode"
+        else:
+            state = "queue" if scheduled_s is None else "prefill"
         return RequestRow(
             number=entry.number,
             label=entry.label,
@@ -81,7 +101,7 @@ class RequestTable:
             output_tokens=record.num_output_tokens,
             cached_tokens=0 if record.engine is None else record.engine.num_cached_tokens,
             arrived_ms=self._ms(record.arrival_s) or 0.0,
-            dispatched_ms=self._ms(record.dispatched_s),
+            scheduled_ms=self._ms(scheduled_s),
             first_token_ms=self._ms(record.first_output_s),
             ended_ms=self._ms(record.ended_s),
             reason=_reason(record) if has_ended else None,
@@ -89,10 +109,6 @@ class RequestTable:
 
     def _ms(self, time_s: float | None) -> float | None:
         return None if time_s is None else round((time_s - self._origin_s) * 1000, 1)
-
-
-def _after_label(row: RequestRow) -> tuple[object, ...]:
-    return tuple(getattr(row, name) for name in RequestRow.__struct_fields__[2:])
 
 
 def _reason(record: RequestRecord) -> str:

@@ -177,7 +177,7 @@ class EngineView:
         totals = (report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits)
         before, self._totals = self._totals or totals, totals
         preemptions, queries, hits = (max(new - old, 0) for new, old in zip(totals, before, strict=True))
-        number_of = self._table.number_of
+        parts = [(part, self._table.note_step(part.request_id, report.started_s)) for part in report.parts]
         return StepRow(
             step_id=report.step_id,
             started_ms=self._ms(report.started_s),
@@ -191,7 +191,7 @@ class EngineView:
             preemptions=preemptions,
             prefix_queries=queries,
             prefix_hits=hits,
-            parts=[(number_of(part.request_id), part.num_tokens, int(part.is_prefill)) for part in report.parts[:MAX_PARTS]],
+            parts=[(number, part.num_tokens, int(part.is_prefill)) for part, number in parts[:MAX_PARTS]],
         )
 
     def _on_kv(self, report: KvReport) -> None:

@@ -42,6 +42,7 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     number  what steps and blocks call it
     label   its id for viewers who are admins, else random
+    scheduled_ms  its first step began; as far as somebody saw it, until its first token tells
     reason  why it ended: a finish reason of its first choice, or why it was aborted
     """
 
@@ -53,7 +54,7 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     output_tokens: int
     cached_tokens: int
     arrived_ms: float
-    dispatched_ms: float | None
+    scheduled_ms: float | None
     first_token_ms: float | None
     ended_ms: float | None
     reason: str | None

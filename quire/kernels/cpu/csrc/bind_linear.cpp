@@ -76,8 +76,10 @@ void linear_call(void* argument, Worker& worker) {
     LinearCall& call = *static_cast<LinearCall*>(argument);
     const LinearTable& table = *call.kernels->linear;
     if (worker.rank == 0) call.num_threads = worker.size;
-    for (i64 row = next(worker, call.packed.m, 1); row < call.packed.m; row = next(worker, call.packed.m, 1))
-        table.pack_row(call.packed, static_cast<i32>(row), call.x + row * call.x_stride, 0, call.packed.k);
+    const i32 rows = call.packed.m, tile = call.packed.tile_rows;
+    for (i64 row = next(worker, rows, tile); row < rows; row = next(worker, rows, tile))
+        table.pack_rows(call.packed, static_cast<i32>(row), rows - row < tile ? rows - static_cast<i32>(row) : tile, call.x + row * call.x_stride,
+                        call.x_stride, 0, call.packed.k);
     barrier(worker);
     table.linear(worker, &call.job, 1);
     barrier(worker);

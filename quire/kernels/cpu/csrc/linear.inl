@@ -12,17 +12,19 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
-// Integer tiles keep two sets: integers of a group and the f32 sum.
+// Integer tiles keep two sets: integers of a group and the f32 sum. Where a group is long, the sums may be in memory and the tile
+// twice as large (MAX_LONG_INTEGERS).
 #if QUIRE_LEVEL == 2
-constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12;
+constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12, MAX_LONG_INTEGERS = 24;
 #elif QUIRE_LEVEL == 1
-constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3;
+constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3, MAX_LONG_INTEGERS = 3;
 #else
-constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4;
+constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
 #endif
 constexpr int MAX_PANELS = 4;
-// How far ahead of use weights are asked for, in bytes of all panels that are read side by side.
-constexpr i64 PREFETCH_BYTES = 2048;
+// How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
+// memory answers. With many rows a line lasts longer and fewer would do, but an early line does not hurt in the second cache.
+constexpr i64 PREFETCH_BYTES = 4096;
 
 // How far ahead inputs are asked for, in 32-bit words.
 constexpr i64 INPUT_WORDS_AHEAD = 128;
@@ -49,7 +51,7 @@ using TileFunction = void (*)(const Tile&);
 template <int P>
 QUIRE_INLINE void prefetch_ahead(const Tile& t, i64 s) {
 #pragma GCC unroll 32
-    for (int p = 0; p < P; ++p) prefetch(t.ahead[p] + (s >> t.ahead_shift) * 64);
+    for (int p = 0; p < P; ++p) prefetch_l2(t.ahead[p] + (s >> t.ahead_shift) * 64);
 }
 
 template <int R, int P>
@@ -115,7 +117,8 @@ void tile_f16(const Tile& t) { tile_floats<R, P, true>(t); }
 // Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin.
 template <int R, int P, bool IS_NIBBLES>
 QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes& table, I32 (&acc)[P][R]) {
-    for (i64 s = begin; s < end; ++s) {
+    i64 s = begin;
+    do {  // A group is never empty, and a loop that may be skipped costs copies of all integers.
         prefetch_ahead<P>(t, s);
         // A long panel and its inputs do not fit into the first-level cache together.
         if (R > 2) prefetch(x + INPUT_WORDS_AHEAD);
@@ -125,9 +128,9 @@ QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, con
                 Bytes low, high;
                 unpack_nibbles(load_bytes(t.panels[p] + s * 64), table, low, high);
 #pragma GCC unroll 32
-                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], low, x + r);
+                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], low, set1_bytes(x[r]));
 #pragma GCC unroll 32
-                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], high, x + R + r);
+                for (int r = 0; r < R; ++r) acc[p][r] = dot_u8s8(acc[p][r], high, set1_bytes(x[R + r]));
             }
             x += 2 * R;
         } else {
@@ -135,12 +138,14 @@ QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, con
 #pragma GCC unroll 32
             for (int p = 0; p < P; ++p) w[p] = load_bytes(t.panels[p] + s * 64);
 #pragma GCC unroll 32
-            for (int r = 0; r < R; ++r)
+            for (int r = 0; r < R; ++r) {
+                const Bytes b = set1_bytes(x[r]);
 #pragma GCC unroll 32
-                for (int p = 0; p < P; ++p) acc[p][r] = dot_u8s8(acc[p][r], w[p], x + r);
+                for (int p = 0; p < P; ++p) acc[p][r] = dot_u8s8(acc[p][r], w[p], b);
+            }
             x += R;
         }
-    }
+    } while (++s < end);
 }
 
 template <int R, int P>
@@ -172,6 +177,28 @@ QUIRE_INLINE void tile_rowwise(const Tile& t) {
             for (int r = 0; r < R; ++r) sum[p][r] = fma(to_f32(acc[p][r]), set1(t.input_scales[g * R + r]), sum[p][r]);
     }
     store_tile<R, P>(t.out, sum);
+}
+
+// The same with the sums in t.out. A group's is a function of its own: beside another loop GCC 12 finds no registers for the integers.
+template <int R, int P>
+__attribute__((noinline)) void add_long_group(const Tile& t, i64 g) {
+    const i64 begin = g * t.group_steps, end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
+    const float* scales = t.input_scales + g * R;
+    I32 acc[P][R];
+    start_group<R, P>(t, g, acc);
+    dot_group<R, P, false>(t, begin, end, t.input + begin * R, set1_bytes(0), acc);
+    float* out = t.out;
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r, out += 16) store(out, fma(to_f32(acc[p][r]), set1(scales[r]), load(out)));
+}
+
+template <int R, int P>
+void tile_long(const Tile& t) {
+    for (i64 i = 0; i < R * P; ++i) store(t.out + i * 16, zero());
+    const i64 num_groups = (t.steps + t.group_steps - 1) / t.group_steps;
+    for (i64 g = 0; g < num_groups; ++g) add_long_group<R, P>(t, g);
 }
 
 // Scales (and offsets) per group of the weight; groups_per_scale groups share a scale of the input, and their sum rests in registers
@@ -229,7 +256,12 @@ void tile_integer(const Tile& t) {
 }
 
 template <int R, int P>
-void tile_u8(const Tile& t) { tile_integer<R, P, false>(t); }
+void tile_u8(const Tile& t) {
+    if constexpr (R * P <= MAX_INTEGERS)
+        tile_integer<R, P, false>(t);
+    else
+        tile_long<R, P>(t);
+}
 template <int R, int P>
 void tile_u4(const Tile& t) { tile_integer<R, P, true>(t); }
 
@@ -245,10 +277,8 @@ constexpr void fill(Functions<P>& functions) {
         functions.by_rows[static_cast<int>(Format::bf16)][R] = tile_bf16<R, P>;
         functions.by_rows[static_cast<int>(Format::f32)][R] = tile_f32<R, P>;
         functions.by_rows[static_cast<int>(Format::f16)][R] = tile_f16<R, P>;
-        if constexpr (R * P <= MAX_INTEGERS) {
-            functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
-            functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
-        }
+        if constexpr (R <= MAX_INTEGERS && R * P <= MAX_LONG_INTEGERS) functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
+        if constexpr (R * P <= MAX_INTEGERS) functions.by_rows[static_cast<int>(Format::u4)][R] = tile_u4<R, P>;
         fill<P, R - 1>(functions);
     }
 }
@@ -266,16 +296,21 @@ constexpr Functions<2> two_panels = make_functions<2>();
 constexpr Functions<4> four_panels = make_functions<4>();
 
 QUIRE_INLINE bool is_integer(Format format) { return format == Format::u8 || format == Format::u4; }
-QUIRE_INLINE int max_accumulators(Format format) { return is_integer(format) ? MAX_INTEGERS : MAX_FLOATS; }
+// Rows of a tile of one panel.
+QUIRE_INLINE int max_rows(Format kind) { return is_integer(kind) ? MAX_INTEGERS : MAX_FLOATS; }
+QUIRE_INLINE int max_accumulators(const Weight& w) {
+    const bool is_long = w.format == Format::u8 && w.group_scales == nullptr && w.group_offsets == nullptr;
+    return is_long ? MAX_LONG_INTEGERS : max_rows(w.format);
+}
 
-QUIRE_INLINE int panels_for(Format format, i32 rows) {
-    const int most = max_accumulators(format);
+QUIRE_INLINE int panels_for(const Weight& w, i32 rows) {
+    const int most = max_accumulators(w);
     return rows * 4 <= most ? 4 : rows * 2 <= most ? 2 : 1;
 }
 
 i32 tile_rows(Format kind, i32 m) {
     // Up to all accumulators one pass over the weights is worth more than reusing inputs; beyond, f32 tiles are two panels wide.
-    const i32 most = max_accumulators(kind);
+    const i32 most = max_rows(kind);
     if (m <= most) return m;
     const i32 wide = is_integer(kind) ? most : most / 2;
     return ceil_div(m, ceil_div(m, wide));
@@ -394,17 +429,31 @@ void run_panels(const Unit& unit, Tile& tile, const Weight& w, const Walk& walk,
     run_tile(width, w.format, place.rows, tile);
 }
 
+// Ask for what the end of a step reads: a panel has a line of it, which no stream brings in, and its first rows of the result,
+// which another thread may have written.
+QUIRE_INLINE void prefetch_finish(const LinearJob& job, const Weight& w, i32 panel) {
+    if (w.column_scale != nullptr) prefetch(w.column_scale + panel * 16);
+    if (w.bias != nullptr) prefetch(w.bias + panel * 16);
+    if (job.out == nullptr) return;
+    const i32 rows = job.input->m < MAX_FLOATS ? job.input->m : 0;
+    for (i32 row = 0; row < rows; ++row) prefetch(job.out + row * job.out_stride + panel * 16);
+}
+
 // All rows of a few panels: one or more passes, after the first from the caches.
 void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int width) {
     alignas(64) float buffer[2 * MAX_FLOATS * 16];
     const LinearJob& job = unit.job;
     const Packed& x = *job.input;
     const bool is_gated = job.finish == Finish::gate;
+    for (int i = 0; i < width; ++i) {
+        prefetch_finish(job, *job.weight, walk.panel(i, step));
+        if (is_gated) prefetch_finish(job, *job.second, walk.panel(i, step));
+    }
     for (i32 row = 0, pass = 0; row < x.m; row += x.tile_rows, ++pass) {
         const TilePlace place = {row, x.tile_rows < x.m - row ? x.tile_rows : x.m - row};
         set_input(tile, x, place);
         const i64 half = static_cast<i64>(width) * place.rows * 16;
-        if (is_gated && 2 * width * place.rows <= max_accumulators(job.weight->format)) {
+        if (is_gated && 2 * width * place.rows <= max_accumulators(*job.weight)) {
             // Gate and up side by side: twice the streams from memory.
             for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, walk.panel(i, step), pass);
             for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, walk.panel(i, step), pass);
@@ -420,10 +469,9 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
 }
 
 void run_unit(const Unit& unit) {
-    const Format format = unit.job.weight->format;
     Tile tile;
     set_weight(tile, *unit.job.weight);
-    int width = panels_for(format, unit.job.input->tile_rows);
+    int width = panels_for(*unit.job.weight, unit.job.input->tile_rows);
     if (unit.job.finish == Finish::gate && width > 1) width /= 2;
     i32 done = 0;
     for (; width > 0; width /= 2) {
@@ -435,7 +483,7 @@ void run_unit(const Unit& unit) {
 
 // Panels of a unit: many where the weight has many, so that threads seldom meet and streams are long, yet eight units or so a thread.
 QUIRE_INLINE i32 unit_panels(const LinearJob& job, int num_threads) {
-    if (job.input->m > max_accumulators(job.weight->format)) return 8;
+    if (job.input->m > max_rows(job.weight->format)) return 8;
     const i32 share = panels_of(*job.weight) / (8 * num_threads) / 4 * 4;
     const i32 most = job.finish == Finish::gate ? 8 : 16;
     return share < 4 ? (job.finish == Finish::gate ? 2 : 4) : share < most ? share : most;
@@ -467,8 +515,8 @@ QUIRE_INLINE F32 inputs_at(const Packed& x, const float* values, i32 j) {
     return load(lanes);
 }
 
-// Quantise words [begin, end) of a row: round(x * inverse), at most 127 in size also where 127 / peak overflows.
-i32 pack_group(const Packed& x, const float* values, u32* data, i32 rows, i32 begin, i32 end, float inverse) {
+// Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127 / peak overflows.
+i32 pack_group(const Packed& x, const float* values, u32* data, i64 apart, i32 begin, i32 end, float inverse) {
     i32 sum = 0;
     for (i32 j = 4 * begin; j < 4 * end; j += 16) {
         i8 codes[16];
@@ -477,15 +525,34 @@ i32 pack_group(const Packed& x, const float* values, u32* data, i32 rows, i32 be
         for (int w = 0; w < 4 && j / 4 + w < end; ++w) {
             u32 word;
             __builtin_memcpy(&word, codes + 4 * w, 4);
-            data[static_cast<i64>(j / 4 + w) * rows] = word;
+            data[(j / 4 + w - begin) * apart] = word;
             sum += codes[4 * w] + codes[4 * w + 1] + codes[4 * w + 2] + codes[4 * w + 3];
         }
     }
     return sum;
 }
 
-// `data` is where the row's words start, `rows` apart; `r` its place in the tile, whose first row is `first`.
-void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, i32 rows, i32 r, i32 begin_input, i32 end_input) {
+// The place of a row: its tile's first row and number of rows, and its own number there.
+struct RowPlace {
+    i32 first, rows, r;
+};
+
+QUIRE_INLINE RowPlace place_of(const Packed& x, i32 row) {
+    const i32 first = row / x.tile_rows * x.tile_rows;
+    return {first, x.tile_rows < x.m - first ? x.tile_rows : x.m - first, row - first};
+}
+
+// Where a word of a row goes.
+QUIRE_INLINE u32* word_at(const Packed& x, RowPlace place, i32 word) {
+    return x.data + static_cast<i64>(place.first) * steps_of(x.kind, x.k) + static_cast<i64>(word) * place.rows + place.r;
+}
+
+QUIRE_INLINE i32 first_word_of(const Packed& x, i32 begin) { return begin / x.input_group * ceil_div(x.input_group, 4); }
+
+// Quantise inputs [begin_input, end_input) of a row to data[0], data[apart] and so on; the scales and sums go to their places.
+void pack_quantized(const Packed& x, const float* values, RowPlace place, u32* data, i64 apart, i32 begin_input, i32 end_input) {
+    const i64 first = place.first;
+    const i32 rows = place.rows, r = place.r, first_word = first_word_of(x, begin_input);
     const i32 words = steps_of(Format::u8, x.k), group_words = ceil_div(x.group, 4), block_words = ceil_div(x.input_group, 4);
     const i32 num_blocks = groups_of(x.k, x.input_group), first_block = begin_input / x.input_group;
     const i64 first_group = static_cast<i64>(first_block) * (x.input_group / x.group);
@@ -508,31 +575,71 @@ void pack_quantized(const Packed& x, const float* values, u32* data, i64 first, 
         const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
         for (i32 g = 0; g < num_groups; ++g, starts += rows, sums += rows) {
             const i32 begin = block + g * group_words, end = g + 1 < num_groups ? begin + group_words : stop;
-            const i32 sum = pack_group(x, values, data + r, rows, begin, end, inverse);
+            const i32 sum = pack_group(x, values, data + (begin - first_word) * apart, apart, begin, end, inverse);
             *starts = -128 * sum;
             *sums = static_cast<float>(sum);
         }
     }
 }
 
-void pack_row(const Packed& x, i32 row, const float* values, i32 begin, i32 end) {
-    const i32 first = row / x.tile_rows * x.tile_rows, r = row - first;
-    const i32 rows = x.tile_rows < x.m - first ? x.tile_rows : x.m - first;
-    u32* data = x.data + static_cast<i64>(first) * steps_of(x.kind, x.k);
-    if (x.kind == Format::u8 || x.kind == Format::u4) {
-        pack_quantized(x, values, data, first, rows, r, begin, end);
-        return;
+// Sixteen words from input j on of a row that is not quantised.
+QUIRE_INLINE I32 words_at(const Packed& x, const float* values, i32 j) {
+    if (x.kind != Format::bf16) return as_i32(inputs_at(x, values, j));
+    alignas(64) u16 halves[32];
+    store_bf16(halves, inputs_at(x, values, j));
+    store_bf16(halves + 16, j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
+    return load(reinterpret_cast<const i32*>(halves));
+}
+
+// Up to sixteen rows of a tile: their words are turned in registers, so that those of one step are written together.
+void pack_together(const Packed& x, RowPlace place, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
+    const i32 per_word = x.kind == Format::bf16 ? 2 : 1, stop = ceil_div(end, per_word);
+    I32 words[16] = {};
+    for (i32 word = begin / per_word; word < stop; word += 16) {
+        for (i32 i = 0; i < count; ++i) words[i] = words_at(x, values + i * stride, word * per_word);
+        store_columns(word_at(x, place, word), place.rows, words, count, stop - word < 16 ? stop - word : 16);
     }
-    for (i32 j = begin; j < end; j += 16) {
-        const F32 v = inputs_at(x, values, j);
-        u32 words[16];
-        const bool is_bf16 = x.kind == Format::bf16;
-        if (is_bf16)
-            store_bf16(reinterpret_cast<u16*>(words), v);
-        else
-            store(reinterpret_cast<float*>(words), v);
-        const i32 step = is_bf16 ? j / 2 : j, count = is_bf16 ? ceil_div(x.k - j < 16 ? x.k - j : 16, 2) : (x.k - j < 16 ? x.k - j : 16);
-        for (i32 i = 0; i < count; ++i) data[static_cast<i64>(step + i) * rows + r] = words[i];
+}
+
+// The same for inputs that are quantised, through memory for PIECE inputs of each row, of whole input groups.
+constexpr i32 PIECE = 1024;
+void pack_quantized_together(const Packed& x, RowPlace place, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
+    alignas(64) i32 codes[16][PIECE / 4 + 32];  // and the padding of K, and what is read past the end
+    const i32 piece = PIECE / x.input_group * x.input_group;
+    for (; begin < end; begin += piece) {
+        const i32 last = end - begin < piece ? end : begin + piece;
+        const i32 first_word = begin / 4, stop = last == x.k ? steps_of(Format::u8, x.k) : last / 4;
+        for (i32 i = 0; i < count; ++i)
+            pack_quantized(x, values + i * stride, {place.first, place.rows, place.r + i}, reinterpret_cast<u32*>(codes[i]), 1, begin, last);
+        I32 words[16] = {};
+        for (i32 word = first_word; word < stop; word += 16) {
+            for (i32 i = 0; i < count; ++i) words[i] = load(codes[i] + word - first_word);
+            store_columns(word_at(x, place, word), place.rows, words, count, stop - word < 16 ? stop - word : 16);
+        }
+    }
+}
+
+void pack_row(const Packed& x, i32 row, const float* values, i32 begin, i32 end) {
+    const RowPlace place = place_of(x, row);
+    if (is_integer(x.kind))
+        pack_quantized(x, values, place, word_at(x, place, first_word_of(x, begin)), place.rows, begin, end);
+    else
+        pack_together(x, place, 1, values, 0, begin, end);
+}
+
+void pack_rows(const Packed& x, i32 first, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
+    const bool is_apart = is_integer(x.kind) && (x.input_group > PIECE || x.input_group % 4 != 0);
+    for (i32 row = first, together; row < first + count; row += together, values += together * stride) {
+        const RowPlace place = place_of(x, row);
+        together = place.rows - place.r < 16 ? place.rows - place.r : 16;
+        if (together > first + count - row) together = first + count - row;
+        if (is_apart) {
+            for (i32 i = 0; i < together; ++i) pack_row(x, row + i, values + i * stride, begin, end);
+        } else if (is_integer(x.kind)) {
+            pack_quantized_together(x, place, together, values, stride, begin, end);
+        } else {
+            pack_together(x, place, together, values, stride, begin, end);
+        }
     }
 }
 
@@ -583,6 +690,6 @@ void unpack_row(const Weight& w, i32 n, float* out) {
 
 }  // namespace
 
-extern const LinearTable linear_table = {tile_rows, pack_row, linear, unpack_row};
+extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row};
 
 }  // namespace quire::QUIRE_ISA

@@ -62,8 +62,9 @@ i64 compute_u8(i64 rounds, const u32* x, float* sink) {
     const Bytes w = load_bytes(sink);
     for (i64 i = 0; i < rounds; ++i) {
         QUIRE_KEEP;
+        const Bytes b = set1_bytes(*x);
 #pragma GCC unroll 32
-        for (int c = 0; c < CHAINS; ++c) acc[c] = dot_u8s8(acc[c], w, x);
+        for (int c = 0; c < CHAINS; ++c) acc[c] = dot_u8s8(acc[c], w, b);
     }
 #pragma GCC unroll 32
     for (int c = 1; c < CHAINS; ++c) acc[0] = acc[0] + acc[c];

@@ -142,7 +142,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(attended_, rows * row_stride(attention_size_));
         take(inner_, rows * row_stride(inner_size_));
         take(extra_, rows * row_stride(hidden_));
-        take(normed_, max_experts_ > 0 ? rows * row_stride(hidden_) : 0);
+        take(normed_, rows * row_stride(hidden_));
         take(row_, num_threads * row_stride(hidden_));
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);

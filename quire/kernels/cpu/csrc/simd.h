@@ -15,7 +15,7 @@
 //   load_bf16, store_bf16  16 values; the store rounds to nearest even and keeps denormals
 //   store_bf16_flushed     the same and faster; denormals may become 0
 //   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
-//   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[j], j < 4, w unsigned, x the four signed bytes at x, |x| <= 127. Exact
+//   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[4i + j], j < 4, w unsigned, x signed, |x| <= 127. Exact
 //   unpack_nibbles         table lookups of the low and the high nibble of 64 bytes; load_table takes 16 entries
 //   I64               16 64-bit integers. to_i64 rounds to nearest, ties to even, |x| < 2^51
 //   multiply_even     the 64-bit products of the even lanes, unsigned: low halves in the even lanes, high halves in the odd
@@ -23,6 +23,7 @@
 //   min_unsigned      of lanes taken as unsigned;  xor3  a ^ b ^ c
 //   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the table is
 //                          code_table(), made once. load_quarters: 64 bytes from four places
+//   store_columns(to, stride, rows, num_rows, num_words)  word w of row r to to[w * stride + r]; rows past num_rows may be anything
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
 //   to_i32_up         to the next integer that is not below
 //   Steps, at_step    f(n) of integers -256 <= n < 256 that changes at most once in each [16i, 16i + 16); make_steps takes its 512 values

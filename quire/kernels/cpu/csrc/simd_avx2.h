@@ -207,12 +207,12 @@ QUIRE_INLINE __m256i dot_signed(__m256i acc, __m256i w, __m256i x) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // The machine has no exact u8 x s8 product of four: w = signed + 128 is split, and 128 * sum(x) added from x alone.
-QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
-    const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80)), four = _mm256_set1_epi32(static_cast<int>(*x));
-    __m256i sum = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), four), _mm256_set1_epi16(128));
-    return {dot_signed(_mm256_add_epi32(acc.a, sum), _mm256_xor_si256(w.a, flip), four),
-            dot_signed(_mm256_add_epi32(acc.b, sum), _mm256_xor_si256(w.b, flip), four)};
+QUIRE_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
+    const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
+    const __m256i sum = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), x), _mm256_set1_epi16(128));
+    return dot_signed(_mm256_add_epi32(acc, sum), _mm256_xor_si256(w, flip), x);
 }
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) { return {dot_half(acc.a, w.a, x.a), dot_half(acc.b, w.b, x.b)}; }
 QUIRE_INLINE F32 load_s8(const i8* p) {
     const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
@@ -255,6 +255,13 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     low = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(packed.a, mask)), _mm256_shuffle_epi8(table.b, _mm256_and_si256(packed.b, mask))};
     high = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(_mm256_srli_epi16(packed.a, 4), mask)),
             _mm256_shuffle_epi8(table.b, _mm256_and_si256(_mm256_srli_epi16(packed.b, 4), mask))};
+}
+QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
+    for (int r = 0; r < num_rows; ++r) {
+        i32 words[16];
+        store(words, rows[r]);
+        for (int w = 0; w < num_words; ++w) to[w * stride + r] = static_cast<u32>(words[w]);
+    }
 }
 QUIRE_INLINE float sum_lanes(F32 x) {
     __m256 b = _mm256_add_ps(x.a, x.b);

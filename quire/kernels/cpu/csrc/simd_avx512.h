@@ -141,10 +141,9 @@ QUIRE_INLINE Bytes set1_bytes(u32 x) { return {_mm512_set1_epi32(static_cast<int
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
-// In assembly: from the intrinsic GCC 12 spills accumulators. The inputs are the second source, which may be a broadcast
-// from memory.
-QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*x));
+// In assembly: from the intrinsic GCC 12 spills accumulators.
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
     return acc;
 }
 QUIRE_INLINE F32 load_s8(const i8* p) {
@@ -201,6 +200,39 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     const __m512i mask = _mm512_set1_epi8(15);
     low.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(packed.v, mask));
     high.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(_mm512_srli_epi16(packed.v, 4), mask));
+}
+// A transposition in registers: pairs of rows, then fours, then the 128-bit lanes of all. One row is not worth it.
+QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
+    if (num_rows == 1) {
+        i32 words[16];
+        store(words, rows[0]);
+        for (int w = 0; w < num_words; ++w) to[w * stride] = static_cast<u32>(words[w]);
+        return;
+    }
+    __m512i pairs[16], fours[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i].v, rows[i + 1].v);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i].v, rows[i + 1].v);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+        // fours[i + w], 128-bit lane l: word 4l + w of rows i .. i + 3.
+        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    const __mmask16 kept = first_lanes(num_rows).v;
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w) {
+        const __m512i even_a = _mm512_shuffle_i32x4(fours[w], fours[4 + w], 0x88), odd_a = _mm512_shuffle_i32x4(fours[w], fours[4 + w], 0xdd);
+        const __m512i even_b = _mm512_shuffle_i32x4(fours[8 + w], fours[12 + w], 0x88), odd_b = _mm512_shuffle_i32x4(fours[8 + w], fours[12 + w], 0xdd);
+        if (w < num_words) _mm512_mask_storeu_epi32(to + w * stride, kept, _mm512_shuffle_i32x4(even_a, even_b, 0x88));
+        if (4 + w < num_words) _mm512_mask_storeu_epi32(to + (4 + w) * stride, kept, _mm512_shuffle_i32x4(odd_a, odd_b, 0x88));
+        if (8 + w < num_words) _mm512_mask_storeu_epi32(to + (8 + w) * stride, kept, _mm512_shuffle_i32x4(even_a, even_b, 0xdd));
+        if (12 + w < num_words) _mm512_mask_storeu_epi32(to + (12 + w) * stride, kept, _mm512_shuffle_i32x4(odd_a, odd_b, 0xdd));
+    }
 }
 QUIRE_INLINE float sum_lanes(F32 a) {
     __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

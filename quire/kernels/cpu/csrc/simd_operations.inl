@@ -92,7 +92,7 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_OPERATION("compress_count", 64, 64, 0, 4, float chosen[16];
                     put(out, static_cast<u32>(compress_store(chosen, lanes_of(b), floats(a))))),
     QUIRE_OPERATION("dot_bf16", 64, 64, 64, 64, put(out, dot_bf16(floats(a), load_bytes(b), load_bytes(c)))),
-    QUIRE_OPERATION("dot_u8s8", 64, 64, 4, 64, put(out, dot_u8s8(ints(a), load_bytes(b), static_cast<const u32*>(c)))),
+    QUIRE_OPERATION("dot_u8s8", 64, 64, 4, 64, put(out, dot_u8s8(ints(a), load_bytes(b), set1_bytes(*static_cast<const u32*>(c))))),
     QUIRE_OPERATION("unpack_nibbles", 64, 16, 0, 128, Bytes low; Bytes high;
                     unpack_nibbles(load_bytes(a), load_table(static_cast<const u8*>(b)), low, high);
                     store_bytes(out, low); store_bytes(static_cast<u8*>(out) + 64, high)),

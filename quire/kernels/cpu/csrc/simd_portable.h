@@ -154,10 +154,8 @@ QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     QUIRE_EACH acc.v[i] += f32_of(x[i] << 16) * f32_of(y[i] << 16);
     return acc;
 }
-QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, const u32* x) {
-    i8 y[4];
-    memcpy(y, x, 4);
-    QUIRE_EACH for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<i32>(w.v[4 * i + j]) * y[j];
+QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) {
+    QUIRE_EACH for (int j = 0; j < 4; ++j) acc.v[i] += static_cast<i32>(w.v[4 * i + j]) * static_cast<i8>(x.v[4 * i + j]);
     return acc;
 }
 QUIRE_INLINE F32 load_s8(const i8* p) { F32 r; QUIRE_EACH r.v[i] = p[i]; return r; }
@@ -185,6 +183,13 @@ QUIRE_INLINE void widen_codes(CodeTable, Bytes codes, Bytes& first, Bytes& secon
 QUIRE_INLINE Bytes load_table(const u8* table) { Bytes r; for (int i = 0; i < 64; ++i) r.v[i] = table[i & 15]; return r; }
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     for (int i = 0; i < 64; ++i) low.v[i] = table.v[packed.v[i] & 15], high.v[i] = table.v[packed.v[i] >> 4];
+}
+QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
+    for (int r = 0; r < num_rows; ++r) {
+        i32 words[16];
+        store(words, rows[r]);
+        for (int w = 0; w < num_words; ++w) to[w * stride + r] = static_cast<u32>(words[w]);
+    }
 }
 QUIRE_INLINE float sum_lanes(F32 a) {
     for (int width = 8; width > 0; width /= 2)

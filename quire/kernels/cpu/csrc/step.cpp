@@ -86,7 +86,12 @@ struct Stepper {
         bool is_cut = num_rows > 1 && num_rows <= MAX_CUT_ROWS;
         for (const InputForm& form : site.forms) is_cut = is_cut && (form.input_group == 0 || CUT_INPUTS % form.input_group == 0);
         if (!is_cut) {
-            each(num_rows, [&](i64 row) { pack(site, row, values + row * stride); }, pack_grain(site));
+            const i64 rows = pack_grain(site);
+            each((num_rows + rows - 1) / rows, [&](i64 tile) {
+                const i32 first = static_cast<i32>(tile * rows), count = num_rows - first < rows ? num_rows - first : static_cast<i32>(rows);
+                for (size_t f = 0; f < site.forms.size(); ++f)
+                    kernels.linear->pack_rows(packed(site, static_cast<i32>(f), num_rows), first, count, values + first * stride, stride, 0, site.forms[f].k);
+            });
             return;
         }
         const i32 k = site.forms[0].k;
@@ -94,9 +99,20 @@ struct Stepper {
             const i32 begin = static_cast<i32>(part) * CUT_INPUTS, end = k - begin < CUT_INPUTS ? k : begin + CUT_INPUTS;
             for (size_t f = 0; f < site.forms.size(); ++f) {
                 const Packed input = packed(site, static_cast<i32>(f), num_rows);
-                for (i32 row = 0; row < num_rows; ++row) kernels.linear->pack_row(input, row, values + row * stride, begin, end);
+                kernels.linear->pack_rows(input, 0, num_rows, values, stride, begin, end);
             }
         });
+    }
+
+    // Norm every row into normed_, after what `before` does to it, and pack it. One row is packed where it is normed: it is one part.
+    template <class Before>
+    void norm_and_pack(const Site& site, const Norm& norm, Before before) {
+        each(num_rows, [&](i64 row) {
+            before(row);
+            norm_row(norm, row, plan.normed_ + row * hidden_stride());
+            if (num_rows == 1) pack(site, row, plan.normed_);
+        }, pack_grain(site));
+        if (num_rows > 1) pack_all(site, plan.normed_, hidden_stride());
     }
 
     static LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) {
@@ -132,10 +148,11 @@ struct Stepper {
         kernels.elementwise->add_scaled(x(row), extra(row), scale, plan.hidden_);
     }
 
-    const float* normed(const Norm& norm, i64 row, float* to) const {
-        if (!norm.is_present) return x(row);
-        kernels.elementwise->norm(norm.job, x(row), to);
-        return to;
+    void norm_row(const Norm& norm, i64 row, float* to) const {
+        if (norm.is_present)
+            kernels.elementwise->norm(norm.job, x(row), to);
+        else
+            memcpy(to, x(row), sizeof(float) * plan.hidden_);
     }
 
     // A linear layer whose result is added to the residual, or goes to extra_ where `norm` comes first.
@@ -256,13 +273,7 @@ struct Stepper {
     }
 
     void feed_forward(const PlanLayer& l) {
-        each(num_rows, [&](i64 row) {
-            add_normed(l.attn_out, l.residual_scale, row);
-            float* to = l.router ? plan.normed_ + row * hidden_stride() : own_row();
-            const float* values = normed(l.mlp_in, row, to);
-            if (l.router && values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
-            pack(l.mlp_site, row, values);
-        }, pack_grain(l.mlp_site));
+        norm_and_pack(l.mlp_site, l.mlp_in, [&](i64 row) { add_normed(l.attn_out, l.residual_scale, row); });
         if (l.router) {
             mixture(l);
             return;
@@ -356,10 +367,9 @@ struct Stepper {
         const size_t count = plan.layers_.size();
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = *plan.layers_[i];
-            each(num_rows, [&](i64 row) {
+            norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
                 if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
-                pack(l.attn_site, row, normed(l.attn_in, row, own_row()));
-            }, pack_grain(l.attn_site));
+            });
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
@@ -370,20 +380,14 @@ struct Stepper {
 
     // Hidden states after the final norm of `count` rows of x_.
     void hidden_states(const i32* rows, i32 count, float* out) {
-        each(count, [&](i64 i) {
-            float* to = out + i * plan.hidden_;
-            const float* values = normed(plan.final_norm, rows[i], to);
-            if (values != to) memcpy(to, values, sizeof(float) * plan.hidden_);
-        });
+        each(count, [&](i64 i) { norm_row(plan.final_norm, rows[i], out + i * plan.hidden_); });
     }
 
     // Logits of `count` rows of x_; rows null: the first ones.
     void logits(const i32* rows, i32 count, float* out) {
         num_rows = count;
-        each(count, [&](i64 i) {
-            const i64 row = rows == nullptr ? i : rows[i];
-            pack(plan.head_site_, i, normed(plan.final_norm, row, own_row()));
-        });
+        each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
+        pack_all(plan.head_site_, plan.normed_, hidden_stride());
         const Packed input = packed(plan.head_site_, 0, count);
         const LinearJob head = job(*plan.head_, input, Finish::store, out, plan.vocab_);
         run(&head, 1);

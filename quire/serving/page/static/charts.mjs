@@ -5,6 +5,7 @@ import { CACHED, WINDOW_S } from "./engine_model.mjs";
 const NAMES = ["text", "dim", "line", "surface", "prefill", "decode", "queue", "cached", "warn", "o0", "o1", "o2", "o3", "o4", "o5", "o6", "o7"];
 const NUM_OWNERS = 8;
 const NUM_MARKS = 5;
+const MIN_SPAN_S = 2;
 export const BAR_PX = 6;
 
 export function theme() {
@@ -78,12 +79,15 @@ export function drawSteps(canvas, steps, cursor) {
   const box = open(canvas);
   const { context, width, height } = box;
   const shown = steps.slice(-Math.floor(width / BAR_PX));
-  const top = roundUp(Math.max(...shown.map((step) => step.duration), 0.1));
+  const sorted = shown.map((step) => step.duration).sort((a, b) => a - b);
+  // One very long step must not flatten all others: it is cut, and marked.
+  const usual = sorted[Math.floor(sorted.length * 0.95)] ?? 0.1;
+  const top = roundUp(Math.max(Math.min(sorted.at(-1) ?? 0, usual * 3), 0.1));
   axis(box, colours, top, milliseconds);
   const floor = height - 4;
   shown.forEach((step, index) => {
     const x = width - (shown.length - index) * BAR_PX;
-    const tall = Math.max((step.duration / top) * (height - 20), 1);
+    const tall = Math.max(Math.min(step.duration / top, 1) * (height - 20), 1);
     const total = Math.max(step.prefill + step.decode, 1);
     const decodeTall = (tall * step.decode) / total;
     context.fillStyle = colours.decode;
@@ -91,6 +95,10 @@ export function drawSteps(canvas, steps, cursor) {
     context.fillStyle = colours.prefill;
     context.fillRect(x, floor - tall, BAR_PX - 1, tall - decodeTall);
     stripes(context, x, floor - tall, BAR_PX - 1, tall - decodeTall, colours.surface, 4);
+    if (step.duration > top) {
+      context.fillStyle = colours.surface;
+      context.fillRect(x - 1, floor - tall + 5, BAR_PX + 1, 2);
+    }
     if (step.preemptions) {
       context.fillStyle = colours.warn;
       context.fillText("▾", x - 2, floor - tall - 2);
@@ -124,12 +132,12 @@ export function cell(context, x, y, size, number, count, colours) {
   }
   context.fillStyle = colours[`o${number % NUM_OWNERS}`];
   context.fillRect(x, y, inner, inner);
-  if (size < 7) return;
+  if (count > 1 && size > 2) stripes(context, x, y, inner, inner, colours.surface, size < 7 ? inner : 3.5);
+  if (count > 1 || size < 7) return;
   const middle = inner / 2;
   context.fillStyle = colours.surface;
   const mark = number % NUM_MARKS;
-  if (count > 1) stripes(context, x, y, inner, inner, colours.surface, 3.5);
-  else if (mark === 1) context.fillRect(x + middle - 1, y + middle - 1, 3, 3);
+  if (mark === 1) context.fillRect(x + middle - 1, y + middle - 1, 3, 3);
   else if (mark === 2) context.fillRect(x + 2, y + middle - 0.5, inner - 4, 1.5);
   else if (mark === 3) context.fillRect(x + middle - 0.5, y + 2, 1.5, inner - 4);
   else if (mark === 4) context.fillRect(x + 2, y + 2, 2.5, 2.5);
@@ -143,8 +151,13 @@ export function drawKv(canvas, kv, maxHeight) {
   const colours = theme();
   const { context } = open(canvas);
   const inner = grid.size > 4 ? grid.size - 1 : grid.size;
-  context.strokeStyle = colours.line;
+  context.strokeStyle = context.fillStyle = colours.line;
   context.lineWidth = 1;
+  if (grid.size <= 4) {
+    context.globalAlpha = 0.4;
+    context.fillRect(0, 0, grid.columns * grid.size, grid.rows * grid.size);
+    context.globalAlpha = 1;
+  }
   const place = (index) => [(index % grid.columns) * grid.size, Math.floor(index / grid.columns) * grid.size];
   for (let index = 0; index < numCells && grid.size > 4; index += 1) {
     const [x, y] = place(index);
@@ -192,7 +205,9 @@ export function drawTimeline(canvas, rows, nowMs) {
   const colours = theme();
   const { context, width } = open(canvas);
   const labels = width < 420 ? 72 : 150;
-  const place = (time) => labels + Math.max(0, 1 - (nowMs - time) / (WINDOW_S * 1000)) * (width - labels);
+  const oldest = Math.min(nowMs, ...rows.map((row) => row.arrived));
+  const span = Math.min(Math.max(roundUp((nowMs - oldest) / 1000), MIN_SPAN_S), WINDOW_S);
+  const place = (time) => labels + Math.max(0, 1 - (nowMs - time) / (span * 1000)) * (width - labels);
   rows.forEach((row, index) => {
     const y = index * tall + 3;
     const end = row.ended ?? nowMs;
@@ -200,12 +215,12 @@ export function drawTimeline(canvas, rows, nowMs) {
     context.fillStyle = colours.text;
     const label = row.label.length * 6 > labels ? `${row.label.slice(0, Math.floor(labels / 6.5) - 1)}…` : row.label;
     context.fillText(label, 0, y + 10);
-    const queued = part(row.arrived, row.dispatched ?? end);
+    const queued = part(row.arrived, row.scheduled ?? end);
     context.strokeStyle = colours.queue;
     context.lineWidth = 1;
     if (queued[2] > 1) context.strokeRect(queued[0] + 0.5, queued[1] + 0.5, queued[2] - 1, queued[3] - 1);
-    if (row.dispatched !== null) {
-      const prefill = part(row.dispatched, row.first ?? end);
+    if (row.scheduled !== null) {
+      const prefill = part(row.scheduled, row.first ?? end);
       context.fillStyle = colours.prefill;
       context.fillRect(...prefill);
       stripes(context, ...prefill, colours.surface, 4);
@@ -221,7 +236,7 @@ export function drawTimeline(canvas, rows, nowMs) {
   });
   context.fillStyle = colours.dim;
   const bottom = Math.max(rows.length, 1) * tall + 13;
-  context.fillText(`${WINDOW_S} s ago`, labels, bottom);
+  context.fillText(`${span} s ago`, labels, bottom);
   context.textAlign = "right";
   context.fillText("now", width, bottom);
   context.textAlign = "left";

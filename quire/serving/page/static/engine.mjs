@@ -7,7 +7,9 @@ import { CACHED, EngineModel, WINDOW_S, joinSteps } from "./engine_model.mjs";
 
 const AGAIN_MS = 2000;
 const TABLE_MS = 1000;
-const KV_TALL = 260;
+const KV_TALL = 340;
+const KV_TALL_NARROW = 520;
+const NARROW = 500;
 const NUM_TIMELINE = 16;
 const PER_BAR = [1, 4, 16, 64];
 
@@ -86,7 +88,7 @@ export class EngineView {
       this.cursor = null;
       this.draw();
     });
-    this.stepNote = h("p", { class: "note", "aria-live": "polite" }, "Point at a step, or use the arrow keys.");
+    this.stepNote = h("p", { class: "note", "aria-live": "polite" }, "Point at a step, or use the arrow keys. A bar with a gap is cut: that step took longer.");
     this.stepCanvas.addEventListener("pointermove", (event) => this.pointStep(event.offsetX));
     this.stepCanvas.addEventListener("keydown", (event) => this.walkSteps(event));
     const twin = table("The latest steps, newest first", ["Step", "Duration", "Prefill tokens", "Decode tokens", "Running", "Preempted", "In the batch"]);
@@ -229,7 +231,7 @@ export class EngineView {
     for (const card of Object.values(cards)) for (const { draw } of card.swatches) draw();
     this.shownSteps = drawSteps(this.stepCanvas, joinSteps(model.steps, this.perBar), this.cursor);
     if (model.kv) {
-      this.grid = drawKv(this.kvCanvas, model.kv, KV_TALL);
+      this.grid = drawKv(this.kvCanvas, model.kv, this.kvCanvas.clientWidth < NARROW ? KV_TALL_NARROW : KV_TALL);
       if (!this.isOnKv) this.kvNote.textContent = this.kvText();
     }
     const buckets = model.throughput(WINDOW_S);
@@ -265,7 +267,7 @@ export class EngineView {
     const end = row.ended ?? this.model.now();
     const between = (from, to) => (from === null ? "–" : ms(Math.max((to ?? end) - from, 0)));
     const state = row.state === "ended" ? `ended: ${row.reason}` : row.state;
-    return [row.label, row.priority, state, between(row.arrived, row.dispatched), between(row.dispatched, row.first), between(row.first, row.ended), row.prompt, row.cached, row.output];
+    return [row.label, row.priority, state, between(row.arrived, row.scheduled), between(row.scheduled, row.first), between(row.first, row.ended), row.prompt, row.cached, row.output];
   }
 
   batchText(step) {

@@ -6,7 +6,7 @@ export const CACHED = -1;
 export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
-const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "dispatched", "first", "ended", "reason"];
+const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason"];
 const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
 
 export function quantile(values, share) {
@@ -104,12 +104,12 @@ export class EngineModel {
     return [...this.requests.values()].filter((row) => row.first !== null && row.first >= since).map((row) => [row.first, row.first - row.arrived]);
   }
 
-  // Tokens per second, by whole seconds back from now: [{prefill, decode}], oldest first.
+  // Tokens per second of the latest whole seconds: [{prefill, decode}], oldest first.
   throughput(seconds) {
     const end = Math.floor(this.now() / 1000);
     const buckets = Array.from({ length: seconds }, () => ({ prefill: 0, decode: 0 }));
-    for (const step of this.recentSteps(seconds + 1)) {
-      const bucket = buckets[Math.floor((step.started + step.duration) / 1000) - end + seconds - 1];
+    for (const step of this.recentSteps(seconds + 2)) {
+      const bucket = buckets[Math.floor((step.started + step.duration) / 1000) - end + seconds];
       if (!bucket) continue;
       bucket.prefill += step.prefill;
       bucket.decode += step.decode;
@@ -126,9 +126,10 @@ export class EngineModel {
     const queries = sum(minute, "queries");
     const numBlocks = this.shape?.num_kv_blocks ?? 0;
     const used = this.kv?.used ?? (last ? numBlocks - last.free : 0);
+    const isBusy = last !== undefined && (this.queue?.num_in_engine ?? 0) > 0; // after an abort of the last request no step follows
     const live = [...this.requests.values()].filter((row) => row.state !== "ended");
     return {
-      running: this.queue?.num_sequences_in_engine ?? 0,
+      running: isBusy ? last.running : 0,
       waiting: live.filter((row) => row.state === "queue").length,
       decodeRate: sum(steps, "decode") / 5,
       prefillRate: sum(steps, "prefill") / 5,

@@ -113,6 +113,7 @@ def test_slow_reader_is_ended_and_counted_when_it_does_not_read(loop, server):
             await anext(stream)
             await until(lambda: stream.subscription.is_finished)
             if stream.record.finish_reasons != ["stop"]:  # the model did not end by itself
+                await until(lambda: value(server, "aborts", "slow_reader") == 1)  # a reader that is stuck sees nothing
                 with pytest.raises(ApiError) as caught:
                     [delta async for delta in stream]
                 assert caught.value.code == "slow_reader"

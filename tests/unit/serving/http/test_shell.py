@@ -295,6 +295,50 @@ def test_stream_is_closed_when_the_client_goes(is_blocked_in_send):
     assert stopped_by_leaving(make, wait_for_answer=True) == [("/s", 499)]
 
 
+def test_connection_is_cut_when_its_answer_is_not_read():
+    async def go():
+        stopped = asyncio.Event()
+
+        async def frames():
+            try:
+                while True:
+                    yield b"data: " + b"x" * 100_000 + b"\n\n"
+            finally:
+                stopped.set()
+
+        async def stream(context, call):
+            return Stream(frames(), ApiError.openai_event)
+
+        async with running([endpoint("/s", stream)], slow_reader_s=0.2) as (port, _):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.write(post("/s"))
+            await asyncio.wait_for(stopped.wait(), 10)  # the kernel itself gives up after 20 s
+            writer.close()
+
+    asyncio.run(go())
+
+
+async def upload_in_chunks(port, num_chunks, pause_s):
+    """Send chunks of one MiB of blanks with a pause after each, and return the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post("/echo").partition(b"content-length")[0] + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(num_chunks):
+        writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+        await asyncio.sleep(pause_s)
+    writer.write(b"2\r\n{}\r\n0\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return parse(answer)
+
+
+def test_body_of_unknown_length_gets_more_time_the_more_of_it_has_come():
+    async def go():
+        async with running([endpoint("/echo", echo)], body_timeout_s=0.1) as (port, _):
+            return (await upload_in_chunks(port, 4, 0.15))[0], (await upload_in_chunks(port, 1, 1.5))[0]
+
+    assert asyncio.run(go()) == (200, 408)
+
+
 def test_connection_is_closed_when_a_head_or_a_body_comes_too_slowly():
     async def go():
         async with running([endpoint("/echo", echo)], head_timeout_s=0.1, body_timeout_s=0.1) as (port, _):

@@ -1,0 +1,148 @@
+"""What the live view is told: requests under random labels, KV cells, steps, over a restart of the engine."""
+
+import json
+import secrets
+
+from quire.serving.page.static_files import FOLDER
+from quire.serving.page.wire import RequestRow, StepRow
+from tests.unit.serving.page.setting import run, take
+
+
+def test_ids_are_random_and_prompts_absent_unless_the_viewer_is_admin():
+    async def scenario(s):
+        s.add_request("req-visible")
+        plain, admin = s.feed.frames(10, False), s.feed.frames(10, True)
+        of_plain, of_admin = (await take(plain))[2], (await take(admin))[2]
+        assert of_admin["requests"][0][1] == "req-visible"
+        assert of_plain["requests"][0][1] != "req-visible"
+        assert of_plain["requests"][0][2:] == of_admin["requests"][0][2:]
+        assert "req-visible" not in json.dumps(of_plain)
+        assert "secret" not in json.dumps([of_plain, of_admin])
+        s.add_request("req-next")
+        s.feed.tick()
+        assert "req-next" not in json.dumps(await take(plain))
+        assert (await take(admin))[2]["requests"][0][1] == "req-next"
+        await plain.aclose()
+        await admin.aclose()
+
+    run(scenario)
+
+
+def test_label_does_not_follow_from_the_id_when_the_view_begins_anew(monkeypatch):
+    async def scenario(s):
+        labels = []
+        for _ in range(2):
+            record = s.add_request("same")
+            frames = s.feed.frames(10, False)
+            labels.append((await take(frames))[2]["requests"][0][1])
+            await frames.aclose()
+            s.end(record)
+            frames = s.feed.frames(10, False)
+            assert "requests" not in (await take(frames))[2]
+            await frames.aclose()
+        assert labels == ["aaaa", "bbbb"]
+
+    found = iter(["aaaa", "bbbb"])
+    monkeypatch.setattr(secrets, "token_hex", lambda size: next(found))
+    run(scenario)
+
+
+def test_request_is_shown_with_its_times_and_its_end():
+    async def scenario(s):
+        record = s.add_request("r")
+        frames = s.feed.frames(10, False)
+        await take(frames)
+        s.clock_s += 0.99
+        s.step(0, ("r", 5, True))
+        s.feed.tick()
+        assert (await take(frames))[2]["requests"][0][3:] == ["prefill", 5, 0, 0, 0.0, 1000.0, None, None, None]
+        s.clock_s += 0.5
+        record.first_output_s, record.num_output_tokens = s.clock_s, 1
+        s.feed.tick()
+        row = (await take(frames))[2]["requests"][0]
+        assert row[3:] == ["decode", 5, 1, 0, 0.0, 1000.0, 1500.0, None, None]
+        s.clock_s += 0.25
+        s.end(record, "length")
+        s.feed.tick()
+        row = (await take(frames))[2]["requests"][0]
+        assert (row[3], row[10], row[11]) == ("ended", 1750.0, "length")
+        late = s.feed.frames(10, False)
+        assert (await take(late))[2]["requests"] == [row]
+        await frames.aclose()
+        await late.aclose()
+
+    run(scenario)
+
+
+def test_kv_cells_show_owners_shared_and_cached_blocks():
+    async def scenario(s):
+        s.add_request("a")
+        s.add_request("b")
+        frames = s.feed.frames(10, True)
+        numbers = {row[1]: row[0] for row in (await take(frames))[2]["requests"]}
+        s.kv({"a": [0, 1, 2, 3], "b": [0, 1, 7]}, cached=[9, 10])
+        s.feed.tick()
+        kv = (await take(frames))[2]["kv"]
+        a, b = numbers["a"], numbers["b"]
+        assert kv == {
+            "num_blocks": 256,
+            "blocks_per_cell": 1,
+            "used": 5,
+            "shared": 2,
+            "cached": 2,
+            "runs": [[0, 2, a, 2], [2, 2, a, 1], [7, 1, b, 1], [9, 2, -1, 0]],
+            "holders": [[a, 4, 2], [b, 3, 2]],
+        }
+        s.kv({"a": [0, 1, 2, 3], "b": [0, 1, 7]}, cached=[9, 10])  # the same again is no news
+        s.step(0)
+        s.feed.tick()
+        assert "kv" not in (await take(frames))[2]
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_blocks_are_binned_when_they_are_very_many():
+    async def scenario(s):
+        s.add_request("a")
+        frames = s.feed.frames(10, False)
+        number = (await take(frames))[2]["requests"][0][0]
+        s.kv({"a": list(range(0, 40))}, cached=range(40, 50), num_blocks=8192 * 10)
+        s.feed.tick()
+        kv = (await take(frames))[2]["kv"]
+        assert (kv["blocks_per_cell"], kv["runs"]) == (10, [[0, 4, number, 1], [4, 1, -1, 0]])
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_steps_begin_anew_when_the_engine_restarts():
+    async def scenario(s):
+        frames = s.feed.frames(10, False)
+        await take(frames)
+        s.step(70, preemptions=4)
+        s.step(71, preemptions=6)
+        s.feed.tick()
+        assert [row[9] for row in (await take(frames))[2]["steps"]] == [0, 2]
+        s.engine.become("restarting")
+        s.feed.tick()
+        data = (await take(frames))[2]
+        assert (data["engine"], data.get("steps")) == ("restarting", None)
+        s.engine.become("ready")
+        s.step(0, preemptions=0)
+        s.feed.tick()
+        _, event_id, data = await take(frames)
+        assert (event_id, data["engine"], [row[0] for row in data["steps"]]) == (0, "ready", [0])
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_page_reads_as_many_columns_as_rows_have():
+    text = (FOLDER / "engine_model.mjs").read_text()
+
+    def num_columns(name):
+        return len(json.loads(text.split(f"const {name} = ", 1)[1].split(";", 1)[0]))
+
+    assert num_columns("STEP") == len(StepRow.__struct_fields__)
+    assert num_columns("REQUEST") == len(RequestRow.__struct_fields__)
