@@ -44,7 +44,7 @@ class Constraint:
     kind                    json_object: any JSON object, source is empty; choice: a JSON list of strings; grammar: Lark, or
                             GBNF where a rule has ::=; structural_tag: JSON, see quire/grammar/structural_tag.py
     source                  the schema (JSON), expression, grammar or list
-    backend                 who compiles it; "auto": llguidance, or xgrammar for what only that one can do
+    backend                 who compiles it; "auto": llguidance, which enforces more
     whitespace_pattern      what may stand where JSON allows white space, as a regular expression; None: one space, or a line
                             break with indentation
     disable_any_whitespace  none at all

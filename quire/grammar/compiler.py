@@ -64,7 +64,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._found: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
         self._backend_lock = threading.Lock()
-        self._backend: Backend | None = None
+        self._backends: dict[str, Backend] = {}
         self._is_closed = False
         self.num_compiled = 0
 
@@ -86,7 +86,7 @@ class GrammarCompiler:
     def warm(self) -> None:
         """Read the vocabulary and start a process now. Without llguidance nothing happens: requests are then told."""
         try:
-            self._get_backend()
+            self._get_backend("llguidance")
         except (UnsupportedError, GrammarError, RequestError) as error:
             logger.info("constraints on outputs are not available: %s", error)
             return
@@ -102,29 +102,36 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.prober.close()
         self._threads.shutdown()
+        for backend in self._backends.values():
+            backend.close()
 
     def _compile(self, constraint: Constraint) -> Grammar:
         try:
-            backend = self._get_backend()
-            if constraint.backend == "xgrammar":
-                raise GrammarError("the backend 'xgrammar' is not available here: use 'auto' or 'llguidance'")
-            backend.probe(constraint)
+            grammar = self._get_backend("xgrammar" if constraint.backend == "xgrammar" else "llguidance").compile(constraint)
+        except (UnsupportedError, RequestError) as error:
+            raise GrammarError(str(error)) from None
+        with self._lock:
             self.num_compiled += 1
-            return backend.compile(constraint)
-        except UnsupportedError as error:
-            raise GrammarError(str(error)) from None
-        except RequestError as error:
-            raise GrammarError(str(error)) from None
+        return grammar
 
-    def _get_backend(self) -> Backend:
+    def _get_backend(self, name: str) -> Backend:
         with self._backend_lock:
-            if self._backend is None:
+            if name not in self._backends:
                 try:
-                    from quire.grammar.llguidance_backend import LlguidanceBackend
-
-                    self._backend = LlguidanceBackend(self._read_vocabulary(), self.prober)
+                    self._backends[name] = _make_backend(name, self._read_vocabulary(), self.prober)
                 except ImportError as error:
                     raise UnsupportedError(
-                        f"constraints on outputs need llguidance ({error}): pip install 'quire[grammar]'"
+                        f"the backend {name!r} of constraints is not installed ({error}): pip install 'quire[grammar]' "
+                        "for llguidance, xgrammar for the other one"
                     ) from None
-            return self._backend
+            return self._backends[name]
+
+
+def _make_backend(name: str, vocabulary: Vocabulary, prober: Prober) -> Backend:
+    if name == "xgrammar":
+        from quire.grammar.xgrammar_backend import XgrammarBackend
+
+        return XgrammarBackend(vocabulary, prober)
+    from quire.grammar.llguidance_backend import LlguidanceBackend
+
+    return LlguidanceBackend(vocabulary, prober)

@@ -29,7 +29,7 @@ class LlguidanceBackend:
         self._limits = make_limits()
         self._masks = _Masks(LLExecutor(min(_MAX_MASK_THREADS, os.cpu_count() or 1)))
 
-    def probe(self, constraint: Constraint) -> None:
+    def compile(self, constraint: Constraint) -> LlguidanceGrammar:
         """See Backend. Whether a grammar can be compiled depends on the vocabulary only by the special tokens that it names."""
         vocabulary = self._vocabulary
         special = sorted(vocabulary.special_token_ids)
@@ -37,16 +37,11 @@ class LlguidanceBackend:
         self._prober.probe(
             {"backend": "llguidance", "size": vocabulary.size, "special": special, "spelled": spelled}, constraint
         )
-
-    def compile(self, constraint: Constraint) -> LlguidanceGrammar:
-        """See Backend."""
-        source = llguidance_source(constraint, self._vocabulary)
-        matcher = compile_source(self._tokenizer, source, self._limits)
-        return LlguidanceGrammar(matcher, self._masks, self._vocabulary.end_token_id)
+        matcher = compile_source(self._tokenizer, llguidance_source(constraint, vocabulary), self._limits)
+        return LlguidanceGrammar(matcher, self._masks, vocabulary.end_token_id)
 
     def close(self) -> None:
         """See Backend."""
-        self._prober.close()
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Any:

@@ -36,14 +36,10 @@ class MaskedMatcher(GrammarMatcher, Protocol):
 class Backend(Protocol):
     """Compiles constraints for one vocabulary. Safe to call from several threads."""
 
-    def probe(self, constraint: Constraint) -> None:
-        """Compile in another process, which is killed when it takes too much. Raises GrammarError."""
-        ...
-
     def compile(self, constraint: Constraint) -> Grammar:
-        """Compile what was probed. Raises GrammarError."""
+        """Compile, first or only in another process, which is killed when it takes too much. Raises GrammarError."""
         ...
 
     def close(self) -> None:
-        """End the processes."""
+        """Remove what it has made outside of this process."""
         ...

@@ -8,9 +8,9 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.schema_check import explain
@@ -33,9 +33,9 @@ def main() -> None:
         message = json.loads(line)
         key = json.dumps(message["setup"])
         if key not in compilers:
-            compilers[key] = _Compiler(message["setup"])
+            compilers[key] = _COMPILERS[message["setup"]["backend"]](message["setup"])
         signal.setitimer(signal.ITIMER_PROF, limits["max_cpu_s"])  # SIGPROF ends a process
-        answer = compilers[key].compile(message["constraint"])
+        answer = answer_to(compilers[key], message["constraint"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         _say(answers, answer)
 
@@ -45,7 +45,7 @@ def _say(answers: Any, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-class _Compiler:
+class _LlguidanceCompiler:
     """Compiles with 256 bytes for a vocabulary, and the special tokens."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -69,26 +69,38 @@ class _Compiler:
         self._tokenizer = make_tokenizer(self._vocabulary)
         self._limits = make_limits()
 
-    def compile(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def compile(self, constraint: Constraint) -> str | None:
+        """Return nothing: what can be compiled here is compiled there. Raises GrammarError."""
         from quire.grammar.llguidance_backend import compile_source
         from quire.grammar.llguidance_source import llguidance_source
 
+        source = llguidance_source(constraint, self._vocabulary)
         try:
-            constraint = Constraint(**fields)
-            source = llguidance_source(constraint, self._vocabulary)
-            try:
-                compile_source(self._tokenizer, source, self._limits)
-            except GrammarError as error:
-                raise (explain(str(error), constraint.parsed()) if constraint.kind == "json_schema" else error) from None
+            compile_source(self._tokenizer, source, self._limits)
         except GrammarError as error:
-            return {"error": str(error), "pointer": error.pointer}
-        except RequestError as error:
-            return {"error": str(error), "pointer": None}
-        except (MemoryError, RecursionError) as error:
-            return {"error": f"it is too complex: {type(error).__name__}", "pointer": None}
-        except Exception as error:  # noqa: BLE001 - whatever a constraint does to a compiler, it is told
-            return {"error": f"{type(error).__name__}: {error}"[:500], "pointer": None}
-        return {}
+            raise (explain(str(error), constraint.parsed()) if constraint.kind == "json_schema" else error) from None
+        return None
+
+
+def _xgrammar_compiler(setup: dict[str, Any]) -> Any:
+    from quire.grammar.xgrammar_backend import ProbedXgrammar
+
+    return ProbedXgrammar(setup)
+
+
+_COMPILERS: dict[str, Callable[[dict[str, Any]], Any]] = {"llguidance": _LlguidanceCompiler, "xgrammar": _xgrammar_compiler}
+
+
+def answer_to(compiler: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what is said of a constraint."""
+    try:
+        return {"compiled": compiler.compile(Constraint(**fields))}
+    except GrammarError as error:
+        return {"error": str(error), "pointer": error.pointer}
+    except (MemoryError, RecursionError) as error:
+        return {"error": f"it is too complex: {type(error).__name__}", "pointer": None}
+    except Exception as error:  # noqa: BLE001 - whatever a constraint does to a compiler, it is told
+        return {"error": f"{type(error).__name__}: {error}"[:500], "pointer": None}
 
 
 def run() -> None:

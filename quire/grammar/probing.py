@@ -49,8 +49,8 @@ class Prober:
         self._is_closed = False
         self.num_killed = 0
 
-    def probe(self, setup: dict[str, Any], constraint: Constraint) -> None:
-        """Compile a constraint there. Raises GrammarError when it is at fault or takes too much.
+    def probe(self, setup: dict[str, Any], constraint: Constraint) -> dict[str, Any]:
+        """Compile a constraint there and return the answer. Raises GrammarError when it is at fault or takes too much.
 
         setup  what the process has to know of the vocabulary
         """
@@ -74,6 +74,7 @@ class Prober:
         self._give(process)
         if answer.get("error") is not None:
             raise GrammarError(str(answer["error"]), cast("str | None", answer.get("pointer")))
+        return answer
 
     def close(self) -> None:
         """End all processes."""

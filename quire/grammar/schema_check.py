@@ -41,7 +41,7 @@ def check_schema(schema: object) -> object:
     has_ids = _has_ids(cleaned)
     is_new_draft = _is_new_draft(cleaned)
     has_lone_references = _is_draft(cleaned, _LONE_REFERENCES)
-    for pointer, inner in _walk(cleaned, ""):
+    for pointer, inner in iter_schemas(cleaned, ""):
         _drop_idle(inner, has_lone_references)
         _check_one(inner, pointer, is_new_draft)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
@@ -53,7 +53,7 @@ def close_ends(schema: object, limit: int | None) -> object:
     if limit is None:
         return schema
     closed = copy.deepcopy(schema)
-    for _, inner in _walk(closed, ""):
+    for _, inner in iter_schemas(closed, ""):
         kinds = inner.get("type")
         names: set[object] = set(cast("list[object]", kinds)) if isinstance(kinds, list) else {kinds}
         if "string" in names and not inner.keys() & {"maxLength", "pattern", "format", "enum", "const"}:
@@ -72,7 +72,10 @@ def explain(message: str, schema: object) -> GrammarError:
     for part, keywords, text in _MESSAGES:
         if part in message:
             places = [
-                f"{pointer}/{keyword}" for pointer, inner in _walk(schema, "") for keyword in keywords if keyword in inner
+                f"{pointer}/{keyword}"
+                for pointer, inner in iter_schemas(schema, "")
+                for keyword in keywords
+                if keyword in inner
             ]
             return GrammarError(text, places[0] if len(places) == 1 else None)
     return GrammarError(message)
@@ -107,8 +110,8 @@ def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
         schema.pop("maxContains", None)
 
 
-def _walk(schema: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every schema within a schema."""
+def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it."""
     if not isinstance(schema, dict):
         return
     fields = cast("dict[str, Any]", schema)
@@ -117,14 +120,14 @@ def _walk(schema: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
         inner = fields.get(key)
         if isinstance(inner, dict):
             for name, item in cast("dict[str, Any]", inner).items():
-                yield from _walk(item, f"{pointer}/{key}/{escape_pointer(name)}")
+                yield from iter_schemas(item, f"{pointer}/{key}/{escape_pointer(name)}")
     for key in (*_SCHEMA_LISTS, "items"):
         inner = fields.get(key)
         if isinstance(inner, list):
             for position, item in enumerate(cast("list[Any]", inner)):
-                yield from _walk(item, f"{pointer}/{key}/{position}")
+                yield from iter_schemas(item, f"{pointer}/{key}/{position}")
     for key in _SCHEMAS:
-        yield from _walk(fields.get(key), f"{pointer}/{key}")
+        yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
 
 
 def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool) -> None:

@@ -31,7 +31,7 @@ for line in sys.stdin:
 SPIN = """
 import itertools
 from quire.grammar import probe_main
-probe_main._Compiler.compile = lambda self, fields: [None for _ in itertools.count() if False]
+probe_main.answer_to = lambda compiler, fields: [None for _ in itertools.count() if False]
 probe_main.main()
 """
 
