@@ -189,7 +189,7 @@ class StructuredOutputsParams:
             return value
         if name == "choice" and not isinstance(value, list | tuple):
             raise RequestError(f"{where}: must be a list of strings, got {type(value).__name__}", where)
-        return dump_json(value, where)
+        return dump_json(cast("object", value), where)
 
 
 def dump_json(value: object, param: str) -> str:
