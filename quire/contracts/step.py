@@ -81,6 +81,7 @@ class StepResult:
     logprobs         sequence -> one TokenLogprobs per sampled token, where its params ask for log probabilities
     prompt_logprobs  sequence -> log probabilities of the prompt tokens that follow the tokens computed in this step
     errors           sequence -> why no token could be sampled (its logits were not finite, say); it must be ended
+    completed        sequences whose output matches its constraint as a whole, so that nothing can follow: they end with "stop"
     pooled           sequence -> the vector of a request with pooling params, f32 values; no entry before its prompt is computed
     """
 
@@ -90,6 +91,7 @@ class StepResult:
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     errors: dict[SequenceId, str]
     pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=dict[SequenceId, tuple[float, ...]])
+    completed: frozenset[SequenceId] = frozenset()
 
 
 class Runner(Protocol):

@@ -268,7 +268,8 @@ class Scheduler:
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
             return self._end(sequence, "stop", pooled=pooled)
-        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
+        is_complete = sequence.sequence_id in result.completed
+        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
         is_start = bool(token_ids) and sequence.first_token_s is None
         if is_start:
             sequence.first_token_s = now
@@ -283,6 +284,7 @@ class Scheduler:
             prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
+            is_ended_by_token=ending is not None and ending.is_by_token,
             start=_stats(sequence) if is_start else None,
             stats=None if ending is None else self._drop(sequence),
         )

@@ -93,11 +93,12 @@ class _Answering(Response):
         def error_body(error: ApiError) -> object:
             return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
 
-        sender = Sender(receive, send, scope["quire.send"], error_body, context.config.keep_alive_comment_s, headers)
+        interval_s = context.config.keep_alive_comment_s
+        sender = Sender(receive, send, scope["quire.send"], error_body, interval_s, headers, call.request_id)
         try:
             answer = await endpoint.handler(context, call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
-            api_error = as_api_error(error)
+            api_error = as_api_error(error, call.request_id)
             if api_error.status == 413:  # the rest of the body is not read
                 headers["connection"] = "close"
             await sender.send_error(api_error)
@@ -191,7 +192,7 @@ class Shell:
                 "method": scope["method"],
                 "route": route,
                 "status": status,
-                "duration_ms": round(seconds * 1000, 2),
+                "duration_s": round(seconds, 6),
                 "owner": owner.name if owner is not None else None,
             },
         )

@@ -1,0 +1,35 @@
+"""ConstrainedRows: what the constrained sequences of a step may sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from quire.grammar.masks import MaskFiller, Masks
+from quire.worker.input_batch import Row
+
+
+class ConstrainedRows:
+    """Those of the rows that have a constraint; their masks are filled from now on until `wait`."""
+
+    def __init__(self, rows: Sequence[Row], filler: MaskFiller) -> None:
+        sampling = [row.sampling for row in rows if row.sampling.matcher is not None]
+        self._rows = [row for row in sampling if row.grammar_error is None]
+        self._masks: Future[Masks] | None = None
+        if self._rows:
+            matchers = [row.matcher for row in self._rows if row.matcher is not None]
+            self._masks = filler.start(matchers, [row.grammar_ending_ids for row in self._rows])
+
+    def wait(self) -> None:
+        """Set the rows' masks, and why a grammar cannot go on where that is so."""
+        if self._masks is None:
+            return
+        masks = self._masks.result()
+        words = torch.from_numpy(masks.words)
+        for index, row in enumerate(self._rows):
+            if masks.errors[index] is None:
+                row.token_mask = words[index]
+            else:
+                row.grammar_error = masks.errors[index]
