@@ -155,7 +155,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
     if chat.tools and tool_format is None:
         raise RequestError(
             "tools: no format of tool calls is known for this model's chat template; leave tools out, or start the server "
-            "with tool_call_parser",
+            "with --tool-call-parser",
             "tools",
         )
     if not chat.tools and reasoning_format is None:

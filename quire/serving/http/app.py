@@ -182,7 +182,7 @@ class Shell:
             level,
             "%s %s %d %.1f ms %s %s",
             scope["method"],
-            route,
+            route if route != "none" else repr(scope["path"][:100]),
             status,
             seconds * 1000,
             scope["quire.request_id"],
