@@ -20,7 +20,6 @@ from quire.base.logging import get_logger
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.errors import ApiError
-from quire.serving.http.openapi import document
 from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
 from quire.serving.interfaces import Owner
 
@@ -42,8 +41,6 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
             response_model=None,
             include_in_schema=False,
         )
-    description = document("quire", quire.__version__, endpoints)
-    app.openapi = lambda: description  # type: ignore[method-assign]
     wrapped: ASGIApp = app
     if context.config.allowed_origins:
         wrapped = CORSMiddleware(
