@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ class Decoder:
         self._parameters = dense
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
-        self._layers = [_Layer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
+        self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
         self._tap_layers: tuple[int, ...] = ()
@@ -98,9 +98,10 @@ class Decoder:
         """Keep the inputs of these layers, low to high, in every step from now on."""
         self._tap_layers = layers
 
-    def layer_inputs(self, first: int, last: int) -> Tensor:
-        """Return the kept inputs [last - first, layers * hidden_size] of rows [first, last) of the last step's tokens."""
-        return torch.cat([tap[first:last] for tap in self._taps], -1) if self._taps else torch.empty(last - first, 0)
+    def layer_inputs(self, rows: Sequence[int]) -> Tensor:
+        """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        return torch.cat([tap[chosen].float() for tap in self._taps], -1) if self._taps else torch.empty(len(rows), 0)
 
     def parameter(self, name: str) -> Tensor | None:
         """Return a parameter by its canonical name, dense; None where the model has none of it."""
@@ -117,7 +118,9 @@ class Decoder:
         return logits
 
 
-class _Layer:
+class DecoderLayer:
+    """One layer; `parameters` under their canonical names, of which it takes those below `prefix`."""
+
     def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
         self.spec = spec
         self._parameters = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
@@ -129,10 +132,12 @@ class _Layer:
         step: AttentionInput,
         k_cache: Tensor,
         v_cache: Tensor,
+        attended: Tensor | None = None,
     ) -> Tensor:
+        """Return the layer's output [T, H]; `attended` is what attention reads where it is not the normed input."""
         spec = self.spec
         rope = spec.attention.rope
-        y = self._norm(x, spec.attn_in, "attn_in")
+        y = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         y = self._attention(y, spec.attention, None if rope is None else angles[rope], step, k_cache, v_cache)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))

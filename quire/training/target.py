@@ -78,5 +78,5 @@ class Target:
         logits = self._decoder.logits(hidden)
         shape = (num_sequences, length, -1)
         # Copies are ordinary tensors, which a loss may keep for its gradients.
-        inputs = self._decoder.layer_inputs(0, len(hidden)).clone().view(shape)
+        inputs = self._decoder.layer_inputs(range(len(hidden))).clone().view(shape)
         return TargetRows(inputs, hidden.clone().view(shape), logits.clone().float().view(shape))

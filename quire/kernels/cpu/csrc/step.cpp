@@ -141,6 +141,60 @@ struct Stepper {
         });
     }
 
+    float* beside(i64 row) const { return plan.beside_ + row * row_stride(plan.beside_size_); }
+
+    // Rows of a head that drafts: see Entry.
+    void enter() {
+        const i64 hidden = plan.hidden_;
+        const bool is_joined = plan.entry_ == Entry::joined, is_wide = in.feature_size != plan.hidden_;
+        each(in.batch.num_tokens, [&](i64 row) {
+            float* to = beside(row);
+            kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), to);
+            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(to, plan.hidden_, plan.embed_scale_, 0.0f);
+            if (plan.embed_norm.is_present) kernels.elementwise->norm(plan.embed_norm.job, to, to);
+            const float* features = in.features + row * in.feature_size;
+            if (is_joined && plan.feature_norm.is_present)
+                kernels.elementwise->norm(plan.feature_norm.job, features, to + hidden);
+            else if (is_joined)
+                memcpy(to + hidden, features, sizeof(float) * hidden);
+            else if (!is_wide)
+                memcpy(x(row), features, sizeof(float) * hidden);
+        });
+        if (!is_joined && !is_wide) return;
+        if (is_joined)
+            pack_all(plan.fuse_site_, plan.beside_, row_stride(plan.beside_size_));
+        else
+            pack_all(plan.fuse_site_, in.features, in.feature_size);
+        const Packed input = packed(plan.fuse_site_, 0, num_rows);
+        const LinearJob fuse = job(*plan.fuse_, input, Finish::store, plan.x_, hidden_stride());
+        run(&fuse, 1);
+    }
+
+    void enter_or_embed() {
+        if (plan.entry_ == Entry::token)
+            embed();
+        else
+            enter();
+    }
+
+    // What the first attention of an EAGLE-3 head reads: the normed embedding, and beside it the normed features.
+    void pack_beside(const PlanLayer& l) {
+        const i64 hidden = plan.hidden_;
+        each(num_rows, [&](i64 row) {
+            norm_row(l.attn_in, row, beside(row) + hidden);
+            if (plan.is_residual_normed_) memcpy(x(row), beside(row) + hidden, sizeof(float) * hidden);
+        });
+        pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
+    }
+
+    // Keep a row of what layer i reads, if that is wanted.
+    void keep_input(size_t layer, i64 row) const {
+        const std::vector<i32>& kept = plan.kept_layers_;
+        const i64 count = static_cast<i64>(kept.size());
+        for (i64 i = 0; i < count; ++i)
+            if (kept[i] == static_cast<i32>(layer)) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
+    }
+
     // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
     void add_normed(const Norm& norm, float scale, i64 row) const {
         if (!norm.is_present) return;
@@ -367,9 +421,13 @@ struct Stepper {
         const size_t count = plan.layers_.size();
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = *plan.layers_[i];
-            norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
-                if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
-            });
+            if (i == 0 && plan.entry_ == Entry::beside)
+                pack_beside(l);
+            else
+                norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
+                    if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
+                    keep_input(i, row);
+                });
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
@@ -410,7 +468,7 @@ void step_body(void* argument, Worker& worker) {
     const Call& call = *static_cast<Call*>(argument);
     const StepInput& in = *call.input;
     Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
-    stepper.embed();
+    stepper.enter_or_embed();
     stepper.layers();
     if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.wanted_rows : nullptr, in.num_logit_rows, in.logits);
 }
@@ -434,6 +492,75 @@ void Plan::step(const StepInput& input) {
     reserve(input.batch.num_tokens, input.batch);
     Call call = {this, &input, nullptr, 0, nullptr};
     run_team(num_threads, step_body, &call);
+}
+
+void Plan::draft(const StepInput& first, const DraftRun& drafts) {
+    const i32 count = first.batch.num_sequences, total = drafts.num_drafts;
+    std::vector<float> logits(static_cast<size_t>(count) * vocab_), features(static_cast<size_t>(count) * hidden_);
+    std::vector<i64> tokens(count), positions(count), slots(count);
+    std::vector<i32> starts(count + 1), lengths(count), rows(count);
+    StepInput in = first;
+    in.logits = logits.data();
+    in.num_wanted_rows = in.num_logit_rows = count;
+    in.keeps_all = false;
+    for (i32 s = 0; s < count; ++s) {
+        starts[s + 1] = s + 1;
+        rows[s] = first.batch.query_starts[s + 1] - 1;
+        positions[s] = first.positions[rows[s]];
+        lengths[s] = first.batch.context_lens[s];
+    }
+    in.wanted_rows = rows.data();
+    for (i32 i = 0;; ++i) {
+        step(in);
+        for (i32 s = 0; s < count; ++s) {
+            const float* row = logits.data() + static_cast<size_t>(s) * vocab_;
+            const i32 best = static_cast<i32>(std::max_element(row, row + vocab_) - row);
+            tokens[s] = drafts.vocabulary == nullptr ? best : drafts.vocabulary[best];
+            drafts.tokens[static_cast<i64>(s) * total + i] = tokens[s];
+        }
+        if (i + 1 >= total) return;
+        recycled(count, features.data());
+        for (i32 s = 0; s < count; ++s) {
+            const i32 size = layers_[0]->kv.block_size;
+            // A sequence that has its drafts goes on in its last slot, until the others have theirs.
+            if (i + 1 < drafts.counts[s]) {
+                ++lengths[s];
+                ++positions[s];
+            }
+            const i32 place = lengths[s] - 1;
+            slots[s] = static_cast<i64>(first.batch.block_tables[s * first.batch.table_stride + place / size]) * size + place % size;
+            rows[s] = s;
+        }
+        in.token_ids = tokens.data();
+        in.positions = positions.data();
+        in.slots = slots.data();
+        in.batch.num_tokens = count;
+        in.batch.query_starts = starts.data();
+        in.batch.context_lens = lengths.data();
+        in.features = features.data();
+        in.feature_size = hidden_;
+    }
+}
+
+void Plan::recycled(i32 count, float* out) {
+    if (recycles_normed_) {
+        std::vector<i32> rows(count);
+        for (i32 i = 0; i < count; ++i) rows[i] = i;
+        hidden_states(rows.data(), count, out);
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(guard_);
+    if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
+    for (i32 i = 0; i < count; ++i) memcpy(out + static_cast<i64>(i) * hidden_, x_ + i * row_stride(hidden_), sizeof(float) * hidden_);
+}
+
+void Plan::layer_inputs(const i32* rows, i32 count, float* out) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    const i64 width = static_cast<i64>(kept_layers_.size()) * hidden_;
+    for (i32 i = 0; i < count; ++i) {
+        if (rows[i] >= capacity_) throw std::invalid_argument("more rows than the last step had");
+        memcpy(out + i * width, kept_ + rows[i] * width, sizeof(float) * width);
+    }
 }
 
 void Plan::logits(const i32* rows, i32 count, float* out) {
