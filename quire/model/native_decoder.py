@@ -252,6 +252,7 @@ class NativeDecoder:
         known = min([angles.count for angles in self._angles], default=longest)
         if longest > known:
             self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        trees = step.trees
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -275,8 +276,14 @@ class NativeDecoder:
             len(logit_rows),
             keeps_all,
             logits.data_ptr(),
+            *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
         )
         return logits
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer, one after the other."""
+        self._bind(kv)
+        self._plan.move_tokens(sources.data_ptr(), targets.data_ptr(), len(sources))
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""
