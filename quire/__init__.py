@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.base.errors import ConfigError, ModelFormatError, QuireError, RequestError, UnsupportedError
     from quire.contracts.config import EngineConfig
+    from quire.contracts.constraint import StructuredOutputsParams
     from quire.contracts.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
     from quire.contracts.pooling_params import PoolingParams
     from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
@@ -33,6 +34,7 @@ _HOMES = {
     "RequestError": "quire.base.errors",
     "RequestOutput": "quire.contracts.outputs",
     "SamplingParams": "quire.contracts.sampling_params",
+    "StructuredOutputsParams": "quire.contracts.constraint",
     "UnsupportedError": "quire.base.errors",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedError",
 ]
 

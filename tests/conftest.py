@@ -1,4 +1,4 @@
-"""Shared fixtures. One thread per process: two that spin against other test processes are far slower than one."""
+"""Shared fixtures, and what all tests run with: one thread, as two that spin against other processes are far slower."""
 
 import os
 
@@ -7,10 +7,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.tiny_checkpoint import write_checkpoint
 
 torch.set_num_threads(1)
+# The same examples in every run: what fails in one place fails everywhere.
+settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="session")

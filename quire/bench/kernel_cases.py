@@ -260,8 +260,11 @@ def _norm_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
 def _sampler_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     if not hasattr(setup.native, "sample"):
         return
-    # (inverse temperature, is greedy, top_k, top_p, log of min_p, seed, position), as bind_sampler.cpp takes them.
-    kinds = {"greedy": (1.0, True, 0, 1.0, -math.inf, 0, 0), "top-k 20 top-p 0.95": (1.0, False, 20, 0.95, -math.inf, 7, 3)}
+    # (inverse temperature, is greedy, top_k, top_p, log of min_p, seed, position, mask), as bind_sampler.cpp takes them.
+    kinds = {
+        "greedy": (1.0, True, 0, 1.0, -math.inf, 0, 0, 0),
+        "top-k 20 top-p 0.95": (1.0, False, 20, 0.95, -math.inf, 7, 3, 0),
+    }
     vocab_size = shapes.vocab_size
     for m in (rows for rows in setup.rows if 4 * rows * vocab_size <= _MAX_OUT_BYTES):
         num_bytes = 4 * m * vocab_size

@@ -30,7 +30,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("http")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on; others than this machine's own need a key")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; with any other than this machine's own, give a key: without one everybody may ask",
+    )
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one, which is logged")
     group.add_argument(
         "--api-key", action="append", default=None, help=f"key that clients must send; may be repeated; also {KEY_VARIABLE}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.base.errors import RequestError
 from quire.base.ids import RequestId
+from quire.contracts.constraint import Grammar
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.sampling_params import SamplingParams
 
@@ -23,6 +25,7 @@ class Request:
     eos_token_ids        the model's end-of-sequence tokens
     bad_word_token_ids   every token sequence that spells a bad word
     arrival_time_s       of time.monotonic(); orders requests of equal priority together with the order of arrival
+    grammar              params.constraint compiled; None until the engine has done so
     cache_salt           requests share cached prefixes only with requests of the same salt
     """
 
@@ -36,6 +39,7 @@ class Request:
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     arrival_time_s: float = 0.0
     cache_salt: str = field(default="")
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
 
     @property
     def priority(self) -> int:
@@ -47,3 +51,20 @@ class Request:
         """The tokens that end an output: end-of-sequence, unless ignored, and the request's own stop tokens."""
         eos = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
         return eos | frozenset(self.params.stop_token_ids or ())
+
+
+def check_prompt_length(num_prompt: int, max_model_len: int, is_pooling: bool) -> None:
+    """Raise RequestError for a prompt that the model's context does not hold, with room for a token where one is generated."""
+    if is_pooling and num_prompt > max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but max_model_len is {max_model_len}: shorten the prompt, or raise "
+            "max_model_len where the model takes more",
+            "prompt",
+        )
+    if not is_pooling and num_prompt >= max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but with max_model_len {max_model_len} at most "
+            f"{max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
+            "max_model_len where the model takes more",
+            "prompt",
+        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from quire.base.errors import RequestError
+from quire.contracts.constraint import Constraint, StructuredOutputsParams
 
 MAX_BEAM_WIDTH = 64
 MAX_STRINGS = 256
@@ -83,7 +84,8 @@ class SamplingParams:
     detokenize           False leaves `text` empty, and stop strings are then refused
     skip_special_tokens  leave special tokens out of the text
     priority             lower runs first under the priority policy
-    constraint           reserved for constrained decoding, not supported yet
+    structured_outputs   what the output has to look like: a JSON schema, a regular expression, a grammar, ...
+    constraint           the same, as the engine runs it; follows from structured_outputs where that is given
     """
 
     n: int = 1
@@ -111,7 +113,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     priority: int = 0
-    constraint: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         inf = math.inf
@@ -141,13 +144,26 @@ class SamplingParams:
         _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs the text: it cannot be used with detokenize=False", "stop")
-        if self.constraint is not None:
-            raise RequestError("constraint is not supported yet: leave it None", "constraint")
+        self._resolve_constraint()
         if self.temperature == 0 and self.num_sequences > 1:
             raise RequestError(
                 f"n and best_of must be 1 at temperature 0, where every choice would be the same, got {self.num_sequences}",
                 "n" if self.n > 1 else "best_of",
             )
+
+    def _resolve_constraint(self) -> None:
+        asked = self.structured_outputs
+        if asked is not None:
+            if not isinstance(asked, StructuredOutputsParams):
+                raise RequestError(
+                    f"structured_outputs must be a StructuredOutputsParams, got {type(asked).__name__}", "structured_outputs"
+                )
+            derived = asked.constraint()
+            if self.constraint not in (None, derived):
+                raise RequestError("structured_outputs and constraint exclude each other: give one", "structured_outputs")
+            object.__setattr__(self, "constraint", derived)
+        elif self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(f"constraint must be a Constraint, got {type(self.constraint).__name__}", "constraint")
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:

@@ -85,6 +85,7 @@ class StepResult:
     logprobs         sequence -> one TokenLogprobs per sampled token, where its params ask for log probabilities
     prompt_logprobs  sequence -> log probabilities of the prompt tokens that follow the tokens computed in this step
     errors           sequence -> why no token could be sampled (its logits were not finite, say); it must be ended
+    completed        sequences whose output matches its constraint as a whole, so that nothing can follow: they end with "stop"
     pooled           sequence -> the vector of a request with pooling params, f32 values; no entry before its prompt is computed
     verified         sequence -> how many drafts this step computed of it, and how many of them were accepted: the KV of these
                      stands, they are the sampled tokens but the last one
@@ -99,6 +100,7 @@ class StepResult:
     pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=dict[SequenceId, tuple[float, ...]])
     verified: dict[SequenceId, tuple[int, int]] = field(default_factory=dict[SequenceId, tuple[int, int]])
     draft_wishes: dict[SequenceId, int] = field(default_factory=dict[SequenceId, int])
+    completed: frozenset[SequenceId] = frozenset()
 
 
 class Runner(Protocol):

@@ -8,7 +8,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.base.errors import InvariantError, QuireError, RequestError, WorkerError
@@ -76,6 +76,7 @@ class AsyncLLM:
         is_finished = False
         try:
             request = await asyncio.to_thread(self.engine.make_request, ticket.request_id, prompt, sampling_params)
+            request = await self._compile(request)
             self._send(lambda: self._submit(request, ticket))
             while not is_finished:
                 item = await ticket.items.get()
@@ -124,6 +125,17 @@ class AsyncLLM:
         if self._thread.is_alive():
             self._commands.put(None)
             self._thread.join()
+
+    async def _compile(self, request: Request) -> Request:
+        """Return the request with its constraint compiled; no thread waits for that. Raises RequestError."""
+        compilation = self.engine.start_compilation(request)
+        if compilation is None:
+            return request
+        loop = asyncio.get_running_loop()
+        is_done = asyncio.Event()
+        compilation.notify(lambda: _call_in(loop, is_done.set))
+        await is_done.wait()
+        return replace(request, grammar=compilation.result())
 
     def _register(self, request_id: str | None) -> _Ticket:
         name = f"async-{uuid.uuid4().hex}" if request_id is None else request_id
@@ -219,6 +231,12 @@ class AsyncLLM:
             if command is None:
                 return False
             command()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Have something called in an event loop; one that is closed has nobody left who waits."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)
 
 
 def _aborted(request: Request) -> EngineOutput:

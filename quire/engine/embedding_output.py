@@ -29,9 +29,13 @@ class EmbeddingStream:
             self._finish_reason, self._error = update.finish_reason, update.error
         return False
 
-    def fail(self, error: str) -> None:
-        """End with finish_reason "error"."""
+    def fail(self, error: str, param: str | None = None) -> None:
+        """End with finish_reason "error"; such a request has nothing that could be at fault so late, so param is not used."""
         self._embedding, self._finish_reason, self._error = [], "error", error
+
+    def abort(self) -> None:
+        """End with finish_reason "abort"."""
+        self._finish_reason = self._finish_reason or "abort"
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
         """Take in what the scheduler measured of the sequence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.base.errors import RequestError
@@ -115,6 +116,7 @@ class LLM:
         engine = self.llm_engine
         for request in requests:
             engine.check_servable(request)
+        requests = _with_grammars(engine, requests)
         outputs: dict[str, EngineOutput] = {}
         submitted: list[RequestId] = []
         progress = _progress(len(requests)) if use_tqdm else None
@@ -153,6 +155,15 @@ class LLM:
         request = self.llm_engine.make_request(f"llm-{self._num_requests}", prompt, params)
         self._num_requests += 1
         return request
+
+
+def _with_grammars(engine: LLMEngine, requests: list[Request]) -> list[Request]:
+    """Return the requests with their constraints compiled. Raises RequestError for the first that cannot be."""
+    compilations = [engine.start_compilation(request) for request in requests]
+    return [
+        request if compilation is None else replace(request, grammar=compilation.result())
+        for request, compilation in zip(requests, compilations, strict=True)
+    ]
 
 
 def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:

@@ -6,10 +6,10 @@ import gc
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.base.errors import ConfigError, QuireError, WorkerError
+from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
@@ -18,6 +18,7 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult
+from quire.engine.compiling import CompilingRequests
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
@@ -27,13 +28,18 @@ from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_record import StepRecord, describe_plan
+from quire.grammar.compiler import Compilation, GrammarCompiler
+from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
-from quire.text.tokenizer import load_tokenizer
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens
 
 logger = get_logger(__name__)
 
+
+_COMPILE_WAIT_S = 0.005
+"""How long a step waits for a constraint where it has nothing else to do; whoever calls it may have commands to look after."""
 
 EngineOutput = RequestOutput | EmbeddingRequestOutput
 """What a step hands out; the latter for requests with PoolingParams."""
@@ -101,6 +107,8 @@ class LLMEngine:
         self._runner = runner
         self._factory = RequestFactory(RequestRules.of(report.spec, config), tokenizer)
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
+        self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))
+        self._compiling = CompilingRequests()
         self._request_indices = itertools.count()
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
@@ -141,10 +149,27 @@ class LLMEngine:
         if self._is_closed:
             raise WorkerError("the engine has been closed")
         is_pooled = request.pooling is not None
+        if request.request_id in self._streams:
+            raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
+        compilation = self.start_compilation(request)
+        if compilation is not None and compilation.is_done:
+            request, compilation = replace(request, grammar=compilation.result()), None
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
         with self.interrupts.deferred():
-            self.scheduler.add(request, time.monotonic())
+            if compilation is None:
+                self.scheduler.add(request, time.monotonic())
+            else:
+                self.check_servable(request)
+                self._compiling.add(request, compilation)
             self._streams[request.request_id] = stream
+
+    def start_compilation(self, request: Request) -> Compilation | None:
+        """Begin to compile the constraint of a request, None for one without; `submit` does so, too.
+
+        May be called from other threads, to wait for the result there.
+        """
+        constraint = request.params.constraint
+        return None if constraint is None or request.grammar is not None else self.grammars.start(constraint)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""
@@ -152,7 +177,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step has anything left to do."""
-        return self.scheduler.has_unfinished or bool(self._undelivered)
+        return self.scheduler.has_unfinished or bool(self._undelivered) or bool(self._compiling)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -161,6 +186,7 @@ class LLMEngine:
     def step(self) -> list[EngineOutput]:
         """Run one step and return the outputs of the requests that it moved, in the form each one asked for.
 
+        Where all requests wait for their constraints to be compiled, it waits for a moment, too.
         A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
         Ctrl-C is raised when the step is complete, and its outputs are returned by the next call.
         """
@@ -170,6 +196,7 @@ class LLMEngine:
         return outputs
 
     def _step(self) -> None:
+        self._admit_compiled()
         started_s = time.monotonic()
         plan = self.scheduler.schedule(started_s)
         if plan is None:
@@ -189,6 +216,26 @@ class LLMEngine:
         if self.is_recording:
             duration_s = time.monotonic() - started_s
             self.last_step = StepRecord(plan.step_id, started_s, duration_s, num_context_tokens, shares)
+
+    def _admit_compiled(self) -> None:
+        """Hand the requests to the scheduler whose constraints are compiled; end those whose could not be."""
+        if not self._compiling:
+            return
+        if not self.scheduler.has_unfinished and not self._undelivered:
+            self._compiling.wait(_COMPILE_WAIT_S)
+        for request, compilation in self._compiling.take_done():
+            try:
+                self.scheduler.add(replace(request, grammar=compilation.result()), time.monotonic())
+            except RequestError as error:
+                self._refuse(request.request_id, error)
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        stream = self._streams.pop(request_id)
+        stream.fail(str(error), error.param)
+        stream.metrics.finished_time = time.monotonic()
+        output = stream.take()
+        if output is not None:
+            self._undelivered.append(output)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = time.monotonic()
@@ -234,9 +281,19 @@ class LLMEngine:
             left = [output for output in self._undelivered if output.request_id == request_id]
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is not None and self._compiling.remove(request_id):
+                left += self._end_compiling(stream)
+            elif stream is not None:
                 left += self._collect(self.scheduler.abort(stream.request.request_id), time.monotonic())
         return left[-1] if left and left[-1].finished else None
+
+    def _end_compiling(self, stream: OutputStream | EmbeddingStream) -> list[EngineOutput]:
+        """End a request that the scheduler does not know yet."""
+        del self._streams[stream.request.request_id]
+        stream.abort()
+        stream.metrics.finished_time = time.monotonic()
+        output = stream.take()
+        return [] if output is None else [output]
 
     def draft_with(self, proposer: Proposer) -> None:
         """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""
@@ -256,7 +313,14 @@ class LLMEngine:
         self._undelivered.clear()
         if not self._is_closed:
             self._is_closed = True
+            self.grammars.close()
             self._runner.close()
+
+
+def _read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
+    if tokenizer is None:
+        raise RequestError("constraints on outputs need a tokenizer, and the model has none", "structured_outputs")
+    return read_vocabulary(tokenizer, vocab_size)
 
 
 def _failed(plan: StepPlan, reason: str) -> StepResult:

@@ -56,6 +56,7 @@ class OutputStream:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
         self._num_prompt_logprobs = 0
         self._error: str | None = None
+        self._error_param: str | None = None
         for choice in self._choices:
             if params.logprobs is not None:
                 choice.logprobs = []
@@ -87,7 +88,7 @@ class OutputStream:
                 self._prompt_logprobs[update.prompt_logprobs_start + offset] = self._describe(entry)
                 self._num_prompt_logprobs += 1
         for index, token_id in enumerate(new_token_ids):
-            is_ending = update.finish_reason == "stop" and index == len(new_token_ids) - 1
+            is_ending = update.is_ended_by_token and index == len(new_token_ids) - 1
             choice.token_ids.append(token_id)
             if update.logprobs:
                 self._append_logprobs(choice, update.logprobs[index])
@@ -102,12 +103,19 @@ class OutputStream:
         self._num_unfinished -= choice.finish_reason is None
         choice.finish_reason, choice.stop_reason = reason, stop_reason
 
-    def fail(self, error: str) -> None:
-        """End every choice that has not ended with finish_reason "error"."""
+    def fail(self, error: str, param: str | None = None) -> None:
+        """End every choice that has not ended with finish_reason "error"; param: the field of the request that is at fault."""
         self._error = self._error or error
+        self._error_param = param
         for choice in self._choices:
             if choice.finish_reason is None:
                 self._finish(choice, "error")
+
+    def abort(self) -> None:
+        """End every choice that has not ended with finish_reason "abort"."""
+        for choice in self._choices:
+            if choice.finish_reason is None:
+                self._finish(choice, "abort")
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
         """Take in what the scheduler measured of a sequence that has ended."""
@@ -203,6 +211,7 @@ class OutputStream:
             prompt_logprobs=None if self._prompt_logprobs is None else self._take_prompt_logprobs(),
             metrics=self._shown_metrics,
             error=self._error,
+            error_param=self._error_param,
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

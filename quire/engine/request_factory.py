@@ -176,6 +176,8 @@ class RequestFactory:
         self._check_priority(params.priority)
         if params.stop:
             self._need_tokenizer("stop")
+        if params.constraint is not None:
+            self._need_tokenizer(params.constraint.param)
 
     def _check_pooling(self, params: PoolingParams | None) -> None:
         if params is None:

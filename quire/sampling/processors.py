@@ -1,7 +1,8 @@
 """Logits processors: what a request changes about its logits before a token is drawn.
 
-Order, that of vLLM: allowed_token_ids, bad words and min_tokens, logit_bias, repetition penalty, frequency and presence
-penalties. They hold for greedy rows too. Temperature and the truncations come after (truncation.py).
+Order, that of vLLM: the token mask of a constraint, allowed_token_ids, bad words and min_tokens, logit_bias, repetition
+penalty, frequency and presence penalties. They hold for greedy rows too. Temperature and the truncations come after
+(truncation.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from torch import Tensor
 from quire.sampling.row_state import SamplingRow
 
 _NEVER = float("-inf")
+
+
+def apply_token_masks(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Forbid what the rows' token masks forbid, in place. The native sampler reads the masks by itself.
+
+    logits  [R, V] f32, one row per element of `rows`
+    """
+    bits = torch.arange(32, dtype=torch.int32)
+    for index, row in enumerate(rows):
+        if row.token_mask is not None:
+            is_allowed = ((row.token_mask[:, None] >> bits) & 1).bool().flatten()[: logits.shape[1]]
+            logits[index].masked_fill_(~is_allowed.to(logits.device), _NEVER)
 
 
 def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

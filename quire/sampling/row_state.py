@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.mixing import mix_seed
+from quire.contracts.constraint import GrammarMatcher
 from quire.contracts.request import Request
 
 # 1 / temperature and the repetition penalty are kept within these, so that no product with a finite logit is NaN.
@@ -66,6 +67,11 @@ class SamplingRow:
     log_min_p            logarithm of min_p, -inf where it is 0
     needs_logprob        the log probability of the chosen token is asked for
     edits_logits         whether a processor changes the logits of this row, now or at some later position
+    matcher              where a constrained output stands in its grammar, None without a constraint
+    grammar_ending_ids   the tokens that may end such an output, where its grammar lets it end
+    grammar_error        why the grammar cannot go on; the sequence is then to be ended
+    token_mask           [ceil(vocab_size / 32)] i32, a bit per token, the lowest first: 0 forbids it at the next position. The
+                         owner sets it for each step
     """
 
     __slots__ = (
@@ -75,10 +81,13 @@ class SamplingRow:
         "bias_values",
         "edits_logits",
         "ending_ids",
+        "grammar_ending_ids",
+        "grammar_error",
         "inverse_temperature",
         "is_greedy",
         "known_counts",
         "log_min_p",
+        "matcher",
         "needs_logprob",
         "output_counts",
         "output_token_ids",
@@ -86,6 +95,7 @@ class SamplingRow:
         "prompt_token_ids",
         "repetition_penalty",
         "seed",
+        "token_mask",
         "vocab_size",
     )
 
@@ -111,6 +121,32 @@ class SamplingRow:
         self.edits_logits = bool(self.bad_words or self.ending_ids) or any(
             part is not None for part in (self.allowed_ids, self.bias_ids, self.known_counts, self.output_counts)
         )
+
+        self._start_grammar(request)
+
+    def _start_grammar(self, request: Request) -> None:
+        self.token_mask: Tensor | None = None
+        self.grammar_error: str | None = None
+        self.matcher: GrammarMatcher | None = None
+        self.grammar_ending_ids: tuple[int, ...] = ()
+        if request.params.constraint is None:
+            return
+        if request.grammar is None:
+            raise InvariantError(f"request {request.request_id} has a constraint that was not compiled")
+        self.matcher = request.grammar.new_matcher()
+        self.grammar_ending_ids = tuple(sorted(self._in_vocabulary(request.ending_token_ids)))
+        for token_id in self.output_token_ids:
+            self._advance_grammar(token_id)
+
+    def _advance_grammar(self, token_id: int) -> None:
+        is_ending = token_id in self.grammar_ending_ids
+        if self.matcher is not None and self.grammar_error is None and not is_ending:
+            self.grammar_error = self.matcher.advance(token_id)
+
+    @property
+    def is_grammar_complete(self) -> bool:
+        """Whether the output matches its grammar, and nothing but an end can follow."""
+        return self.matcher is not None and self.grammar_error is None and self.matcher.is_complete
 
     def _prepare_masks(self, request: Request) -> None:
         params = self.params
@@ -145,6 +181,7 @@ class SamplingRow:
     def append(self, token_id: int) -> None:
         """Take in the next token of the sequence."""
         self.output_token_ids.append(token_id)
+        self._advance_grammar(token_id)
         if 0 <= token_id < self.vocab_size:
             if self.known_counts is not None:
                 self.known_counts.add(token_id)

@@ -10,7 +10,7 @@ extension is absent, goes through torch. Both give the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from quire.kernels.cpu.sampling import DrawOptions, SampleStatus, sample_rows, t
 from quire.kernels.native import load_native
 from quire.kernels.reference.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel_noise, gumbel_noise_flat, key_columns
 from quire.sampling.logprobs import token_logprobs
-from quire.sampling.processors import process_logits
+from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.truncation import Candidates, has_truncation, truncate
 
@@ -37,6 +37,10 @@ _HOLDS_NAN = "the model's logits hold NaN"
 _HOLDS_INFINITY = "the model's logits hold +inf"
 _ALL_NEVER = "the model's logits are all -inf: no token can follow"
 _NOTHING_LEFT = "no token can follow: allowed_token_ids, bad_words and min_tokens exclude every token"
+_NOTHING_FITS = (
+    "no token can follow: the constraint on the output, with allowed_token_ids, bad_words and min_tokens where they are given, "
+    "excludes every token"
+)
 _TOO_LARGE = "the logits exceed the range of f32 after logit_bias, penalties and temperature"
 _RAW_ERRORS = {
     SampleStatus.FINE: None,
@@ -46,8 +50,9 @@ _RAW_ERRORS = {
     SampleStatus.OVERFLOW: _TOO_LARGE,
     SampleStatus.UNDERFLOW: _NOTHING_LEFT,
 }
-# What the kernel says of logits that were fine before the processors changed them.
+# What the kernel says of logits that were fine before the processors changed them, and of those of a constrained output.
 _EDITED_ERRORS = _RAW_ERRORS | {SampleStatus.INFINITE: _TOO_LARGE, SampleStatus.NOTHING: _NOTHING_LEFT}
+_MASKED_ERRORS = {SampleStatus.NOTHING: _NOTHING_FITS, SampleStatus.UNDERFLOW: _NOTHING_FITS}
 
 
 class Sampled(NamedTuple):
@@ -90,7 +95,8 @@ def _sample_natively(
         tokens = sample_rows(native, logits, plain, [_draw_options(rows[index]) for index in plain])
         fine = SampleStatus.FINE
         for index, (token_id, status) in zip(plain, tokens, strict=True):
-            found[index] = Sampled(token_id) if status is fine else Sampled(None, error=_RAW_ERRORS[status])
+            error = None if status is fine else _error_of(status, rows[index], _RAW_ERRORS)
+            found[index] = Sampled(token_id) if error is None else Sampled(None, error=error)
         if len(plain) == len(indices):
             return
         indices = [index for index in indices if rows[index].edits_logits]
@@ -99,14 +105,26 @@ def _sample_natively(
         raw_errors = _logit_errors(part_logits.amax(1))
         process_logits(part_logits, part_rows)
         tokens = sample_rows(native, part_logits, range(len(part)), [_draw_options(row) for row in part_rows])
-        errors = [raw or _EDITED_ERRORS[status] for raw, (_, status) in zip(raw_errors, tokens, strict=True)]
+        edited = [_error_of(status, row, _EDITED_ERRORS) for row, (_, status) in zip(part_rows, tokens, strict=True)]
+        errors = [raw or error for raw, error in zip(raw_errors, edited, strict=True)]
         _place(found, part, [_sampled(token_id, error) for (token_id, _), error in zip(tokens, errors, strict=True)])
+
+
+def _error_of(status: SampleStatus, row: SamplingRow, errors: Mapping[SampleStatus, str | None]) -> str | None:
+    return errors[status] if row.token_mask is None else _MASKED_ERRORS.get(status, errors[status])
 
 
 def _draw_options(row: SamplingRow) -> DrawOptions:
     params = row.params
     return DrawOptions(
-        row.inverse_temperature, row.is_greedy, params.top_k, params.top_p, row.log_min_p, row.seed, row.position
+        row.inverse_temperature,
+        row.is_greedy,
+        params.top_k,
+        params.top_p,
+        row.log_min_p,
+        row.seed,
+        row.position,
+        row.token_mask,
     )
 
 
@@ -116,12 +134,16 @@ def _sampled(token_id: int, error: str | None) -> Sampled:
 
 def _sample_in_torch(logits: Tensor, rows: Sequence[SamplingRow], indices: list[int], found: list[Sampled]) -> None:
     """Fill in what is found for the rows in `indices`."""
-    plain = [index for index in indices if rows[index].is_greedy and not rows[index].edits_logits]
+    plain = [index for index in indices if rows[index].is_greedy and not _is_edited(rows[index])]
     if plain:
         _place(found, plain, _take_best(logits if len(plain) == len(rows) else logits[plain]))
-    others = [index for index in indices if not rows[index].is_greedy or rows[index].edits_logits]
+    others = [index for index in indices if not rows[index].is_greedy or _is_edited(rows[index])]
     for part in _passes(others, logits.shape[1]):
         _place(found, part, _sample_pass(_copy_rows(logits, part), [rows[index] for index in part]))
+
+
+def _is_edited(row: SamplingRow) -> bool:
+    return row.edits_logits or row.token_mask is not None
 
 
 def _place(found: list[Sampled], indices: list[int], sampled: list[Sampled]) -> None:
@@ -167,6 +189,7 @@ def _logit_errors(peaks: Tensor) -> list[str | None]:
 def _sample_pass(logits: Tensor, rows: list[SamplingRow]) -> list[Sampled]:
     """Sample rows that need a copy of their logits: `logits` [R, V] f32 is overwritten."""
     errors = _logit_errors(logits.amax(1))
+    apply_token_masks(logits, rows)
     process_logits(logits, rows)
     factors = [row.inverse_temperature for row in rows]
     if any(factor != 1.0 for factor in factors):
@@ -174,7 +197,7 @@ def _sample_pass(logits: Tensor, rows: list[SamplingRow]) -> list[Sampled]:
     peaks = logits.amax(1)
     for index, peak in enumerate(peaks.tolist()):
         if errors[index] is None and peak == float("-inf"):
-            errors[index] = _NOTHING_LEFT
+            errors[index] = _NOTHING_LEFT if rows[index].token_mask is None else _NOTHING_FITS
         elif errors[index] is None and peak == float("inf"):
             errors[index] = _TOO_LARGE
     usable = [index for index, error in enumerate(errors) if error is None]

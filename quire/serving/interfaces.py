@@ -35,6 +35,7 @@ class Job:
     deadline_s   of time.monotonic(); None for none
     route        label of metrics: "/v1/chat/completions"
     traceparent  W3C trace context that the client sent; None for none
+    call_id      of the HTTP request that the job is a part of: its jobs count as one against the limits of a key; None for none
     """
 
     request: Request
@@ -44,6 +45,7 @@ class Job:
     priority: PriorityClass = "default"
     deadline_s: float | None = None
     traceparent: str | None = None
+    call_id: str | None = None
 
 
 class GenerationStream(Protocol):

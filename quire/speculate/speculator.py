@@ -77,7 +77,7 @@ class Speculator:
             if pace.is_asleep:
                 return {}
         followed = [self._followed[sequence_id] for sequence_id in advanced]
-        counts = [self._proposer.look(one.sequence, self._max_tokens) for one in followed]
+        counts = [self._look(one.sequence) for one in followed]
         if pace is not None:
             counts = pace.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])
         wishes: dict[SequenceId, int] = {}
@@ -88,3 +88,6 @@ class Speculator:
                 wishes[sequence_id] = granted
                 num_left -= granted
         return wishes
+
+    def _look(self, sequence: DraftedSequence) -> int:
+        return 0 if sequence.sampling.matcher is not None else self._proposer.look(sequence, self._max_tokens)

@@ -24,12 +24,21 @@ class Candidate:
     """A sequence whose next tokens are sought.
 
     first_draft_row  row of the logits behind draft token 0; those of the others follow
+    masks            of a constrained one, what may follow the first draft tokens; where that is not known the walk ends
     """
 
     request: Request
     sampling: SamplingRow
     draft: Draft
     first_draft_row: int
+    masks: Sequence[Tensor | None] = ()
+
+    def take_mask(self, node: int) -> bool:
+        """Set what may follow draft token `node`; return whether that is known."""
+        if self.sampling.matcher is None:
+            return True
+        self.sampling.token_mask = self.masks[node] if node < len(self.masks) else None
+        return self.sampling.token_mask is not None
 
 
 @dataclass(slots=True)
@@ -59,21 +68,24 @@ def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Walk]:
         going: list[int] = []
         for index, found in zip(active, sample(part, [candidates[index].sampling for index in active]), strict=True):
             walk, candidate = walks[index], candidates[index]
-            if found.token_id is None:
-                _fail(walk, found.error)
+            error = candidate.sampling.grammar_error or found.error
+            if found.token_id is None or error is not None:
+                _fail(walk, error)
                 continue
             walk.tokens.append(found.token_id)
             if found.logprobs is not None:
                 walk.logprobs.append(found.logprobs)
             candidate.sampling.append(found.token_id)
             node = candidate.draft.child(walk.path[-1] if walk.path else ROOT, found.token_id)
-            if node is not None and not _is_ended(candidate, found.token_id):
+            if node is not None and not _is_ended(candidate, found.token_id) and candidate.take_mask(node):
                 walk.path.append(node)
                 going.append(index)
         active = going
         if active:
             rows = [candidates[index].first_draft_row + walks[index].path[-1] for index in active]
             part = logits[rows[0] : rows[0] + 1] if len(rows) == 1 else logits[rows]
+    for candidate in candidates:
+        candidate.sampling.token_mask = None
     return walks
 
 
@@ -86,5 +98,7 @@ def _fail(walk: Walk, error: str | None) -> None:
 
 
 def _is_ended(candidate: Candidate, token_id: int) -> bool:
-    request = candidate.request
-    return token_id in request.ending_token_ids and candidate.sampling.num_output_tokens >= request.params.min_tokens
+    request, sampling = candidate.request, candidate.sampling
+    if sampling.matcher is not None and (sampling.grammar_error is not None or sampling.is_grammar_complete):
+        return True
+    return token_id in request.ending_token_ids and sampling.num_output_tokens >= request.params.min_tokens

@@ -13,6 +13,7 @@ from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
+from quire.grammar.masks import MaskFiller
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.pool import KvPool
 from quire.model.build import Model, build_model, effective_max_model_len
@@ -28,6 +29,7 @@ from quire.speculate.build import build_speculator
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Candidate, verify
+from quire.worker.constrained import ConstrainedRows
 from quire.worker.input_batch import NO_DRAFTS, InputBatch, PooledRun, Row, StepInput
 from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
@@ -97,6 +99,7 @@ class ModelRunner:
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_num_tokens, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
+        self._masks = MaskFiller()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -114,15 +117,19 @@ class ModelRunner:
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
-        logits = self._decoder.step(
-            step.token_ids,
-            step.positions,
-            step.attention,
-            self._kv,
-            logit_rows,
-            keeps_all,
-            [index for run in runs for index in range(run.first, run.last)],
-        )
+        constrained = ConstrainedRows([row for row, _ in ready], self._masks)
+        try:
+            logits = self._decoder.step(
+                step.token_ids,
+                step.positions,
+                step.attention,
+                self._kv,
+                logit_rows,
+                keeps_all,
+                [index for run in runs for index in range(run.first, run.last)],
+            )
+        finally:
+            constrained.wait()
         prompt_logprobs = self._prompt_logprobs(step) if keeps_all else {}
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
@@ -164,18 +171,25 @@ class ModelRunner:
         sampled: dict[SequenceId, tuple[int, ...]] = {}
         logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
         errors: dict[SequenceId, str] = {}
+        completed: list[SequenceId] = []
         outcomes = sample(logits, [row.sampling for row in rows]) if rows else []
         for row, outcome in zip(rows, outcomes, strict=True):
             sequence_id = row.start.sequence_id
+            row.sampling.token_mask = None
+            if row.sampling.grammar_error is not None:
+                errors[sequence_id] = row.sampling.grammar_error
+                continue
             if outcome.token_id is None:
                 errors[sequence_id] = outcome.error or "no token could be sampled"
                 continue
             row.token_ids.append(outcome.token_id)
             row.sampling.append(outcome.token_id)
             sampled[sequence_id] = (outcome.token_id,)
+            if row.sampling.is_grammar_complete:
+                completed.append(sequence_id)
             if outcome.logprobs is not None:
                 logprobs[sequence_id] = (outcome.logprobs,)
-        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, errors)
+        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, errors, completed=frozenset(completed))
 
     def _propose(self, speculator: Speculator, plan: StepPlan) -> Mapping[SequenceId, Draft]:
         """Return the drafts of the step."""
@@ -205,6 +219,7 @@ class ModelRunner:
             candidates.append(Candidate(row.start.request, row.sampling, draft, next_row))
             next_row += len(draft)
         result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
+        completed: list[SequenceId] = []
         for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
             sequence_id = row.start.sequence_id
             if walk.error is not None:
@@ -212,12 +227,14 @@ class ModelRunner:
                 continue
             row.token_ids += walk.tokens
             row.num_computed_tokens += len(walk.path)
+            if row.sampling.is_grammar_complete:
+                completed.append(sequence_id)
             result.sampled[sequence_id] = tuple(walk.tokens)
             if walk.logprobs:
                 result.logprobs[sequence_id] = tuple(walk.logprobs)
             if len(candidate.draft) > 0:
                 result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
-        return result
+        return replace(result, completed=frozenset(completed)) if completed else result
 
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         """Return the log probabilities of the prompt tokens that follow those computed in this step."""
@@ -249,4 +266,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the weights and the KV pool."""
+        self._masks.close()
         del self._decoder, self._kv

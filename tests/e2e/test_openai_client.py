@@ -147,8 +147,7 @@ def test_tokens_go_to_and_fro(server):
         ({"temperature": -1}, "temperature"),
         ({"n": 100}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"stop": [""]}, "stop[0]"),
         ({"max_tokens": -5}, "max_tokens"),
@@ -159,6 +158,25 @@ def test_refusal_names_the_parameter(client, options, param):
     assert (error.status_code, error.param) == (400, param)
 
 
+def test_answer_fits_the_schema_when_one_is_given(client):
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "is_old": {"type": "boolean"}},
+        "required": ["age", "is_old"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}}
+    answer = chat(client, max_tokens=200, temperature=1, seed=3, response_format=wanted)
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content)
+    assert set(found) == {"age", "is_old"}
+    assert 0 <= found["age"] <= 99
+    chosen = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=9, extra_body={"structured_outputs": {"choice": ["red", "green"]}}
+    )
+    assert chosen.choices[0].text in ("red", "green")
+
+
 def test_unknown_model_and_long_prompt_are_refused_by_name(client):
     assert refusal(lambda: client.completions.create(model="x", prompt="a")).code == "model_not_found"
     long = refusal(lambda: client.completions.create(model="demo", prompt=[5] * 2000, max_tokens=1))
@@ -167,7 +185,7 @@ def test_unknown_model_and_long_prompt_are_refused_by_name(client):
 
 def test_many_requests_at_once_have_the_tokens_of_one_alone(server, llm):
     params = SamplingParams(temperature=0, max_tokens=10)
-    prompts = [f"{PROMPT} {word}" for word in ("he", "she", "they", "it", "we", "you", "I", "one")] * 4
+    prompts = [f"{PROMPT} {word}" for word in ("he", "she", "they", "it", "we", "you", "I", "one")] * 6
     expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
 
     async def go():
@@ -185,7 +203,10 @@ def test_many_requests_at_once_have_the_tokens_of_one_alone(server, llm):
         await client.close()
         return found
 
+    names = ("quire:generation_tokens_total", "quire:request_success_total")
+    before = [server.metric(name) for name in names]
     assert asyncio.run(go()) == expected
+    assert [server.metric(name) - then for name, then in zip(names, before, strict=True)] == [480, 48]
 
 
 def test_batch_runs_from_upload_to_output(client, server):

@@ -14,19 +14,20 @@ MAY_IMPORT = {
     "kernels": {"base", "contracts"},
     "text": {"base", "contracts"},
     "sampling": {"base", "contracts", "kernels"},
+    "grammar": {"base", "contracts"},
     "kv": {"base", "contracts", "kernels"},
     "quant": {"base", "contracts", "kernels"},
     "model": {"base", "contracts", "kernels", "kv", "quant"},
     "speculate": {"base", "contracts", "kernels", "sampling", "kv", "model"},
-    "worker": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model", "speculate"},
-    "engine": {"base", "contracts", "text", "kv", "speculate", "worker"},
+    "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "model", "speculate"},
+    "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
     "bench": {"base", "contracts", "kernels", "text", "model", "speculate", "engine"},
     "cli": {"base", "contracts", "text", "model", "engine", "serving", "bench"},
 }
-WITHOUT_TORCH = {"base", "contracts", "text", "engine/scheduling", "api", "serving", "cli"}
+WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}
 DATA_FOLDERS = {"demo_models"}
 
 

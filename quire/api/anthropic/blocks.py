@@ -28,6 +28,14 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text", kw_only=True):
     cache_control: CacheControl | None = None
 
 
+class SoleTextBlock(msgspec.Struct, kw_only=True):
+    """Text where nothing else may stand. The type is a field here: of a tag that has no alternatives none is demanded."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", kw_only=True):
     """Reasoning of an earlier answer; it is used where the signature is this server's own, else left out."""
 
@@ -57,12 +65,12 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_on
     """What a tool returned. With is_error the model is shown the text after "Error: "."""
 
     tool_use_id: CallId
-    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[SoleTextBlock], Meta(max_length=MAX_PARTS)] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
-Texts = str | Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)]
+Texts = str | Annotated[list[SoleTextBlock], Meta(max_length=MAX_PARTS)]
 UserBlock = TextBlock | ToolResultBlock
 AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
 

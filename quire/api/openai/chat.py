@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Refusal, always, check_depth, unless
-from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, NO_CONSTRAINTS, SERVICE_TIERS, Metadata, SamplingFields
+from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -118,7 +118,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Literal[False], Meta(description="true needs constrained decoding, which is not here yet.")] | None = None
+    strict: Annotated[bool, Meta(description="true: calls have arguments of the schema.")] | None = None
 
     def __post_init__(self) -> None:
         if self.parameters is None:
@@ -136,6 +136,20 @@ class Tool(msgspec.Struct, kw_only=True):
     type: Literal["function"]
 
 
+class ChosenFunction(msgspec.Struct):
+    """The function that is to be called."""
+
+    name: ToolName
+
+
+class ChosenTool(msgspec.Struct):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 TemplateVariables = Annotated[dict[str, Any], Meta(description="More variables of the chat template.")]
 ContinuesFinal = Annotated[bool, Meta(description="Go on with the last message.")]
@@ -171,6 +185,16 @@ def check_template_fields(body: TemplateFields) -> None:
             raise BodyError(f"tools: two have the name {name!r}", f"tools[{position}].function.name")
 
 
+def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> None:
+    """Check that there is what is to be called. Raises RequestError."""
+    if choice in (None, "none", "auto"):
+        return
+    if not tools:
+        raise BodyError("tool_choice: needs tools", "tool_choice")
+    if isinstance(choice, ChosenTool) and all(tool.function.name != choice.function.name for tool in tools):
+        raise BodyError(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
+
+
 class ChatCompletionRequest(SamplingFields, kw_only=True):
     """A conversation to be continued."""
 
@@ -185,7 +209,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="The old name of max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Needs logprobs.")] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
     include_reasoning: Annotated[bool, Meta(description="false leaves the reasoning out of the answer.")] | None = None
@@ -203,7 +227,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         old_functions = always("is of the past; use tools and tool_choice")
         return {
             **SamplingFields.refusals(),
-            "tool_choice": _refuse_tool_choice,
             "functions": old_functions,
             "function_call": old_functions,
             "service_tier": SERVICE_TIERS,
@@ -227,6 +250,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         limit = self.max_output_tokens
         if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
             raise BodyError(f"min_tokens: must be at most max_completion_tokens, {limit}, got {self.min_tokens}", "min_tokens")
+        check_tool_choice(self.tool_choice, self.tools)
         if self.echo and not self.continue_final_message:
             raise BodyError("echo: needs continue_final_message true", "echo")
 
@@ -234,7 +258,3 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def max_output_tokens(self) -> int | None:
         """max_completion_tokens, or its old name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-def _refuse_tool_choice(value: Any) -> str | None:
-    return None if value in ("none", "auto") else f"{NO_CONSTRAINTS}, which this needs; 'auto' and 'none' are"

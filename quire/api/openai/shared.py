@@ -42,6 +42,59 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class NamedSchema(msgspec.Struct, kw_only=True):
+    """A JSON schema; it is enforced whether strict is true or not. The name and the description are not used."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """JSON of a schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(msgspec.Struct, tag_field="type", tag="structural_tag", kw_only=True):
+    """Text and constrained parts one after the other: a format, or in the old form structures and triggers."""
+
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+Schema = dict[str, Any] | str | bool
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the output has to look like; exactly one of the first six."""
+
+    json: Schema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str, Meta(description="Lark, or GBNF.")] | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    max_open_length: (
+        Annotated[int, Meta(ge=1, le=1 << 16, description="Limit of strings and arrays that have none.")] | None
+    ) = None
+    backend: Literal["auto", "llguidance", "xgrammar"] | None = None
+
+
 class SamplingFields(Body, kw_only=True):
     """Fields of both generating routes. What is absent takes the checkpoint's recommendation, else the API's default."""
 
@@ -59,6 +112,12 @@ class SamplingFields(Body, kw_only=True):
     ) = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Schema, Meta(description="The old name of structured_outputs.json.")] | None = None
+    guided_regex: Annotated[str, Meta(description="The old name of structured_outputs.regex.")] | None = None
+    guided_choice: Annotated[list[str], Meta(description="The old name of structured_outputs.choice.")] | None = None
+    guided_grammar: Annotated[str, Meta(description="The old name of structured_outputs.grammar.")] | None = None
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -79,11 +138,6 @@ class SamplingFields(Body, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            **dict.fromkeys(("structured_outputs", "response_format"), _refuse_format),
-            **{
-                name: always(f"{NO_CONSTRAINTS}, and this name is of the past: it will be structured_outputs")
-                for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-            },
             **dict.fromkeys(
                 ("use_beam_search", "logits_processors", "truncate_prompt_tokens"),
                 _refuse_truthy,
@@ -95,7 +149,16 @@ class SamplingFields(Body, kw_only=True):
         }
 
     def check(self) -> None:
-        """Check the fields of streams, and what only whole answers have."""
+        """Check the fields of streams, what only whole answers have, and that the output is constrained in one way."""
+        constraints = [
+            name
+            for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            if getattr(self, name) is not None
+        ]
+        if self.response_format is not None and not isinstance(self.response_format, TextFormat):
+            constraints.append("response_format")
+        if len(constraints) > 1:
+            raise BodyError(f"{constraints[-1]}: cannot be used with {constraints[0]}", constraints[-1])
         if self.stream_options is not None and not self.stream:
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -110,10 +173,6 @@ class SamplingFields(Body, kw_only=True):
     def has_continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-
-def _refuse_format(value: Any) -> str | None:
-    return None if value == {"type": "text"} else f"{NO_CONSTRAINTS}; only {{'type': 'text'}} is"
 
 
 def _refuse_truthy(value: Any) -> str | None:

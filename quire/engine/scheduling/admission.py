@@ -13,24 +13,7 @@ from __future__ import annotations
 
 from quire.base.errors import RequestError
 from quire.contracts.config import SchedulerConfig
-from quire.contracts.request import Request
-
-
-def check_prompt_length(num_prompt: int, max_model_len: int, is_pooling: bool) -> None:
-    """Raise RequestError for a prompt that the model's context does not hold, with room for a token where one is generated."""
-    if is_pooling and num_prompt > max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, but max_model_len is {max_model_len}: shorten the prompt, or raise "
-            "max_model_len where the model takes more",
-            "prompt",
-        )
-    if not is_pooling and num_prompt >= max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens, but with max_model_len {max_model_len} at most "
-            f"{max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
-            "max_model_len where the model takes more",
-            "prompt",
-        )
+from quire.contracts.request import Request, check_prompt_length
 
 
 def check_servable(request: Request, config: SchedulerConfig) -> None:

@@ -10,14 +10,23 @@ from quire.engine.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an output ended; stop_reason is the stop token, None for end of sequence and for "length"."""
+    """Why an output ended.
+
+    stop_reason    the stop token, None for end of sequence, for "length", and where the output is complete
+    is_by_token    the last token ended it, and is no part of its text
+    """
 
     finish_reason: FinishReason
     stop_reason: int | None = None
+    is_by_token: bool = False
 
 
-def append_sampled(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], Ending | None]:
+def append_sampled(
+    sequence: Sequence, token_ids: tuple[int, ...], is_complete: bool = False
+) -> tuple[tuple[int, ...], Ending | None]:
     """Append sampled tokens up to the one that ends the output; return what was appended and how it ended.
+
+    is_complete: after the last of them nothing can follow, which ends it whatever min_tokens says.
 
     An ending token ends the output once there are min_tokens, itself included. A token that is both the last one allowed
     and an ending token counts as "stop"; one that is both end of sequence and a stop token, as end of sequence.
@@ -27,7 +36,9 @@ def append_sampled(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[tupl
         known_ids.append(token_id)
         if token_id in sequence.ending_token_ids and sequence.num_output_tokens >= request.params.min_tokens:
             is_eos = token_id in request.eos_token_ids and not request.params.ignore_eos
-            return token_ids[: index + 1], Ending("stop", None if is_eos else token_id)
+            return token_ids[: index + 1], Ending("stop", None if is_eos else token_id, is_by_token=True)
+        if is_complete and index == len(token_ids) - 1:
+            return token_ids, Ending("stop")
         if len(known_ids) >= sequence.max_total_tokens:
             return token_ids[: index + 1], Ending("length")
     return token_ids, None

@@ -37,6 +37,7 @@ class SequenceUpdate(NamedTuple):
     prompt_logprobs_start  prompt position of the first of them, >= 1; 0 when there are none
     pooled                 the vector of a request with pooling params, with finish_reason "stop"
     stop_reason            the stop token id or stop string; None for end of sequence
+    is_ended_by_token      with finish_reason "stop": its last token ended it, and is no part of the text
     error                  why it ended with "error"
     start                  with the first new token, None otherwise
     stats                  with the finish_reason, None before
@@ -52,6 +53,7 @@ class SequenceUpdate(NamedTuple):
     pooled: tuple[float, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    is_ended_by_token: bool = False
     error: str | None = None
     start: SequenceStats | None = None
     stats: SequenceStats | None = None

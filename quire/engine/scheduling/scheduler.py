@@ -284,7 +284,8 @@ class Scheduler:
         if result.verified:
             sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
         sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
-        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()))
+        is_complete = sequence.sequence_id in result.completed
+        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
         if ending is not None:  # drafts behind the end may have been accepted
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         self.kv.publish(sequence)
@@ -307,6 +308,7 @@ class Scheduler:
             prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
+            is_ended_by_token=ending is not None and ending.is_by_token,
             start=_stats(sequence) if is_start else None,
             stats=None if ending is None else self._drop(sequence),
         )

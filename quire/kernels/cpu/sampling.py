@@ -38,6 +38,7 @@ class DrawOptions(NamedTuple):
     top_p                share of the mass, 1: all
     log_min_p            logarithm of min_p, -inf: off
     seed, position       of the noise, taken modulo 2**64 and 2**32
+    token_mask           [ceil(vocabulary / 32)] i32 in one piece: a bit per token, the lowest first; 0 forbids it
     """
 
     inverse_temperature: float
@@ -47,6 +48,7 @@ class DrawOptions(NamedTuple):
     log_min_p: float
     seed: int
     position: int
+    token_mask: Tensor | None = None
 
 
 def takes_logits(logits: Tensor) -> bool:
@@ -78,8 +80,9 @@ def sample_rows(
             log_min_p,
             seed & _MASK64,
             position & _MASK32,
+            _mask_address(token_mask, vocab_size),
         )
-        for address, (inverse_temperature, is_greedy, top_k, top_p, log_min_p, seed, position) in zip(
+        for address, (inverse_temperature, is_greedy, top_k, top_p, log_min_p, seed, position, token_mask) in zip(
             addresses, options, strict=True
         )
     ]
@@ -110,6 +113,18 @@ def logprobs_of_rows(
         rows, vocab_size, num_top, top_tokens.data_ptr(), top_values.data_ptr(), torch.get_num_threads(), isa
     )
     return found, top_tokens, top_values
+
+
+def _mask_address(mask: Tensor | None, vocab_size: int) -> int:
+    if mask is None:
+        return 0
+    is_usable = mask.dtype == torch.int32 and mask.device.type == "cpu" and mask.ndim == 1 and mask.is_contiguous()
+    if not is_usable or 32 * len(mask) < vocab_size:
+        raise InvariantError(
+            f"a token mask has a bit for each of {vocab_size} tokens in one piece of i32 on the CPU, got "
+            f"{tuple(mask.shape)} {mask.dtype} on {mask.device} with strides {mask.stride()}"
+        )
+    return mask.data_ptr()
 
 
 def _row_addresses(logits: Tensor, row_ids: Sequence[int]) -> list[int]:

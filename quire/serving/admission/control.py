@@ -76,7 +76,7 @@ class AdmissionControl:
         else:
             self._check_room(job, owner, num_sequences, num_prompt_tokens)
         self._check_wait(job, num_sequences, num_prompt_tokens, now_s)
-        owner.charge(num_prompt_tokens + expected, now_s)
+        owner.charge(num_prompt_tokens + expected, now_s, num_requests=int(_call_of(job) not in owner.calls))
         self._hold(job, owner, num_sequences, 1)
         self._num_admitted += 1
         ticket = Ticket(
@@ -161,7 +161,7 @@ class AdmissionControl:
     def is_empty(self) -> bool:
         """Return whether nothing is held at all: no ticket waits or is in the engine, and every count is back at 0."""
         counts = (self._num_taken_sequences, self._num_taken_expected, self._num_held_online, self._num_held_batch)
-        held = any(owner.num_requests or owner.num_sequences for owner in self._owners.values())
+        held = any(owner.calls or owner.num_sequences for owner in self._owners.values())
         return not (len(self.queue) or self._taken or any(counts) or held)
 
     def retry_after_s(self, seconds: float) -> float:
@@ -179,7 +179,9 @@ class AdmissionControl:
             self._num_held_batch += sign * num_sequences
             return
         self._num_held_online += sign * num_sequences
-        owner.num_requests += sign
+        owner.calls[_call_of(job)] += sign
+        if not owner.calls[_call_of(job)]:
+            del owner.calls[_call_of(job)]
         owner.num_sequences += sign * num_sequences
 
     def _ahead(self, priority: PriorityClass) -> Sequence[PriorityClass]:
@@ -190,12 +192,12 @@ class AdmissionControl:
         return self.rates.seconds_of(backlog.num_prompt_tokens, backlog.num_expected_tokens)
 
     def _check_key(self, job: Job, owner: OwnerLimits, num_tokens: int, now_s: float) -> None:
-        limit = owner.max_concurrent
-        if limit is not None and job.priority != "batch" and owner.num_requests >= limit:
+        limit, is_new = owner.max_concurrent, _call_of(job) not in owner.calls
+        if limit is not None and is_new and job.priority != "batch" and len(owner.calls) >= limit:
             raise rate_limited(
-                f"this key has {owner.num_requests} requests in flight, its limit is {limit}", self.retry_after_s(1)
+                f"this key has {len(owner.calls)} requests in flight, its limit is {limit}", self.retry_after_s(1)
             )
-        wait_s, rate = owner.seconds_until(num_tokens, now_s)
+        wait_s, rate = owner.seconds_until(num_tokens, now_s, num_requests=int(is_new))
         if wait_s > 0:
             raise rate_limited(f"this key is over its limit of {rate}", self.retry_after_s(wait_s))
 
@@ -243,3 +245,8 @@ class AdmissionControl:
     def _refusal(self, message: str, excess_s: float, is_own_fault: bool) -> ApiError:
         retry_after_s = self.retry_after_s(excess_s)
         return rate_limited(message, retry_after_s) if is_own_fault else overloaded(message, retry_after_s)
+
+
+def _call_of(job: Job) -> str:
+    """Return what the limits of a key count: the client's request, which may have several jobs."""
+    return job.call_id or job.request.request_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from quire.base.errors import ConfigError
 from quire.serving.config import ApiKey
@@ -52,23 +53,25 @@ class OwnerLimits:
     def __init__(self, key: ApiKey | None, now_s: float) -> None:
         self.weight = key.weight if key is not None else 1.0
         self.max_concurrent = key.max_concurrent if key is not None else None
-        self.num_requests = 0
+        self.calls = Counter[str]()  # jobs in flight of each request of the client
         self.num_sequences = 0
         self._requests = TokenBucket(key.requests_per_minute, now_s) if key is not None and key.requests_per_minute else None
         self._tokens = TokenBucket(key.tokens_per_minute, now_s) if key is not None and key.tokens_per_minute else None
         self._mean_output_tokens: float | None = None
 
-    def seconds_until(self, num_tokens: float, now_s: float) -> tuple[float, str]:
-        """Return how long until a request of so many tokens is within the rates, and the name of the rate it waits for."""
+    def seconds_until(self, num_tokens: float, now_s: float, num_requests: int = 1) -> tuple[float, str]:
+        """Return how long until requests of so many tokens are within the rates, and the name of the rate it waits for."""
         waits = [(0.0, "")]
         if self._requests is not None:
-            waits.append((self._requests.seconds_until(1, now_s), f"{self._requests.per_minute} requests per minute"))
+            waits.append(
+                (self._requests.seconds_until(num_requests, now_s), f"{self._requests.per_minute} requests per minute")
+            )
         if self._tokens is not None:
             waits.append((self._tokens.seconds_until(num_tokens, now_s), f"{self._tokens.per_minute} tokens per minute"))
         return max(waits)
 
     def charge(self, num_tokens: float, now_s: float, num_requests: int = 1) -> None:
-        """Count a request against the rates; with 0 requests correct the tokens of an earlier one."""
+        """Count a request against the rates; with 0 requests one that is counted already, its tokens alone."""
         if self._requests is not None:
             self._requests.take(num_requests, now_s)
         if self._tokens is not None:

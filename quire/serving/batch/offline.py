@@ -20,7 +20,7 @@ from quire.serving.answers import Ready
 from quire.serving.batch.lines import CheckBody, LineSpan, body_of, url_of, validate
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.runner import Execute, answer_line, run_body, usage_of
-from quire.serving.batch.store import TokenUsage
+from quire.serving.batch.store import NO_USAGE
 
 MAX_LINES = 10_000_000
 MAX_SHOWN_ERRORS = 10
@@ -152,7 +152,7 @@ class _FileRun:
         file = self.good if is_success else self.bad
         file.write(answer_line(custom_id, answer) + b"\n")
         file.flush()
-        usage = usage_of(answer.body) if is_success else TokenUsage()
+        usage = usage_of(answer.body) if is_success else NO_USAGE
         progress = self.progress
         progress.num_done += 1
         progress.num_failed += not is_success

@@ -25,6 +25,12 @@ def is_id(text: str, prefix: str) -> bool:
     return text.startswith(prefix) and len(rest) == ID_LENGTH and all(character in _ALPHABET for character in rest)
 
 
+def output_file_id(batch_id: str, is_success: bool) -> str:
+    """Return the id of a batch's output or error file: the batch's own characters, the first one changed."""
+    text = batch_id.removeprefix("batch_")
+    return f"file-{_ALPHABET[(_ALPHABET.index(text[0]) + (1 if is_success else 2)) % len(_ALPHABET)]}{text[1:]}"
+
+
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One file; its bytes lie beside the database under its id. Times are seconds since the epoch."""
 

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from quire.base.logging import get_logger
 from quire.serving.batch.lines import CheckBody, validate
-from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, BatchStatus, FileRecord, new_id
+from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, BatchStatus, FileRecord, new_id, output_file_id
 from quire.serving.batch.runner import BatchRunner, Execute, error_line
 from quire.serving.batch.store import BatchStore, LineResult
 from quire.serving.errors import ApiError, invalid, not_found
@@ -324,7 +324,7 @@ def finalize(store: BatchStore, record: BatchRecord, end_status: BatchStatus) ->
         if not store.has_results(record.id, is_success):
             continue
         # The id follows from the batch's, so that a second attempt writes the same file.
-        file_id = "file-" + _mirror(record.id, is_success)
+        file_id = output_file_id(record.id, is_success)
         num_bytes = 0
         with store.writing(file_id) as file:
             for result in store.iter_results(record.id, is_success):
@@ -345,13 +345,6 @@ def finalize(store: BatchStore, record: BatchRecord, end_status: BatchStatus) ->
         )
     changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
     return store.end_batch(record.id, files, changes)
-
-
-def _mirror(batch_id: str, is_success: bool) -> str:
-    """Return the 26 characters of a batch's output id: its own, the first one changed."""
-    text = batch_id.removeprefix("batch_")
-    alphabet = "0123456789abcdefghijklmnopqrstuvwxyz"
-    return alphabet[(alphabet.index(text[0]) + (1 if is_success else 2)) % len(alphabet)] + text[1:]
 
 
 def _leave(manager: Any, error: BaseException | None) -> None:

@@ -22,6 +22,7 @@ from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.serving.batch.lines import LineSpan
 from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, FileRecord, is_id
+from quire.serving.database import open_database, transaction
 
 logger = get_logger(__name__)
 
@@ -94,11 +95,7 @@ class BatchStore:
         self._files = base / "files"
         try:
             self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._db = sqlite3.connect(":memory:" if folder is None else base / "batches.sqlite", isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA busy_timeout=5000")
-            self._check_version(base)
+            self._db = open_database(base, None if folder is None else "batches.sqlite", _SCHEMA, SCHEMA_VERSION)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"data_dir {base}: {error}") from None
 
@@ -107,26 +104,6 @@ class BatchStore:
         self._db.close()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def _check_version(self, base: Path) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
-            raise ConfigError(f"data_dir {base} was written by another version of quire (schema {version}): give another one")
-        with self._transaction():
-            for statement in _SCHEMA.split(";"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:  # a full disk has ended it already, another error has not
-                self._db.execute("ROLLBACK")
-            raise
 
     # Files.
 
@@ -153,7 +130,7 @@ class BatchStore:
 
     def put_file(self, record: FileRecord) -> None:
         """Enter a file, or write it anew."""
-        with self._transaction():
+        with transaction(self._db):
             self._put_file(record)
 
     def _put_file(self, record: FileRecord) -> None:
@@ -198,7 +175,7 @@ class BatchStore:
 
     def delete_file(self, file_id: str) -> None:
         """Forget a file and remove its bytes."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute("DELETE FROM file WHERE id=?", (file_id,))
         self.path_of(file_id).unlink(missing_ok=True)
 
@@ -206,7 +183,7 @@ class BatchStore:
 
     def add_batch(self, record: BatchRecord, idempotency_key: str | None) -> BatchRecord:
         """Enter a batch; of two with one idempotency key the first one is returned."""
-        with self._transaction():
+        with transaction(self._db):
             if idempotency_key is not None:
                 row = self._db.execute(
                     "SELECT record FROM batch WHERE owner=? AND idempotency_key=?", (record.owner, idempotency_key)
@@ -246,7 +223,7 @@ class BatchStore:
 
     def change_batch(self, batch_id: str, **changes: Any) -> BatchRecord:
         """Change fields of a batch and return it."""
-        with self._transaction():
+        with transaction(self._db):
             return self._change_batch(batch_id, changes)
 
     def _change_batch(self, batch_id: str, changes: dict[str, Any]) -> BatchRecord:
@@ -280,7 +257,7 @@ class BatchStore:
 
     def start_batch(self, batch_id: str, spans: Sequence[LineSpan]) -> BatchRecord:
         """Enter all lines of a batch and set it going, all or nothing."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
             self._db.executemany(
                 "INSERT INTO line(batch_id, n, custom_id, offset, num_bytes) VALUES(?,?,?,?,?)",
@@ -309,7 +286,7 @@ class BatchStore:
 
     def save_results(self, results: Sequence[LineResult]) -> None:
         """Enter how lines ended, in one transaction; a line that has ended already keeps its first result."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.executemany(
                 "UPDATE line SET state=?, result=?, input_tokens=?, cached_tokens=?, output_tokens=?, reasoning_tokens=? "
                 "WHERE batch_id=? AND n=? AND state=0",
@@ -327,7 +304,7 @@ class BatchStore:
 
     def count_try(self, batch_id: str, n: int) -> int:
         """Note that a line was in flight when the engine died; return how often that was."""
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute("UPDATE line SET tries=tries+1 WHERE batch_id=? AND n=?", (batch_id, n))
             return self._db.execute("SELECT tries FROM line WHERE batch_id=? AND n=?", (batch_id, n)).fetchone()[0]
 
@@ -348,7 +325,7 @@ class BatchStore:
 
     def end_batch(self, batch_id: str, outputs: Sequence[FileRecord], changes: dict[str, Any]) -> BatchRecord:
         """Enter the files of a batch and end it, all or nothing. Its lines are in the files now, and go."""
-        with self._transaction():
+        with transaction(self._db):
             for record in outputs:
                 self._put_file(record)
             counted = self._with_counts(self._change_batch(batch_id, changes))

@@ -15,6 +15,7 @@ class Caller:
     deadline_s   in time.monotonic(); None for none
     priority     None: what the body says, else "default"
     traceparent  W3C trace context that the client sent
+    call_id      of the HTTP request; None for none
     """
 
     owner: Owner
@@ -22,6 +23,7 @@ class Caller:
     deadline_s: float | None = None
     priority: PriorityClass | None = None
     traceparent: str | None = None
+    call_id: str | None = None
 
     def job(self, request: Request, is_streaming: bool, priority: PriorityClass = "default") -> Job:
         """Return the job of a request; `priority` is what the body says."""
@@ -33,4 +35,5 @@ class Caller:
             priority=self.priority or priority,
             deadline_s=self.deadline_s,
             traceparent=self.traceparent,
+            call_id=self.call_id,
         )

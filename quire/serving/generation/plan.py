@@ -80,6 +80,8 @@ class ChatInput:
     template_variables       more variables of the chat template, such as enable_thinking
     reasoning_effort         as quire.serving.generation.reasoning_effort knows it, None: the template's own
     parallel_tool_calls      False cuts the answer after the first call
+    forced_tools             names of tools of which at least one is to be called; empty: the model decides
+    strict_tools             names of those whose arguments have to be of their schema where they are called
     """
 
     messages: Sequence[dict[str, Any]]
@@ -89,13 +91,16 @@ class ChatInput:
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     reasoning_effort: str | None = None
     parallel_tool_calls: bool = True
+    forced_tools: tuple[str, ...] = ()
+    strict_tools: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
     """What is asked of a generation beside its prompt.
 
-    sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone
+    sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone. In a
+              conversation `constraint` is of the answer, and stands behind the reasoning
     salt      of the request, on top of the owner's
     """
 

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, cast
 
 from quire.base.errors import RequestError
+from quire.contracts.request import check_prompt_length
 from quire.contracts.sampling_params import SamplingParams
-from quire.engine.scheduling.admission import check_prompt_length
+from quire.serving.generation.constraints import chat_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
 from quire.serving.generation.reasoning_effort import reasoning_variables
 from quire.serving.generation.sampling import make_sampling
@@ -34,6 +35,7 @@ def prepare_chat(
     hides_special = sampling.get("skip_special_tokens") is not False
     if setup is not None:
         sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
+    sampling["constraint"] = chat_constraint(sampling.get("constraint"), chat, setup, rendered.text[-TAIL_CHARACTERS:])
     params, is_copied, num_choices = _params(served, sampling)
     check_text_length(served, rendered.text)
     token_ids = need_tokenizer(served).encode_rendered(rendered)
@@ -153,7 +155,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
     if chat.tools and tool_format is None:
         raise RequestError(
             "tools: no format of tool calls is known for this model's chat template; leave tools out, or start the server "
-            "with tool_call_parser",
+            "with --tool-call-parser",
             "tools",
         )
     if not chat.tools and reasoning_format is None:

@@ -20,7 +20,6 @@ from quire.base.logging import get_logger
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.errors import ApiError
-from quire.serving.http.openapi import document
 from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
 from quire.serving.interfaces import Owner
 
@@ -42,8 +41,6 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
             response_model=None,
             include_in_schema=False,
         )
-    description = document("quire", quire.__version__, endpoints)
-    app.openapi = lambda: description  # type: ignore[method-assign]
     wrapped: ASGIApp = app
     if context.config.allowed_origins:
         wrapped = CORSMiddleware(
@@ -93,11 +90,12 @@ class _Answering(Response):
         def error_body(error: ApiError) -> object:
             return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
 
-        sender = Sender(receive, send, scope["quire.send"], error_body, context.config.keep_alive_comment_s, headers)
+        interval_s = context.config.keep_alive_comment_s
+        sender = Sender(receive, send, scope["quire.send"], error_body, interval_s, headers, call.request_id)
         try:
             answer = await endpoint.handler(context, call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
-            api_error = as_api_error(error)
+            api_error = as_api_error(error, call.request_id)
             if api_error.status == 413:  # the rest of the body is not read
                 headers["connection"] = "close"
             await sender.send_error(api_error)
@@ -181,7 +179,7 @@ class Shell:
             level,
             "%s %s %d %.1f ms %s %s",
             scope["method"],
-            route,
+            route if route != "none" else repr(scope["path"][:100]),
             status,
             seconds * 1000,
             scope["quire.request_id"],
@@ -191,7 +189,7 @@ class Shell:
                 "method": scope["method"],
                 "route": route,
                 "status": status,
-                "duration_ms": round(seconds * 1000, 2),
+                "duration_s": round(seconds, 6),
                 "owner": owner.name if owner is not None else None,
             },
         )

@@ -31,13 +31,13 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """Return what the client is told of an exception: its own mistakes in full, the server's only by name."""
+def as_api_error(error: BaseException, request_id: str) -> ApiError:
+    """Return what the client is told of an exception: its own mistakes in full, the server's by name, and in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QuireError):
         return from_quire_error(error)
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
     return ApiError(500, INTERNAL_ERROR, code="internal_error")
 
 
@@ -69,6 +69,7 @@ class Sender:
     error_body          the shape of errors before a stream has begun
     comment_interval_s  a stream without an event for so long gets a comment, which keeps proxies from closing it
     headers             are added to every answer
+    request_id          of the request, for the log
     """
 
     receive: Receive
@@ -77,6 +78,7 @@ class Sender:
     error_body: Callable[[ApiError], object]
     comment_interval_s: float
     headers: Mapping[str, str]
+    request_id: str
 
     async def send_answer(self, answer: Answer) -> None:
         """Send it. Raises ClientGoneError when the client goes first; then what made the answer has been stopped."""
@@ -120,7 +122,7 @@ class Sender:
         try:
             ready = await answer.work()
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
-            await self.send_error(as_api_error(error))
+            await self.send_error(as_api_error(error, self.request_id))
             return
         await self._send_ready(ready)
 
@@ -131,7 +133,7 @@ class Sender:
         try:
             await frames.write_all(answer.frames)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
-            api_error = as_api_error(error)
+            api_error = as_api_error(error, self.request_id)
             if not frames.has_started:
                 await self.send_error(api_error)
                 return

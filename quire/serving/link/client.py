@@ -58,7 +58,7 @@ class EngineClient:
         self._aborts: dict[str, int] = {}  # requests told to end that have not ended -> number of the command
         self._watch_hz = 0.0
         self._checkpoint = (0, 0.0)  # commands sent by a time
-        self._undelivered: deque[RequestDelta | StepOutputs] = deque()  # of each step its deltas, then itself
+        self._undelivered: deque[RequestDelta] = deque()
         self.info: EngineInfo | None = None
         self.on_step: list[Callable[[StepOutputs], None]] = []
         self.on_kv: list[Callable[[KvReport], None]] = []
@@ -146,9 +146,10 @@ class EngineClient:
     def on_message(self, message: FromEngine, now: float) -> None:
         """Take in a message of the engine."""
         if isinstance(message, StepOutputs):
+            self._tell(self.on_step, message)  # first: a reader that gets its last delta may leave before the next turn
+            is_idle = not self._undelivered
             self._undelivered.extend(message.deltas)
-            self._undelivered.append(message)
-            if len(self._undelivered) == len(message.deltas) + 1:  # else a turn is on its way
+            if is_idle:  # else a turn is on its way
                 self._deliver_some()
         elif isinstance(message, KvReport):
             self._tell(self.on_kv, message)
@@ -196,11 +197,7 @@ class EngineClient:
         now = time.monotonic()
         try:
             for _ in range(min(count, len(self._undelivered))):
-                item = self._undelivered.popleft()
-                if isinstance(item, StepOutputs):
-                    self._tell(self.on_step, item)
-                else:
-                    self._deliver(item, now)
+                self._deliver(self._undelivered.popleft(), now)
         except Exception:  # a bug here must leave nobody waiting
             logger.exception("outputs could not be delivered")
             self._undelivered.clear()

@@ -20,6 +20,11 @@ class DeltaWriter:
         """Return what is new in a request."""
         if isinstance(output, EmbeddingRequestOutput):
             return self._embedding(output)
+        if output.error_param is not None:
+            self.forget(output.request_id)
+            return RequestDelta(
+                output.request_id, [], True, error=output.error, error_param=output.error_param, is_refused=True
+            )
         request_id, has_metrics = output.request_id, output.finished
         if request_id in self._without_tokens and (has_metrics or any(choice.token_ids for choice in output.outputs)):
             self._without_tokens.discard(request_id)

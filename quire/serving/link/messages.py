@@ -13,6 +13,7 @@ import msgspec
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
+from quire.contracts.constraint import Constraint
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import FinishReason, Request
@@ -22,6 +23,7 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 
 _DEFAULT_PARAMS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+_CONSTRAINT_NAMES = {field.name for field in dataclasses.fields(Constraint)}
 _POOLING_NAMES = {field.name for field in dataclasses.fields(PoolingParams)}
 _TOKEN_ID = "i"  # array's code of a C int, 4 bytes
 
@@ -50,7 +52,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     """Take in a request; its deltas carry its id, and exactly one of them has finished=True.
 
     The fields are those of Request: prompt_token_ids as i32 in the machine's byte order, params only where they are not the
-    default ones, pooling with every field.
+    default ones, pooling with every field, and so the constraint among the params.
     """
 
     request_id: str
@@ -70,7 +72,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
         params = {}
         for name, default in _DEFAULT_PARAMS.items():
             value = getattr(request.params, name)
-            if value != default:
+            if name == "constraint" and value is not None:
+                params[name] = dataclasses.asdict(value)
+            elif value != default and name != "structured_outputs":  # which the constraint follows from
                 if isinstance(value, int) and not -(2**63) <= value < 2**64:
                     raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
                 params[name] = value
@@ -103,7 +107,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
         return Request(
             request_id=RequestId(self.request_id),
             prompt_token_ids=tuple(token_ids),
-            params=SamplingParams(**self.params),
+            params=SamplingParams(**{**self.params, **self._constraint()}),
             seed=self.seed,
             prompt=self.prompt,
             eos_token_ids=frozenset(self.eos_token_ids),
@@ -112,6 +116,14 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             cache_salt=self.cache_salt,
             pooling=None if self.pooling is None else PoolingParams(**self.pooling),
         )
+
+    def _constraint(self) -> dict[str, Constraint]:
+        fields = self.params.get("constraint")
+        if fields is None:
+            return {}
+        if not isinstance(fields, dict) or fields.keys() - _CONSTRAINT_NAMES:
+            raise RequestError("constraint must be an object with the fields of Constraint", "constraint")
+        return {"constraint": Constraint(**fields)}
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
@@ -77,11 +78,13 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def load_engine(config: EngineConfig) -> LLMEngine:
-    """Load the model."""
+    """Load the model, and make ready for constraints beside."""
     prefer_short_spins()
     from quire.engine.llm_engine import LLMEngine  # loads torch: seconds, after Hello
 
-    return LLMEngine(config)
+    engine = LLMEngine(config)
+    threading.Thread(target=engine.grammars.warm, name="quire-warm-grammars", daemon=True).start()
+    return engine
 
 
 def run(load: Callable[[EngineConfig], LLMEngine] = load_engine) -> int:

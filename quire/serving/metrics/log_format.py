@@ -14,7 +14,8 @@ _log = get_logger(__name__)
 
 FIELDS = (
     "request_id",
-    "client_request_id",
+    "call_id",
+    "method",
     "route",
     "status",
     "owner",
@@ -28,8 +29,6 @@ FIELDS = (
     "num_output_tokens",
     "finish_reasons",
     "abort_reason",
-    "code",
-    "phase",
 )
 """Attributes of a log record (its `extra`) that are written; no others, so that no prompt or key gets there by accident."""
 
@@ -79,6 +78,7 @@ def log_ended(record: RequestRecord) -> None:
         e2e,
         extra={
             "request_id": record.job.request.request_id,
+            "call_id": record.job.call_id,
             "route": record.job.route,
             "owner": record.job.owner.name,
             "priority": record.job.priority,

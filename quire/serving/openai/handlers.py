@@ -38,7 +38,13 @@ class Fold(Protocol):
 
 def caller_of(call: Call, is_streaming: bool) -> Caller:
     """Return on whose behalf a call is served."""
-    return Caller(owner=call.owner, route=call.route, deadline_s=call.deadline_s(is_streaming), traceparent=call.traceparent)
+    return Caller(
+        owner=call.owner,
+        route=call.route,
+        deadline_s=call.deadline_s(is_streaming),
+        traceparent=call.traceparent,
+        call_id=call.request_id,
+    )
 
 
 def new_head(served: ServedModel, prefix: str, service_tier: str | None = None) -> AnswerHead:

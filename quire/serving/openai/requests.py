@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import secrets
 import string
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
 
-from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, Message, Tool
+from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, ChosenTool, Message, Tool
 from quire.api.openai.completions import CompletionRequest
-from quire.api.openai.shared import SamplingFields
+from quire.api.openai.shared import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
 from quire.base.errors import RequestError
+from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json
+from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.interfaces import PriorityClass
 
@@ -59,9 +62,34 @@ def priority_of(service_tier: str | None) -> PriorityClass:
 
 def _sampling(body: SamplingFields) -> dict[str, Any]:
     stated = {name: getattr(body, name) for name in _PLAIN_FIELDS}
+    stated["constraint"] = constraint_of(body)
     if body.logit_bias is not None:
         stated["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
     return stated
+
+
+def constraint_of(body: SamplingFields) -> Constraint | None:
+    """Return what the output has to match. Raises RequestError, naming the field."""
+    wanted = body.response_format
+    if isinstance(wanted, JsonSchemaFormat):
+        return schema_constraint(_or_true(wanted.json_schema.schema), "response_format.json_schema.schema")
+    if isinstance(wanted, JsonObjectFormat):
+        return Constraint(kind="json_object", param="response_format")
+    if isinstance(wanted, StructuralTagFormat):
+        fields = {name: value for name, value in msgspec.to_builtins(wanted).items() if value is not None}
+        return Constraint(kind="structural_tag", source=dump_json(fields, "response_format"), param="response_format")
+    if body.structured_outputs is not None:
+        fields = msgspec.to_builtins(body.structured_outputs)
+        return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None}).constraint()
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        if value is not None:
+            return replace(StructuredOutputsParams(**{name: value}).constraint(), param=f"guided_{name}")
+    return None
+
+
+def _or_true(schema: Any) -> Any:
+    return True if schema is None else schema
 
 
 def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
@@ -104,7 +132,15 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
         template_variables=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        forced_tools=_forced_tools(body),
+        strict_tools=frozenset(tool.function.name for tool in tools or () if tool.function.strict),
     )
+
+
+def _forced_tools(body: ChatCompletionRequest) -> tuple[str, ...]:
+    if isinstance(body.tool_choice, ChosenTool):
+        return (body.tool_choice.function.name,)
+    return tuple(tool.function.name for tool in body.tools or ()) if body.tool_choice == "required" else ()
 
 
 def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:

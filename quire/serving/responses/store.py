@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
+from quire.serving.database import open_database, transaction
 from quire.serving.errors import ApiError, invalid, not_found
 
 logger = get_logger(__name__)
@@ -66,12 +66,8 @@ class ResponseTable:
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = ":memory:" if folder is None else folder / "responses.sqlite"
-            self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA busy_timeout=5000")
-            self._check_version(folder)
+            name = None if folder is None else "responses.sqlite"
+            self._db = open_database(folder or Path(), name, _SCHEMA, SCHEMA_VERSION)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"data_dir {folder}: {error}") from None
 
@@ -79,30 +75,10 @@ class ResponseTable:
         """Close the database."""
         self._db.close()
 
-    def _check_version(self, folder: Path | None) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
-            raise ConfigError(f"data_dir {folder} was written by another version of quire (schema {version}): give another one")
-        with self._transaction():
-            for statement in _SCHEMA.split(";"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Generator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:  # a full disk has ended it already, another error has not
-                self._db.execute("ROLLBACK")
-            raise
-
     def put(self, owner: str, record: StoredResponse, now: float) -> None:
         """Enter a response; all that it goes on from lives as long as it does."""
         expires_at = now + LIFETIME_S
-        with self._transaction():
+        with transaction(self._db):
             if record.previous_id is not None:
                 self._db.execute(
                     f"UPDATE response SET expires_at=max(expires_at, ?3) WHERE owner=?2 AND id IN ({_ANCESTORS})",

@@ -123,7 +123,6 @@ def test_last_value_counts_when_a_key_stands_twice():
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -149,15 +148,6 @@ def test_missing_field_is_named(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-        ("structured_outputs", {"choice": ["a"]}),
-        ("guided_json", {}),
-        ("guided_regex", "a"),
-        ("guided_choice", ["a"]),
-        ("guided_grammar", "a"),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", []),
         ("function_call", "auto"),
         ("verbosity", "low"),
@@ -179,6 +169,28 @@ def test_known_parameter_is_refused_by_name_when_it_is_not_supported(name, value
     error = refused({**CHAT, name: value})
     assert (error.code, error.param) == ("unsupported_parameter", name)
     assert name in str(error)
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (
+            {
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            "tool_choice",
+        ),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "response_format"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+    ],
+)
+def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
+    assert refused({**CHAT, **extra}).param == param
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ BAD = (
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
         for value in (0, 1, None, "true")
     ]
-    + [("constraint", {"regex": "a"})]
+    + [("constraint", {"regex": "a"}), ("structured_outputs", {"regex": "a"})]
 )
 
 GOOD = [

@@ -45,15 +45,15 @@ struct SampleCall {
     u8* scratch;
 };
 
-using SampleOption = std::tuple<uintptr_t, double, bool, i32, double, double, u64, u32>;
+using SampleOption = std::tuple<uintptr_t, double, bool, i32, double, double, u64, u32, uintptr_t>;
 
 std::vector<std::pair<i32, i32>> sample(const std::vector<SampleOption>& options, i32 vocab, int num_threads, const Isa& isa) {
     const SamplerTable& table = table_of(isa);
     std::vector<SampleRow> rows;
     rows.reserve(options.size());
-    for (const auto& [logits, inverse_temperature, is_greedy, top_k, top_p, log_min_p, seed, position] : options)
+    for (const auto& [logits, inverse_temperature, is_greedy, top_k, top_p, log_min_p, seed, position, mask] : options)
         rows.push_back({reinterpret_cast<const float*>(logits), static_cast<float>(inverse_temperature), is_greedy, top_k, top_p,
-                        static_cast<float>(log_min_p), seed, position});
+                        static_cast<float>(log_min_p), seed, position, reinterpret_cast<const u32*>(mask)});
     std::vector<SampleResult> results(rows.size());
     {
         const nb::gil_scoped_release release;
@@ -119,7 +119,7 @@ void noise_of_words(uintptr_t words, i64 n, uintptr_t out, const Isa& isa) {
 void bind_sampler(nb::module_& m) {
     m.def("sample", &sample, nb::arg("rows"), nb::arg("vocab_size"), nb::arg("num_threads"), nb::arg("isa") = nb::none(),
           "Return (token, status) of every row; a row is (address of its f32 logits, inverse temperature, is_greedy, top_k, top_p, "
-          "log of min_p, seed, position).");
+          "log of min_p, seed, position, address of its token mask or 0).");
     m.def("logprobs", &logprobs, nb::arg("rows"), nb::arg("vocab_size"), nb::arg("num_top"), nb::arg("top_tokens"),
           nb::arg("top_values"), nb::arg("num_threads"), nb::arg("isa") = nb::none(),
           "Return (log probability, rank, whether the best logit is finite) of every row; a row is (address of its f32 logits, "

@@ -16,6 +16,7 @@ struct SampleRow {
     float log_min_p = 0.0f;  // -inf: off
     u64 seed = 0;
     u32 position = 0;
+    const u32* mask = nullptr;  // [ceil(vocab / 32)] a bit per token, the lowest first: 0 forbids it; nullptr: none is forbidden
 };
 
 enum SampleStatus : i32 {

@@ -91,7 +91,7 @@ i32 draw(const Row& row, float floor, const Key& key) {
 SampleResult refuse(SampleStatus status) { return {-1, status}; }
 
 __attribute__((noinline)) SampleResult sample_row(const SampleRow& options, i32 vocab, u8* scratch) {
-    Row row = make_row(options.logits, vocab, scratch);
+    Row row = make_row(options.logits, options.mask, vocab, scratch);
     bool has_nan;
     const float best = scan(row, has_nan);
     if (has_nan) return refuse(SAMPLE_NAN);
@@ -177,7 +177,7 @@ void find_top(const Row& row, i32 num_top, i32* tokens, float* values) {
 }
 
 __attribute__((noinline)) void logprobs_row(LogprobRow& out, i32 vocab, u8* scratch) {
-    Row row = make_row(out.logits, vocab, scratch);
+    Row row = make_row(out.logits, nullptr, vocab, scratch);
     bool has_nan;
     row.peak = scan(row, has_nan);
     out.is_finite = !has_nan && row.peak >= LOWEST && row.peak <= FLT_MAX;

@@ -391,3 +391,17 @@ def test_request_of_many_sequences_waits_for_an_empty_engine_when_it_exceeds_it(
     assert admission.take(3) is None
     admission.finish(big, 16, is_complete=True)
     assert admission.take(3) is after
+
+
+def test_jobs_of_one_call_count_as_one_request_when_a_key_has_limits():
+    admission = control(api_keys=(ApiKey("a", b"", max_concurrent=1, requests_per_minute=2),))
+    tickets = [admission.admit(make_job(f"r{i}", owner="a", call_id="call-1")) for i in range(5)]
+    assert admission.ratelimit_headers("a")["x-ratelimit-remaining-requests"] == "1"
+    assert refusal(admission.admit, make_job("s", owner="a", call_id="call-2")).status == 429
+    for ticket in tickets[:4]:
+        admission.finish(ticket, 0, False)
+    assert refusal(admission.admit, make_job("s", owner="a", call_id="call-2")).status == 429
+    admission.finish(tickets[4], 0, False)
+    admission.finish(admission.admit(make_job("s", owner="a", call_id="call-2")), 0, False)
+    assert "2 requests per minute" in refusal(admission.admit, make_job("t", owner="a", call_id="call-3")).message
+    assert admission.is_empty

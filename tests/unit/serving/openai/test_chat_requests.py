@@ -54,7 +54,7 @@ def test_template_variables_reach_the_template():
 
 
 def test_tools_are_refused_when_the_model_has_no_format():
-    with pytest.raises(RequestError, match="tool_call_parser") as caught:
+    with pytest.raises(RequestError, match="--tool-call-parser") as caught:
         whole(say("Yes"), tools=[TOOL])
     assert caught.value.param == "tools"
 

@@ -1,0 +1,238 @@
+"""Constraint: what the text of an output has to match; compiled it is a Grammar, its state in one output a GrammarMatcher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast, get_args
+
+from quire.base.errors import RequestError
+
+ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
+GrammarBackend = Literal["auto", "llguidance", "xgrammar"]
+
+MAX_SOURCE_BYTES = 64 << 10
+MAX_REGEX_BYTES = 4 << 10
+MAX_CHOICES = 4096
+MAX_DEPTH = 64
+MAX_OPEN_LENGTH = 1 << 16
+
+
+def json_depth(value: object) -> int:
+    """Return how deep a JSON value is nested, 0 for one that holds no other."""
+    depth, level = 0, [value]
+    while level:
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += cast("dict[str, object]", item).values()
+            elif isinstance(item, list | tuple):
+                inner += cast("list[object]", item)
+        is_nested = any(isinstance(item, dict | list | tuple) for item in level)
+        if not is_nested:
+            break
+        depth += 1
+        level = inner
+    return depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an output has to match as a whole. Raises RequestError, naming `param`, for one that no backend could take.
+
+    kind                    json_object: any JSON object, source is empty; choice: a JSON list of strings; grammar: Lark, or
+                            GBNF where a rule has ::=; structural_tag: JSON, see quire/grammar/structural_tag.py
+    source                  the schema (JSON), expression, grammar or list
+    backend                 who compiles it; "auto": llguidance, which enforces more
+    whitespace_pattern      what may stand where JSON allows white space, as a regular expression; None: one space, or a line
+                            break with indentation
+    disable_any_whitespace  none at all
+    max_open_length         characters of strings and items of arrays where a JSON schema sets no limit of its own; None: none
+    param                   the field of the request that it came from, for errors
+    """
+
+    kind: ConstraintKind
+    source: str = ""
+    backend: GrammarBackend = "auto"
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    max_open_length: int | None = None
+    param: str = field(default="structured_outputs", compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_type("kind", get_args(ConstraintKind))
+        self._check_type("backend", get_args(GrammarBackend))
+        if not isinstance(self.source, str):
+            raise RequestError(f"{self.param}: must be text, got {type(self.source).__name__}", self.param)
+        limit = MAX_REGEX_BYTES if self.kind == "regex" else MAX_SOURCE_BYTES
+        size = len(self.source.encode("utf-8", errors="surrogatepass"))
+        if size > limit:
+            raise RequestError(f"{self.param}: a {self.kind} may have {limit} bytes, got {size}", self.param)
+        if self.kind != "json_object" and not self.source:
+            raise RequestError(f"{self.param}: a {self.kind} must not be empty", self.param)
+        self._check_options()
+        if self.kind in ("json_schema", "structural_tag", "choice"):
+            self._check_json()
+
+    def parsed(self) -> Any:
+        """Return the JSON value of a json_schema, structural_tag or choice."""
+        return json.loads(self.source)
+
+    def _check_type(self, name: str, allowed: Sequence[str]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise RequestError(f"{self.param}: {name} must be one of {', '.join(allowed)}, got {value!r}", self.param)
+
+    def _check_options(self) -> None:
+        pattern, limit = self.whitespace_pattern, self.max_open_length
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_OPEN_LENGTH):
+            raise RequestError(
+                f"{self.param}: max_open_length must be an integer from 1 to {MAX_OPEN_LENGTH}, got {limit!r}", self.param
+            )
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise RequestError(f"{self.param}: disable_any_whitespace must be true or false", self.param)
+        if pattern is None:
+            return
+        if not isinstance(pattern, str) or not pattern or len(pattern.encode()) > MAX_REGEX_BYTES:
+            raise RequestError(f"{self.param}: whitespace_pattern must be text of 1 to {MAX_REGEX_BYTES} bytes", self.param)
+        if self.disable_any_whitespace:
+            raise RequestError(f"{self.param}: whitespace_pattern and disable_any_whitespace exclude each other", self.param)
+
+    def _check_json(self) -> None:
+        try:
+            value: object = json.loads(self.source)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{self.param}: a {self.kind} must be JSON: {error}", self.param) from None
+        depth = json_depth(value)
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{self.param}: a {self.kind} may be nested {MAX_DEPTH} deep, got {depth}", self.param)
+        if self.kind == "choice":
+            self._check_choices(value)
+        elif self.kind == "structural_tag" and not isinstance(value, dict):
+            raise RequestError(f"{self.param}: a structural_tag must be a JSON object, got {value!r:.100}", self.param)
+        elif self.kind == "json_schema" and not isinstance(value, dict | bool):
+            raise RequestError(f"{self.param}: a JSON schema must be an object, true or false, got {value!r:.100}", self.param)
+
+    def _check_choices(self, value: object) -> None:
+        choices = cast("list[object]", value) if isinstance(value, list) else []
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise RequestError(f"{self.param}: must be a list of at least one non-empty string", self.param)
+        if len(choices) > MAX_CHOICES:
+            raise RequestError(f"{self.param}: may hold {MAX_CHOICES} strings, got {len(choices)}", self.param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """A constraint in the words that users of vLLM know; exactly one of the first six is to be given. Raises RequestError.
+
+    json                            a JSON schema, as a dict or as text
+    regex, grammar                  a regular expression; a grammar in Lark's notation or GBNF
+    choice                          a list of texts
+    json_object                     True: any JSON object
+    structural_tag                  a dict, or JSON as text
+    disable_any_whitespace          no white space in JSON
+    disable_additional_properties   objects of the schema get no properties that it does not name
+    whitespace_pattern, max_open_length, backend  as in Constraint
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    max_open_length: int | None = None
+    backend: GrammarBackend = "auto"
+
+    def __post_init__(self) -> None:
+        self.constraint()
+
+    def constraint(self, param: str = "structured_outputs") -> Constraint:
+        """Return what is asked for; errors name the field within `param`."""
+        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [
+            name for name in names if getattr(self, name) is not None and (name, self.json_object) != ("json_object", False)
+        ]
+        if len(given) != 1:
+            raise RequestError(f"{param}: give exactly one of {', '.join(names)}, got {given or 'none'}", param)
+        name = given[0]
+        where = f"{param}.{name}"
+        value = getattr(self, name)
+        if name == "json_object" and value is not True:
+            raise RequestError(f"{where}: must be true or left out, got {value!r}", where)
+        kind = cast("ConstraintKind", "json_schema" if name == "json" else name)
+        source = "" if name == "json_object" else self._source(name, value, where)
+        if not isinstance(self.disable_additional_properties, bool):
+            raise RequestError(f"{param}: disable_additional_properties must be true or false", param)
+        if self.disable_additional_properties:
+            source = _close_objects(kind, source, param)
+        return Constraint(
+            kind=kind,
+            source=source,
+            backend=self.backend,
+            whitespace_pattern=self.whitespace_pattern,
+            disable_any_whitespace=self.disable_any_whitespace,
+            max_open_length=self.max_open_length,
+            param=where,
+        )
+
+    def _source(self, name: str, value: object, where: str) -> str:
+        if name in ("regex", "grammar"):
+            if not isinstance(value, str):
+                raise RequestError(f"{where}: must be a string, got {type(value).__name__}", where)
+            return value
+        if isinstance(value, str) and name != "choice":
+            return value
+        if name == "choice" and not isinstance(value, list | tuple):
+            raise RequestError(f"{where}: must be a list of strings, got {type(value).__name__}", where)
+        return dump_json(cast("object", value), where)
+
+
+def dump_json(value: object, param: str) -> str:
+    """Return JSON, keys in their order. Raises RequestError, naming `param`, for what JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{param}: is no JSON: {error}", param) from None
+
+
+def _close_objects(kind: ConstraintKind, source: str, param: str) -> str:
+    if kind != "json_schema":
+        raise RequestError(f"{param}: disable_additional_properties needs a JSON schema", param)
+    constraint = Constraint(kind=kind, source=source, param=f"{param}.json")  # its depth is checked before it is walked
+
+    def close(schema: object) -> object:
+        if isinstance(schema, list):
+            return [close(item) for item in cast("list[object]", schema)]
+        if not isinstance(schema, dict):
+            return schema
+        closed = {key: close(value) for key, value in cast("dict[str, object]", schema).items()}
+        is_open = "properties" in closed and "additionalProperties" not in closed and "patternProperties" not in closed
+        return {**closed, "additionalProperties": False} if is_open and isinstance(closed["properties"], dict) else closed
+
+    return dump_json(close(constraint.parsed()), param)
+
+
+class GrammarMatcher(Protocol):
+    """Where one output stands in its grammar. Not thread-safe."""
+
+    def advance(self, token_id: int) -> str | None:
+        """Take in a token; return what went wrong, None where nothing did."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output matches, and nothing can follow."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled constraint, bound to one vocabulary; may be shared between threads and requests."""
+
+    def new_matcher(self) -> GrammarMatcher:
+        """Return a matcher at the beginning."""
+        ...

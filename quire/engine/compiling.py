@@ -1,0 +1,41 @@
+"""CompilingRequests: requests that wait for their constraints to be compiled, outside of the scheduler."""
+
+from __future__ import annotations
+
+import threading
+
+from quire.base.ids import RequestId
+from quire.contracts.request import Request
+from quire.grammar.compiler import Compilation
+
+
+class CompilingRequests:
+    """Requests in the order in which they came. The engine's thread owns it; compilations wake it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestId, tuple[Request, Compilation]] = {}
+        self._is_news = threading.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, request: Request, compilation: Compilation) -> None:
+        """Take in a request."""
+        self._waiting[request.request_id] = (request, compilation)
+        compilation.notify(self._is_news.set)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a compilation ends, or the time is over."""
+        if self._is_news.wait(timeout_s):
+            self._is_news.clear()
+
+    def take_done(self) -> list[tuple[Request, Compilation]]:
+        """Return the requests whose compilations have ended, and forget them."""
+        done = [item for item in self._waiting.values() if item[1].is_done]
+        for request, _ in done:
+            del self._waiting[request.request_id]
+        return done
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request; return whether it waited here. What it waits for is compiled all the same: others may want it."""
+        return self._waiting.pop(RequestId(request_id), None) is not None

@@ -1,0 +1,62 @@
+"""Texts and expressions as llguidance's variant of Lark writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.contracts.constraint import Constraint
+from quire.grammar.errors import GrammarError
+
+_BOUNDED_WHITESPACE = r" |\n {0,24}"
+"""One space, or a line break with indentation: an output cannot go on with white space for ever."""
+
+
+def quote(text: str) -> str:
+    """Return a text as a literal; it must not be empty."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def quote_regex(pattern: str) -> str:
+    """Return an expression between slashes. Anchors at its ends say nothing, as the whole text has to match."""
+    if pattern.startswith("^"):
+        pattern = pattern[1:]
+    num_escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+    if pattern.endswith("$") and num_escapes % 2 == 0:
+        pattern = pattern[:-1]
+    return "/" + _escape_slashes(pattern).replace("\n", r"\n") + "/" if pattern else '""'
+
+
+def _escape_slashes(pattern: str) -> str:
+    found: list[str] = []
+    is_escaped = False
+    for character in pattern:
+        found.append("\\/" if character == "/" and not is_escaped else character)
+        is_escaped = character == "\\" and not is_escaped
+    return "".join(found)
+
+
+def choice_source(choices: list[str]) -> str:
+    """Return a grammar of one of some texts."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(quote(choice) for choice in choices) + "\n"
+
+
+def regex_source(pattern: str) -> str:
+    """Return a grammar of an expression."""
+    return f"start: TEXT\nTEXT: {quote_regex(pattern)}\n"
+
+
+def schema_options(constraint: Constraint) -> dict[str, Any]:
+    """Return what llguidance is told about white space, and that nothing may be ignored."""
+    options: dict[str, Any] = {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
+    if not constraint.disable_any_whitespace:
+        options["whitespace_pattern"] = constraint.whitespace_pattern or _BOUNDED_WHITESPACE
+    return options
+
+
+def inline_schema(schema: Any, constraint: Constraint) -> str:
+    """Return a schema as an item of a rule."""
+    if schema is False:
+        raise GrammarError("the schema false allows nothing")
+    fields = {} if schema is True else schema
+    return "%json " + json.dumps({"x-guidance": schema_options(constraint), **fields}, ensure_ascii=False)

@@ -1,0 +1,45 @@
+"""What every backend has to offer beside contracts.constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from quire.contracts.constraint import Constraint, Grammar, GrammarMatcher
+
+
+class MaskSource(Protocol):
+    """Fills the masks of matchers of one kind. Every call may come from another thread, one at a time."""
+
+    def fill(self, matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
+        """Write which tokens each matcher allows next; return what went wrong for each.
+
+        words  numpy [num_matchers, num_mask_words] i32: a bit per token, the lowest first, that of the end last
+        """
+        ...
+
+
+class MaskedMatcher(GrammarMatcher, Protocol):
+    """A matcher with masks."""
+
+    @property
+    def source(self) -> MaskSource:
+        """Who fills its masks."""
+        ...
+
+    @property
+    def end_token_id(self) -> int:
+        """The bit that says whether the output may end."""
+        ...
+
+
+class Backend(Protocol):
+    """Compiles constraints for one vocabulary. Safe to call from several threads."""
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Compile, first or only in another process, which is killed when it takes too much. Raises GrammarError."""
+        ...
+
+    def close(self) -> None:
+        """Remove what it has made outside of this process."""
+        ...

@@ -1,0 +1,188 @@
+"""Which JSON schemas a grammar can enforce whole; what it would weaken or ignore in silence is found here.
+
+A keyword that no draft knows means nothing and is ignored, as the standard has it. One that a draft knows is enforced, or an
+annotation, or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+from quire.grammar.errors import GrammarError, escape_pointer
+
+_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
+_LOOKAROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
+_NOT_ENFORCED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
+    "extends", "divisibleBy",
+)  # fmt: skip
+_OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
+_LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")
+"""Drafts in which nothing beside a $ref counts."""
+
+
+def check_schema(schema: object) -> object:
+    """Return the schema without what has no effect; raise GrammarError, with a JSON pointer, for what cannot be enforced."""
+    if isinstance(schema, dict):
+        fields = cast("dict[str, Any]", schema)
+        if "x-guidance" in fields:
+            raise GrammarError("x-guidance is not for requests to set: leave it out", "/x-guidance")
+        draft = fields.get("$schema")
+        if isinstance(draft, str) and _OLD_DRAFTS.search(draft):
+            raise GrammarError(f"{draft} is too old: write it in draft 4 or later", "/$schema")
+    cleaned = copy.deepcopy(schema)
+    has_ids = _has_ids(cleaned)
+    is_new_draft = _is_new_draft(cleaned)
+    has_lone_references = _is_draft(cleaned, _LONE_REFERENCES)
+    for pointer, inner in iter_schemas(cleaned, ""):
+        _drop_idle(inner, has_lone_references)
+        _check_one(inner, pointer, is_new_draft)
+        _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
+    return cleaned
+
+
+def close_ends(schema: object, limit: int | None) -> object:
+    """Return a checked schema whose strings and arrays have a limit where they had none: what it allows, the schema allows."""
+    if limit is None:
+        return schema
+    closed = copy.deepcopy(schema)
+    for _, inner in iter_schemas(closed, ""):
+        kinds = inner.get("type")
+        names: set[object] = set(cast("list[object]", kinds)) if isinstance(kinds, list) else {kinds}
+        if "string" in names and not inner.keys() & {"maxLength", "pattern", "format", "enum", "const"}:
+            inner["maxLength"] = max(limit, _as_int(inner.get("minLength")))
+        if "array" in names and not inner.keys() & {"maxItems", "enum", "const"}:
+            inner["maxItems"] = max(limit, _as_int(inner.get("minItems")))
+    return closed
+
+
+def _as_int(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def explain(message: str, schema: object) -> GrammarError:
+    """Return what llguidance says of a schema in the words of this server, with a pointer where only one place can be meant."""
+    for part, keywords, text in _MESSAGES:
+        if part in message:
+            places = [
+                f"{pointer}/{keyword}"
+                for pointer, inner in iter_schemas(schema, "")
+                for keyword in keywords
+                if keyword in inner
+            ]
+            return GrammarError(text, places[0] if len(places) == 1 else None)
+    return GrammarError(message)
+
+
+_MESSAGES = (
+    (
+        "oneOf constraints are not supported",
+        ("oneOf",),
+        "oneOf can only be enforced where its schemas exclude each other: write anyOf",
+    ),
+    (
+        "min/maxProperties only supported",
+        ("minProperties", "maxProperties"),
+        "minProperties and maxProperties can only be enforced where all properties are required",
+    ),
+)
+
+
+def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
+    """Take out keywords that are written down but demand nothing."""
+    if has_lone_references and isinstance(schema.get("$ref"), str):
+        for key in schema.keys() - {"$ref", "$schema", "$id", "id", "definitions", "$defs"}:
+            del schema[key]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if "if" not in schema:
+        schema.pop("then", None)
+        schema.pop("else", None)
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+
+
+def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it."""
+    if not isinstance(schema, dict):
+        return
+    fields = cast("dict[str, Any]", schema)
+    yield pointer, fields
+    for key in _SCHEMA_MAPS:
+        inner = fields.get(key)
+        if isinstance(inner, dict):
+            for name, item in cast("dict[str, Any]", inner).items():
+                yield from iter_schemas(item, f"{pointer}/{key}/{escape_pointer(name)}")
+    for key in (*_SCHEMA_LISTS, "items"):
+        inner = fields.get(key)
+        if isinstance(inner, list):
+            for position, item in enumerate(cast("list[Any]", inner)):
+                yield from iter_schemas(item, f"{pointer}/{key}/{position}")
+    for key in _SCHEMAS:
+        yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
+
+
+def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool) -> None:
+    for key in _NOT_ENFORCED:
+        if key in schema:
+            raise GrammarError(f"{key} cannot be enforced: leave it out", f"{pointer}/{key}")
+    if "uniqueItems" in schema:
+        raise GrammarError("uniqueItems cannot be enforced: leave it out", f"{pointer}/uniqueItems")
+    known_format = schema.get("format")
+    if known_format is not None and known_format not in _FORMATS:
+        allowed = ", ".join(sorted(_FORMATS))
+        raise GrammarError(f"format {known_format!r} cannot be enforced; allowed are {allowed}", f"{pointer}/format")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        _check_pattern(pattern, f"{pointer}/pattern")
+    for pattern in cast("dict[str, Any]", schema.get("patternProperties") or {}):
+        _check_pattern(pattern, f"{pointer}/patternProperties/{escape_pointer(pattern)}")
+    if isinstance(schema.get("items"), list) and is_new_draft:
+        raise GrammarError("items must be a schema; a list of them is prefixItems since draft 2020-12", f"{pointer}/items")
+    _check_counts(schema, pointer)
+
+
+def _check_pattern(pattern: str, pointer: str) -> None:
+    if _LOOKAROUND.search(pattern):
+        raise GrammarError("look-around and back-references cannot be enforced", pointer)
+
+
+def _check_counts(schema: dict[str, Any], pointer: str) -> None:
+    """Properties that the schema does not name may come twice, so that a count of them says nothing."""
+    required = schema.get("required")
+    num_required = len(set(map(str, cast("list[object]", required)))) if isinstance(required, list) else 0
+    least = schema.get("minProperties")
+    if isinstance(least, int | float) and least > max(1, num_required):
+        raise GrammarError(
+            "minProperties above 1 and the number of required ones cannot be enforced", f"{pointer}/minProperties"
+        )
+
+
+def _is_draft(root: object, pattern: re.Pattern[str]) -> bool:
+    draft = cast("dict[str, Any]", root).get("$schema") if isinstance(root, dict) else None
+    return isinstance(draft, str) and pattern.search(draft) is not None
+
+
+def _is_new_draft(root: object) -> bool:
+    draft = cast("dict[str, Any]", root).get("$schema") if isinstance(root, dict) else None
+    return draft is None or (isinstance(draft, str) and "2020-12" in draft)
+
+
+def _check_reference(reference: object, pointer: str, has_ids: bool) -> None:
+    if isinstance(reference, str) and not reference.startswith("#") and not has_ids:
+        raise GrammarError(f"$ref {reference!r:.100}: only references within the schema (#...) can be followed", pointer)
+
+
+def _has_ids(value: object) -> bool:
+    if isinstance(value, dict):
+        fields = cast("dict[str, object]", value)
+        return any(key in fields for key in ("$id", "id")) or any(_has_ids(item) for item in fields.values())
+    return isinstance(value, list) and any(_has_ids(item) for item in cast("list[object]", value))

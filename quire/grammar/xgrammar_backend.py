@@ -1,0 +1,208 @@
+"""Grammars by xgrammar, which compiles for the whole vocabulary: in a Prober's process, which hands the result back as text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from quire.contracts.constraint import Constraint
+from quire.grammar.errors import GrammarError
+from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.probing import Prober
+from quire.grammar.schema_check import check_schema, close_ends, iter_schemas
+from quire.grammar.vocabulary import Vocabulary
+
+_ENFORCED = frozenset(
+    (
+        "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "enum",
+        "const", "anyOf", "$ref", "$defs", "definitions", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+        "exclusiveMaximum",
+    )
+)  # fmt: skip
+_ANNOTATIONS = frozenset(
+    (
+        "$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly",
+        "writeOnly",
+    )
+)  # fmt: skip
+_MAX_WHITESPACE = 24
+
+
+class XgrammarBackend:
+    """See Backend."""
+
+    def __init__(self, vocabulary: Vocabulary, prober: Prober) -> None:
+        self._prober = prober
+        self._end_token_id = vocabulary.end_token_id
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
+        tokens = token_texts(vocabulary)
+        self._file = self._folder / "vocabulary.json"
+        self._file.write_text(json.dumps([token.decode("latin-1") for token in tokens]))
+        self._info = make_tokenizer_info(tokens)
+        self._masks = _Masks(tokens)
+
+    def compile(self, constraint: Constraint) -> XgrammarGrammar:
+        """See Backend."""
+        from xgrammar import CompiledGrammar
+
+        answer = self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint)
+        compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
+        return XgrammarGrammar(compiled, self._masks, self._end_token_id)
+
+    def close(self) -> None:
+        """See Backend."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def token_texts(vocabulary: Vocabulary) -> list[bytes]:
+    """Return the tokens as xgrammar has them: what is empty is never let through, and special tokens are no text."""
+    special = vocabulary.special_token_ids
+    texts = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
+    return [*texts, b"<|end of output|>"]
+
+
+def make_tokenizer_info(tokens: list[bytes]) -> Any:
+    """Return the vocabulary as xgrammar has it; the last token is the end."""
+    from xgrammar import TokenizerInfo, VocabType
+
+    return TokenizerInfo(tokens, VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[len(tokens) - 1])
+
+
+class ProbedXgrammar:
+    """What a Prober's process does: compile, and write down what came out."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from xgrammar import GrammarCompiler
+
+        tokens = [token.encode("latin-1") for token in json.loads(Path(setup["vocabulary"]).read_text())]
+        self._compiler = GrammarCompiler(make_tokenizer_info(tokens), max_threads=1, cache_enabled=False)
+
+    def compile(self, constraint: Constraint) -> str:
+        """Return the compiled grammar as text. Raises GrammarError."""
+        try:
+            return self._compile(constraint).serialize_json()
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError(" ".join(str(error).split())[-500:]) from None
+
+    def _compile(self, constraint: Constraint) -> Any:
+        kind, compiler = constraint.kind, self._compiler
+        if kind in ("json_schema", "json_object"):
+            schema: Any = {"type": "object"} if kind == "json_object" else check_for_xgrammar(constraint)
+            return compiler.compile_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint))
+        if kind == "regex":
+            return compiler.compile_regex(constraint.source)
+        if kind == "choice":
+            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in constraint.parsed())
+            return compiler.compile_grammar(f"root ::= {words}\n")
+        if kind == "grammar":
+            if "::=" not in constraint.source:
+                raise GrammarError("xgrammar takes GBNF, and this has no rule with ::=; use llguidance for Lark")
+            return compiler.compile_grammar(constraint.source)
+        raise GrammarError("structural tags are compiled by llguidance alone: use backend 'auto'")
+
+
+def check_for_xgrammar(constraint: Constraint) -> Any:
+    """Return the schema; raise GrammarError, with a JSON pointer, for what xgrammar would not enforce."""
+    schema = close_ends(check_schema(constraint.parsed()), constraint.max_open_length)
+    if schema is False:
+        raise GrammarError("the schema false allows nothing", "")
+    for pointer, inner in iter_schemas(schema):
+        for key in inner:
+            if key not in _ENFORCED | _ANNOTATIONS:
+                raise GrammarError(f"{key} is not enforced by xgrammar: use backend 'auto'", f"{pointer}/{key}")
+        properties: Any = inner.get("properties")
+        named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
+        if set(cast("list[str]", inner.get("required") or ())) - named:
+            raise GrammarError("xgrammar forgets required names that are not among the properties", f"{pointer}/required")
+        if "anyOf" in inner and inner.keys() - _ANNOTATIONS - {"anyOf", "$defs", "definitions"}:
+            raise GrammarError("xgrammar forgets what stands beside anyOf", f"{pointer}/anyOf")
+        if "$ref" in inner and inner.keys() - _ANNOTATIONS - {"$ref", "$defs", "definitions"}:
+            raise GrammarError("xgrammar forgets what stands beside $ref", f"{pointer}/$ref")
+    return schema
+
+
+def _whitespace(constraint: Constraint) -> dict[str, Any]:
+    if constraint.whitespace_pattern is not None:
+        raise GrammarError("whitespace_pattern is for llguidance alone: use backend 'auto'")
+    if constraint.disable_any_whitespace:
+        return {"any_whitespace": False, "separators": (",", ":")}
+    return {"any_whitespace": True, "max_whitespace_cnt": _MAX_WHITESPACE}
+
+
+class _Masks:
+    """Fills masks one after the other; tokens without a text are left out of each."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        from xgrammar import allocate_token_bitmask
+
+        has_text = np.zeros(len(tokens) // 32 * 32 + 32, dtype=np.bool_)
+        has_text[: len(tokens)] = [bool(token) for token in tokens]
+        self._possible = np.packbits(has_text, bitorder="little").view(np.int32)
+        self._bits = allocate_token_bitmask(1, len(tokens))
+        self._lock = threading.Lock()
+
+    def fill(self, matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
+        """See MaskSource."""
+        for row, matcher in enumerate(matchers):
+            found = self.next_of(cast("XgrammarMatcher", matcher).state)
+            words[row] = 0
+            words[row, : len(found)] = found
+        return [None] * len(matchers)
+
+    def next_of(self, state: Any) -> Any:
+        """Return the mask of a matcher, numpy [words] i32."""
+        with self._lock:
+            is_written = state.fill_next_token_bitmask(self._bits, 0)
+            found = self._bits.numpy()[0][: len(self._possible)]
+            return self._possible & found if is_written else self._possible.copy()
+
+
+class XgrammarGrammar:
+    """A compiled grammar; see contracts.constraint.Grammar."""
+
+    def __init__(self, compiled: Any, masks: _Masks, end_token_id: int) -> None:
+        self._compiled = compiled
+        self._masks = masks
+        self._end_token_id = end_token_id
+
+    def new_matcher(self) -> XgrammarMatcher:
+        """See Grammar."""
+        from xgrammar import GrammarMatcher
+
+        return XgrammarMatcher(GrammarMatcher(self._compiled), self._masks, self._end_token_id)
+
+
+class XgrammarMatcher:
+    """See MaskedMatcher."""
+
+    __slots__ = ("_masks", "end_token_id", "state")
+
+    def __init__(self, state: Any, masks: _Masks, end_token_id: int) -> None:
+        self.state = state
+        self._masks = masks
+        self.end_token_id = end_token_id
+
+    @property
+    def source(self) -> MaskSource:
+        """See MaskedMatcher."""
+        return self._masks
+
+    def advance(self, token_id: int) -> str | None:
+        """See GrammarMatcher."""
+        return None if self.state.accept_token(token_id) else f"the grammar does not take token {token_id}"
+
+    @property
+    def is_complete(self) -> bool:
+        """See GrammarMatcher."""
+        if not self.state.is_completed():
+            return False
+        word, bit = divmod(self.end_token_id, 32)
+        words = self._masks.next_of(self.state).view(np.uint32)
+        return np.count_nonzero(words) == 1 and int(words[word]) == 1 << bit

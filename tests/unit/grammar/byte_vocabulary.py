@@ -1,0 +1,41 @@
+"""Small vocabularies for the tests of grammars."""
+
+import numpy as np
+
+from quire.grammar.masks import fill_masks
+from quire.grammar.vocabulary import Vocabulary
+
+SPECIAL = "<|tool|>"
+
+
+def make_vocabulary(extra=(), size=None):
+    """Return a vocabulary of 256 bytes, a special token, and some longer tokens; with `size`, that many tokens in all."""
+    texts = [bytes([byte]) for byte in range(256)] + [SPECIAL.encode()] + [text.encode() for text in extra]
+    ids = {text: token_id for token_id, text in enumerate(texts)}
+    tokens = texts + [b""] * (0 if size is None else size - len(texts))
+    return Vocabulary(tuple(tokens), frozenset((256,)), lambda text: list(text.encode()), lambda text: ids.get(text.encode()))
+
+
+def accepts(grammar, text):
+    """Return whether a text, or token ids, is a whole output of a grammar."""
+    matcher = grammar.new_matcher()
+    for token_id in text.encode() if isinstance(text, str) else text:
+        if matcher.advance(token_id) is not None:
+            return False
+    return can_end(matcher)
+
+
+def can_end(matcher):
+    """Return whether an output may end here."""
+    words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
+    assert matcher.source.fill([matcher], words) == [None]
+    return bool(words.view(np.uint32)[0, matcher.end_token_id // 32] >> (matcher.end_token_id % 32) & 1)
+
+
+def allowed_ids(matcher, vocab_size, ending_ids=()):
+    """Return the tokens that may come next."""
+    masks = fill_masks([matcher], [ending_ids])
+    assert masks.errors == [None]
+    bits = np.unpackbits(masks.words.view(np.uint8)[0], bitorder="little")
+    assert not bits[vocab_size:].any(), "a bit beyond the vocabulary is set"
+    return set(np.flatnonzero(bits[:vocab_size]).tolist())

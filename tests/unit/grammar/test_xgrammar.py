@@ -1,0 +1,118 @@
+"""The other backend: the same languages where it enforces them, a refusal where it would not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.base.errors import RequestError
+from quire.contracts.constraint import Constraint
+from quire.grammar.compiler import GrammarCompiler
+from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids, make_vocabulary
+
+SAMPLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "schemas" / "jsonschemabench_100.jsonl"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return make_vocabulary(("ab", "yes", "no"), size=300)
+
+
+@pytest.fixture(scope="module")
+def compiler(vocabulary):
+    compiler = GrammarCompiler(lambda: vocabulary)
+    yield compiler
+    compiler.close()
+
+
+def compile_one(compiler, kind, source, **options):
+    text = source if isinstance(source, str) else json.dumps(source)
+    return compiler.start(Constraint(kind=kind, source=text, backend="xgrammar", **options)).result()
+
+
+def test_language_is_the_one_asked_for(compiler, vocabulary):
+    cases = [
+        ("choice", ["a", "ab", 'c"'], ["a", "ab", 'c"'], ["", "b", "abc"]),
+        ("regex", "[ab]{2,3}c", ["abc", "bbbc"], ["ac", "ab"]),
+        ("grammar", 'root ::= "x" y\ny ::= [0-9]+', ["x1", "x12"], ["x", "12"]),
+        (
+            "json_schema",
+            PERSON,
+            ['{"name":"ab","age":7}', '{"name": "ab", "age": 7}'],
+            ['{"name":"abcdef","age":7}', '{"age":1}'],
+        ),
+        ("json_object", "", ["{}", '{"a": [1]}'], ["[]", "1"]),
+    ]
+    for kind, source, right, wrong in cases:
+        grammar = compile_one(compiler, kind, source)
+        assert all(accepts(grammar, text) for text in right), kind
+        assert not any(accepts(grammar, text) for text in wrong), kind
+    assert 256 not in allowed_ids(compile_one(compiler, "regex", "(.|\\n)*").new_matcher(), vocabulary.size)
+
+
+def test_matcher_is_complete_when_nothing_can_follow(compiler):
+    matcher = compile_one(compiler, "choice", ["a", "ab"]).new_matcher()
+    states = [matcher.is_complete]
+    for letter in "ab":
+        assert matcher.advance(ord(letter)) is None
+        states.append(matcher.is_complete)
+    assert states == [False, False, True]
+    assert compile_one(compiler, "choice", ["ab"]).new_matcher().advance(ord("b")) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("json_schema", {"type": "integer", "multipleOf": 3}, "/multipleOf"),
+        ("json_schema", {"type": "object", "required": ["a"]}, "/required"),
+        ("json_schema", {"properties": {"a": {"patternProperties": {}}}}, "/properties/a/patternProperties"),
+        ("json_schema", {"allOf": [{}, {}]}, "/allOf"),
+        ("structural_tag", {"format": {"type": "regex", "pattern": "a"}}, "llguidance"),
+        ("grammar", 'start: "a"', "GBNF"),
+    ],
+)
+def test_constraint_is_refused_when_it_would_be_weakened(compiler, kind, source, words):
+    with pytest.raises(RequestError, match=words):
+        compile_one(compiler, kind, source)
+
+
+def test_backends_stand_side_by_side_in_one_batch(tiny_model):
+    llm = LLM(str(tiny_model), max_num_seqs=8, num_kv_blocks=100)
+    try:
+        params = [
+            SamplingParams(
+                structured_outputs=StructuredOutputsParams(choice=["yes", "no"], backend=backend), seed=3, max_tokens=9
+            )
+            for backend in ("llguidance", "xgrammar", "auto")
+        ]
+        outputs = llm.generate([[1, 2]] * 3, params, use_tqdm=False)
+    finally:
+        llm.close()
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert outputs[1].outputs[0].text in ("yes", "no")
+    assert outputs[1].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SAMPLE.is_file(), reason="../shared/data/schemas is not beside the checkout")
+def test_nothing_invalid_gets_through_in_the_sample(compiler):
+    mistakes, num_compiled = [], 0
+    for row in map(json.loads, SAMPLE.read_text().splitlines()):
+        try:
+            grammar = compile_one(compiler, "json_schema", row["schema"])
+        except RequestError:
+            continue
+        num_compiled += 1
+        invalid = [json.dumps(test["data"], ensure_ascii=False) for test in row["tests"] if not test["valid"]]
+        mistakes += [(row["id"], text) for text in invalid if accepts(grammar, text)]
+    assert mistakes == []
+    assert num_compiled >= 40

@@ -1,0 +1,140 @@
+"""Constraints through the handlers, over a real engine in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from quire.base.errors import RequestError
+from quire.engine.llm_engine import LLMEngine
+from quire.serving.config import ServerConfig
+from quire.serving.generation.served_model import load_served_model
+from quire.serving.link.engine_info import describe_engine
+from tests.unit.serving.fakes import DEMO, make_context
+from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
+from tests.unit.serving.openai.test_with_engine import EngineGateway
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Oslo", "Rome"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}},
+    {"type": "function", "function": {"name": "person", "parameters": PERSON}},
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8)
+    yield engine
+    engine.close()
+
+
+def context_of(engine, **options):
+    return make_context(EngineGateway(engine), load_served_model(describe_engine(engine, 0.0), ServerConfig(**options)))
+
+
+@pytest.fixture(scope="module")
+def context(engine):
+    return context_of(engine, tool_call_parser="hermes", reasoning_parser="none")
+
+
+def message_of(data):
+    (choice,) = json.loads(data)["choices"]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answer_is_of_the_schema_when_response_format_has_one(context, seed):
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    message, reason = message_of(ask_chat(context, response_format=wanted, max_tokens=120, seed=seed))
+    value = json.loads(message["content"])
+    assert (reason, list(value)) == ("stop", ["name", "age"])
+    assert 0 <= value["age"] <= 99
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"regex": "^(yes|no)$"}},
+        {"guided_grammar": 'root ::= "yes" | "no"'},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+        {"structured_outputs": {"structural_tag": {"format": {"type": "regex", "pattern": "yes|no"}}}},
+    ],
+)
+def test_completion_is_one_of_two_words_when_it_is_constrained(context, body):
+    (choice,) = json.loads(ask_completion(context, max_tokens=20, seed=1, **body))["choices"]
+    assert choice["text"] in ("yes", "no")
+    assert choice["finish_reason"] == "stop"
+
+
+def test_stream_adds_up_to_the_whole_answer_when_it_is_constrained(context):
+    body = {"max_tokens": 100, "seed": 5, "structured_outputs": {"json": PERSON}}
+    (whole,) = json.loads(ask_completion(context, **body))["choices"]
+    chunks = chunks_of(ask_completion(context, stream=True, **body))
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole["text"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("seed", range(3))
+def test_tool_is_called_with_arguments_of_its_schema_when_that_is_demanded(context, choice, seed):
+    body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 160, "seed": seed, "parallel_tool_calls": False}
+    message, _ = message_of(ask_chat(context, **body))
+    (call,) = message["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "weather":
+        assert arguments in ({"city": "Oslo"}, {"city": "Rome"})
+    else:
+        assert (choice, set(arguments)) == ("required", {"name", "age"})
+
+
+def test_answer_follows_reasoning_within_one_grammar_when_the_model_reasons(engine):
+    context = context_of(engine, tool_call_parser="none", reasoning_parser="qwen3")
+    body = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 200}
+    found = [message_of(ask_chat(context, seed=seed, **body)) for seed in range(4)]
+    assert all(message["content"] in ("yes", "no") for message, reason in found if reason == "stop")
+    assert any(reason == "stop" for _, reason in found)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", "/properties/a/not"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
+            "response_format.json_schema.schema",
+            "uniqueItems",
+        ),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+        ({"structured_outputs": {"json": {"description": "x" * 70000}}}, "structured_outputs.json", "65536"),
+    ],
+)
+def test_request_is_refused_by_the_field_when_its_constraint_cannot_be_enforced(context, body, param, words):
+    with pytest.raises(Exception) as caught:
+        ask_chat(context, max_tokens=10, **body)
+    assert getattr(caught.value, "param", None) == param
+    assert re.search(re.escape(words), str(caught.value))
+
+
+def test_tool_choice_is_refused_when_the_format_of_calls_is_not_json(engine):
+    context = context_of(engine, tool_call_parser="qwen3_coder", reasoning_parser="none")
+    with pytest.raises(RequestError, match="qwen3_coder") as caught:
+        ask_chat(context, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice"
