@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
-from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
 from quire.contracts.request import Request
+from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
 from quire.sampling.row_state import SamplingRow
 
 ROOT = -1
@@ -32,7 +32,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         if len(self.tokens) > MAX_SPECULATIVE_TOKENS:
-            raise InvariantError(f"a draft of {len(self.tokens)} tokens: {MAX_SPECULATIVE_TOKENS} at most can be verified at once")
+            raise InvariantError(f"a draft has at most {MAX_SPECULATIVE_TOKENS} tokens, not {len(self.tokens)}")
         if len(self.tokens) != len(self.parents) or any(not ROOT <= p < i for i, p in enumerate(self.parents)):
             raise InvariantError(f"a draft of {len(self.tokens)} tokens cannot have the parents {self.parents}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,6 +122,8 @@ class InputBatch:
         self._token_ids = np.zeros(max_num_tokens, dtype=np.int64)
         self._positions = np.zeros(max_num_tokens, dtype=np.int64)
         self._slots = np.zeros(max_num_tokens, dtype=np.int64)
+        self._sources: list[int] = []
+        self._targets: list[int] = []
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan changes: sequences that ended or start, and their block tables."""
@@ -218,10 +220,27 @@ class InputBatch:
             positions[first:end] = positions[first - 1] + np.array(draft.depths())
         return TreeInput(torch.from_numpy(num_drafts), torch.from_numpy(ancestors.view(np.int64)))
 
-    def slots_of(self, row: Row, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots of some places [N] of a sequence."""
-        block_index, offset = np.divmod(positions, self._block_size)
-        return self._tables[row.table, block_index] * self._block_size + offset
+    def accept(self, row: Row, path: Sequence[int]) -> None:
+        """Count drafts as computed, those with the indices `path`, in rising order: what take_moves returns must follow."""
+        for place, index in enumerate(path):
+            if place != index:
+                self._sources.append(self._slot(row, row.num_computed_tokens + index))
+                self._targets.append(self._slot(row, row.num_computed_tokens + place))
+        row.num_computed_tokens += len(path)
+
+    def _slot(self, row: Row, position: int) -> int:
+        return int(self._tables[row.table, position // self._block_size]) * self._block_size + position % self._block_size
+
+    def take_moves(self) -> tuple[Tensor, Tensor] | None:
+        """Return the slots [N] i64 whose KV is to be moved, and where to, so that what was accepted stands in one row.
+
+        In order, no source is written before it is read: a target is never behind its source, nor behind the one before.
+        """
+        if not self._sources:
+            return None
+        moves = torch.tensor(self._sources), torch.tensor(self._targets)
+        self._sources, self._targets = [], []
+        return moves
 
     def advance(self, step: StepInput) -> None:
         """Count the known tokens of the step as computed; whoever accepts drafts counts them."""

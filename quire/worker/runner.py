@@ -134,12 +134,15 @@ class ModelRunner:
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
         rows = [row for row, _ in ready]
+        paths: dict[SequenceId, tuple[int, ...]] = {}
         if drafts:
-            result = self._verify(plan, rows, drafts, logits, prompt_logprobs)
+            result = self._verify(plan, rows, drafts, logits, prompt_logprobs, paths)
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
+            paths = dict.fromkeys(result.sampled, ())
         if self._speculator is not None:
-            result = replace(result, draft_wishes=self._speculator.end(plan, list(result.sampled), result.verified))
+            self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+            result = replace(result, draft_wishes=self._speculator.end(plan, paths))
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
 
     def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
@@ -210,8 +213,9 @@ class ModelRunner:
         drafts: Mapping[SequenceId, Draft],
         logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
+        paths: dict[SequenceId, tuple[int, ...]],
     ) -> StepResult:
-        """Sample as _sample does, and on along the drafts."""
+        """Sample as _sample does, and on along the drafts; `paths` gets the drafts that were accepted of every sequence."""
         candidates: list[Candidate] = []
         next_row = len(rows)
         for row in rows:
@@ -226,7 +230,8 @@ class ModelRunner:
                 result.errors[sequence_id] = walk.error
                 continue
             row.token_ids += walk.tokens
-            row.num_computed_tokens += len(walk.path)
+            self._batch.accept(row, walk.path)
+            paths[sequence_id] = tuple(walk.path)
             if row.sampling.is_grammar_complete:
                 completed.append(sequence_id)
             result.sampled[sequence_id] = tuple(walk.tokens)
@@ -234,6 +239,9 @@ class ModelRunner:
                 result.logprobs[sequence_id] = tuple(walk.logprobs)
             if len(candidate.draft) > 0:
                 result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
+        moves = self._batch.take_moves()
+        if moves is not None:
+            self._decoder.move_tokens(self._kv, *moves)
         return replace(result, completed=frozenset(completed)) if completed else result
 
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:

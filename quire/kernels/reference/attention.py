@@ -95,7 +95,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, sp
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """The tree that ends a chunk: what each of its queries sees of the drafts [Q, N], and how deep each draft is [N], from 1."""
+    """The tree that ends a chunk: what each of its queries sees of the drafts [Q, N], and the depths of these [N], from 1."""
 
     is_ancestor: Tensor
     depths: Tensor
@@ -103,7 +103,7 @@ class _Paths:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlace:
-    """Where the tokens of one sequence are: its block table, its length in the cache, and the tree at its end, if there is one."""
+    """Where the tokens of one sequence are: its block table, its length in the cache, and perhaps a tree at its end."""
 
     block_table: Tensor
     context_len: int
@@ -119,7 +119,7 @@ class _ChunkPlace:
         return found
 
     def is_hidden(self, queries: slice, first: int, last: int, window: int | None) -> Tensor:
-        """Return what some queries of the chunk, the last one in the place before `last`, do not see of the tokens [first, last)."""
+        """Return what some queries of the chunk, the last of them just before `last`, do not see of tokens [first, last)."""
         begin = last - (queries.stop - queries.start)
         distance = self.positions(begin, last)[:, None] - self.positions(first, last)
         is_hidden = distance < 0

@@ -136,4 +136,6 @@ def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_s
         expected = dense(q[rows], dense_k[2][tokens], dense_v[2][tokens], spec)
         torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=2e-6)
     for index, rows in enumerate((slice(0, 1), slice(1, 6))):
-        torch.testing.assert_close(out[rows].double(), dense(q[rows], dense_k[index], dense_v[index], spec), atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            out[rows].double(), dense(q[rows], dense_k[index], dense_v[index], spec), atol=2e-6, rtol=2e-6
+        )

@@ -43,7 +43,9 @@ class Trees:
         # As the bits of u64, for which torch has no constructor.
         ancestors = torch.tensor([mask - (1 << 64) if mask >> 63 else mask for mask in masks], dtype=torch.int64)
         trees = torch.tensor(counts, dtype=torch.int32), ancestors
-        return attend(self.cache, self.rows, self.q, sinks=sinks_of(self.setup), num_threads=num_threads, isa=self.isa, trees=trees)
+        return attend(
+            self.cache, self.rows, self.q, sinks=sinks_of(self.setup), num_threads=num_threads, isa=self.isa, trees=trees
+        )
 
     def attend_path(self, index, node):
         """Return the rows of the last known token and of one path, run as a chain in a cache of its own."""
@@ -79,7 +81,9 @@ def test_rows_of_a_tree_have_the_bits_of_their_paths_run_as_chains(name, isa):
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_have_the_bits_of_chains_at_any_place_of_runs_blocks_and_chunks(seed, isa):
     rng = random.Random(seed)
-    setup = Setup(head_dim=8, num_heads=4, kv_heads=2, window=rng.choice([0, 3, 20, 260]), cache=rng.choice(["bf16", "i8", "f32"]))
+    setup = Setup(
+        head_dim=8, num_heads=4, kv_heads=2, window=rng.choice([0, 3, 20, 260]), cache=rng.choice(["bf16", "i8", "f32"])
+    )
     prefixes = [rng.choice([rng.randint(1, 40), rng.randint(230, 280), rng.randint(500, 540)]) for _ in range(6)]
     trees = Trees(setup, prefixes, [rng.randint(1, 64) for _ in prefixes], seed, isa)
     out = trees.attend(1 + seed % 3)
@@ -152,5 +156,3 @@ def test_rows_beside_a_tree_keep_their_bits(isa):
     ancestors = torch.zeros(len(q), dtype=torch.int64)
     ancestors[sum(count for _, _, count in ROWS[:6]) - 1] = 1
     assert same(plain, attend(cache, ROWS, q, isa=isa, trees=(drafts, ancestors), num_threads=2))
-
-
