@@ -11,9 +11,14 @@ from typing import Any, Literal, Self, cast
 from quire.base.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 64
-_METHODS = ("ngram", "suffix", "draft_model")
-_KNOWN_ELSEWHERE = ("eagle", "eagle3", "medusa", "mtp", "deepseek_mtp", "mlp_speculator", "lookahead", "self")
-_DEFAULT_TOKENS = {"ngram": 6, "suffix": 12, "draft_model": 4}
+_METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "deepseek_mtp")
+_KNOWN_ELSEWHERE = ("mlp_speculator", "lookahead", "self")
+_DEFAULT_TOKENS = {
+    **{"ngram": 6, "suffix": 12, "draft_model": 4},
+    **{"eagle": 4, "eagle3": 4, "medusa": 4, "mtp": 3, "deepseek_mtp": 3},
+}
+_WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa")
+_PERHAPS_WITH_MODEL = ("mtp", "deepseek_mtp")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -33,9 +38,12 @@ class SpeculativeConfig:
 
     method                  "ngram": what followed the last tokens where they stood before in the request; "suffix": likewise by
                             vote of all places, in the request and in past responses of its cache_salt; "draft_model": a
-                            smaller model with the same vocabulary. None: "draft_model" where a model is given
+                            smaller model with the same vocabulary; "eagle", "eagle3", "medusa": a head that was trained for the
+                            model; "mtp" or "deepseek_mtp": its layer for multi-token prediction. None: "draft_model" where a
+                            model is given
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
-    model                   of "draft_model": a folder, a hub id or the name of a bundled model
+    model                   of "draft_model", "eagle", "eagle3" and "medusa": a folder, a hub id or the name of a bundled model;
+                            of "mtp" only where the layer is not in the model's own folder
     adaptive                measure what drafts cost and gain, and draft as many as pay; False: always as many as possible
     prompt_lookup_min, prompt_lookup_max
                             tokens that must stand there before, and that are compared at most; of "ngram", the former of
@@ -46,7 +54,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob       the least share of the places that must go on so
     """
 
-    method: Literal["ngram", "suffix", "draft_model"] | None = None
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "deepseek_mtp"] | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
     adaptive: bool = True
@@ -63,9 +71,9 @@ class SpeculativeConfig:
         if self.method not in _METHODS:
             state = "is not supported yet" if str(self.method) in _KNOWN_ELSEWHERE else "is none"
             raise ConfigError(f"speculative_config: method {self.method!r} {state}; the methods are {', '.join(_METHODS)}")
-        if (self.method == "draft_model") != (self.model is not None):
+        if self.method not in _PERHAPS_WITH_MODEL and (self.method in _WITH_MODEL) != (self.model is not None):
             raise ConfigError(
-                f"speculative_config: method {self.method!r} takes {'a' if self.method == 'draft_model' else 'no'} model, got "
+                f"speculative_config: method {self.method!r} takes {'a' if self.method in _WITH_MODEL else 'no'} model, got "
                 f"{self.model!r}"
             )
         if self.num_speculative_tokens is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
-from quire.kernels.reference.attention import AttentionInput, attend, store_kv
+from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
 from quire.kernels.reference.moe import mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
@@ -81,6 +81,11 @@ class Decoder:
         self._hidden = hidden if keeps_all or hidden_rows else None
         self._hidden_rows = hidden_rows or []
         return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
+        for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
+            move_kv(k_cache, v_cache, sources, targets)
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits of rows [first, last) of the last step, which kept all."""

@@ -255,6 +255,7 @@ class NativeDecoder:
         known = min([angles.count for angles in self._angles], default=longest)
         if longest > known:
             self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        trees = step.trees
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -278,6 +279,7 @@ class NativeDecoder:
             len(logit_rows),
             keeps_all,
             logits.data_ptr(),
+            *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
         )
         return logits
 
@@ -289,8 +291,14 @@ class NativeDecoder:
     def layer_inputs(self, rows: Sequence[int]) -> Tensor:
         """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
         found = torch.empty(len(rows), self._num_kept * self.spec.hidden_size)
-        self._plan.layer_inputs(_int32(rows).data_ptr(), len(rows), found.data_ptr())
+        chosen = _int32(rows)
+        self._plan.layer_inputs(chosen.data_ptr(), len(rows), found.data_ptr())
         return found
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer, one after the other."""
+        self._bind(kv)
+        self._plan.move_tokens(sources.data_ptr(), targets.data_ptr(), len(sources))
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""

@@ -21,6 +21,7 @@ from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
 from quire.sampling.drafting import draw_drafts
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.proposer import Proposer
 from quire.speculate.filled_blocks import FilledBlocks
 
 _MAX_PENDING = 256
@@ -48,7 +49,7 @@ class _Pass:
     features: Tensor
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts by a head, a token a pass, all sequences together.
 
     kv       the pool, of as many blocks as the target's
@@ -173,9 +174,6 @@ class HeadProposer:
         wide = torch.full((len(logits), self._vocab_size), -torch.inf, dtype=logits.dtype)
         wide[:, self._vocabulary] = logits
         return wide
-
-    def release(self, sequence: DraftedSequence) -> None:
-        """See Proposer; the memo goes with the sequence, and blocks tell by themselves what they hold."""
 
 
 def _tensor(values: list[int]) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.contracts.step import StepPlan
 from quire.model.heads.head_spec import ParallelHead
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class _Memo:
     hidden: Tensor
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Drafts the most likely token of every head, as a chain."""
 
     tap_layers: tuple[int, ...] | None = ()
@@ -39,9 +39,6 @@ class MedusaProposer:
             self._layers.append((torch.stack([block[index][0] for block in head.blocks]).transpose(1, 2), bias))
         self._heads = head.heads
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()
-
-    def apply(self, plan: StepPlan) -> None:
-        """See Proposer; nothing is kept in blocks."""
 
     def feed(self, sequence: DraftedSequence, first: int, features: Tensor) -> None:
         """See Proposer."""
@@ -64,6 +61,3 @@ class MedusaProposer:
         best = torch.stack([F.linear(x[index], self._heads[index]).argmax(-1) for index in range(count)])
         tokens = (best if self._vocabulary is None else self._vocabulary[best]).T.tolist()
         return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(tokens, wanted, strict=True)]
-
-    def release(self, sequence: DraftedSequence) -> None:
-        """See Proposer; the memo goes with the sequence."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.pace import AcceptanceRecord, Pace
-from quire.speculate.proposer import Proposer
+from quire.speculate.pace import AcceptanceRecord, Pace, TreeRecord
+from quire.speculate.proposer import Outcome, Proposer
 
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
 _RECENT = 0.95
+_NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,12 @@ class Speculator:
     def __init__(self, config: SpeculativeConfig, proposer: Proposer, vocab_size: int) -> None:
         self._max_tokens = config.max_tokens
         self._proposer = proposer
-        self._pace = Pace(config.max_tokens) if config.adaptive else None
+        self._pace = Pace(config.max_tokens, proposer.is_branching) if config.adaptive else None
+        self._record = TreeRecord if proposer.is_branching else AcceptanceRecord
         self._max_drafts = max(config.max_tokens, _MAX_LOGIT_ELEMENTS // vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._begun_s = 0.0
+        self._drafts: dict[SequenceId, Draft] = {}
         self._num_drafts = 0
         self._decoded: Sequence[SequenceId] = ()
 
@@ -53,25 +58,65 @@ class Speculator:
 
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
-        self._followed[sequence.sequence_id] = _Followed(sequence, AcceptanceRecord(self._max_tokens, _RECENT))
+        self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, _RECENT))
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step, none of them empty."""
         slots = plan.num_draft_slots or {}
         wanted = [(self._followed[sequence_id].sequence, count) for sequence_id, count in slots.items()]
         drafts = self._proposer.propose(wanted) if wanted else []
-        found = {sequence_id: draft for sequence_id, draft in zip(slots, drafts, strict=True) if len(draft) > 0}
-        self._num_drafts = sum(map(len, found.values()))
-        return found
+        self._drafts = {sequence_id: draft for sequence_id, draft in zip(slots, drafts, strict=True) if len(draft) > 0}
+        self._num_drafts = sum(map(len, self._drafts.values()))
+        return self._drafts
 
-    def end(
-        self, plan: StepPlan, advanced: Sequence[SequenceId], verified: dict[SequenceId, tuple[int, int]]
-    ) -> dict[SequenceId, int]:
-        """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one."""
+    def observe(self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor) -> None:
+        """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
+
+        paths         of the sequences that got tokens, the drafts that were accepted
+        sequence_ids  whose next tokens were sought: logits [R, vocab_size] are those behind the last known token of each, and
+                      then those behind their drafts
+        """
+        if not self._proposer.observes:
+            return
+        outcomes: list[Outcome] = []
+        next_row = len(sequence_ids)
+        for index, sequence_id in enumerate(sequence_ids):
+            draft = self._drafts.get(sequence_id, _NO_DRAFT)
+            if sequence_id in paths:
+                rows = [index, *range(next_row, next_row + len(draft))]
+                sequence = self._followed[sequence_id].sequence
+                outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits[rows]))
+            next_row += len(draft)
+        self._proposer.observe(outcomes)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...] | None:
+        """What the proposer reads of the model; see Proposer."""
+        return self._proposer.tap_layers
+
+    def feed(self, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
+        """Hand the proposer what it reads; to be called before `end`.
+
+        fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
+        """
+        row = 0
+        for sequence_id, first, count in fed:
+            followed = self._followed.get(sequence_id)
+            if followed is not None:
+                self._proposer.feed(followed.sequence, first, features[row : row + count])
+            row += count
+
+    def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
+        """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
+
+        paths  of those sequences, the drafts that were accepted
+        """
         pace = self._pace
+        advanced = list(paths)
         if pace is not None:
-            for sequence_id, (num_drafts, num_accepted) in verified.items():
-                pace.note_verified(self._followed[sequence_id].record, num_drafts, num_accepted)
+            for sequence_id, draft in self._drafts.items():
+                if sequence_id in paths:
+                    pace.note_verified(self._followed[sequence_id].record, len(draft), paths[sequence_id])
             if len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._decoded = advanced
             if pace.is_asleep:

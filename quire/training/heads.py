@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.model.heads.eagle import default_tap_layers
 from quire.training.config import DraftTraining
 from quire.training.target import Target, TargetRows
 from quire.training.unrolled import DraftLayer, RmsNorm, Unrolled, Wanted, shifted
@@ -80,7 +81,8 @@ class Eagle3Head(nn.Module):
         self.tap_layers = tap_layers(options, num_layers)
         self._options, self._shape, self._draft_ids = options, _shape_config(target), draft_ids
         self._num_steps = options.num_steps_ahead
-        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        num_features = len(self.tap_layers)
+        self.fc = nn.Linear(num_features * hidden, hidden, bias=False)
         self.midlayer = DraftLayer(spec, spec.layers[-1], 2 * hidden, has_qk_norm=False)
         self.midlayer.add_module(
             "hidden_norm", RmsNorm(hidden, eps, target.parameter(f"layers.{num_layers - 1}.attn_in.weight"))
@@ -94,8 +96,8 @@ class Eagle3Head(nn.Module):
         self.midlayer.start_from(start)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head()[draft_ids])
-            nn.init.normal_(self.fc.weight, std=0.2 * (3 * hidden) ** -0.5)
-            self.fc.weight[:, 2 * hidden :] += torch.eye(hidden)
+            nn.init.normal_(self.fc.weight, std=0.2 * (num_features * hidden) ** -0.5)
+            self.fc.weight[:, (num_features - 1) * hidden :] += torch.eye(hidden)
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
         """See Head."""
@@ -237,14 +239,6 @@ def tap_layers(options: DraftTraining, num_layers: int) -> tuple[int, ...]:
     if options.kind != "eagle3":
         return ()
     return options.tap_layers or default_tap_layers(num_layers)
-
-
-def default_tap_layers(num_layers: int) -> tuple[int, ...]:
-    """Return EAGLE-3's layers; of a model with few layers, three that there are."""
-    wanted = (2, num_layers // 2, num_layers - 3)
-    if wanted[0] < wanted[1] < wanted[2]:
-        return wanted
-    return tuple(min(num_layers - 1, max(0, num_layers - 3) + index) for index in range(3))
 
 
 def build_head(target: Target, options: DraftTraining, draft_ids: Sequence[int]) -> Eagle3Head | MtpHead | MedusaHead:

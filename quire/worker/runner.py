@@ -75,7 +75,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
     speculative = config.speculative_config
-    speculator = None if speculative is None else build_speculator(speculative, report.spec, report.memory)
+    speculator = None if speculative is None else build_speculator(speculative, report, decoder)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
 
 
@@ -117,6 +117,10 @@ class ModelRunner:
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
+        hidden_rows = [index for run in runs for index in range(run.first, run.last)]
+        reads_final = self._speculator is not None and self._speculator.tap_layers == ()
+        if reads_final:
+            hidden_rows += range(step.attention.query_starts[-1])
         constrained = ConstrainedRows([row for row, _ in ready], self._masks)
         try:
             logits = self._decoder.step(
@@ -125,8 +129,8 @@ class ModelRunner:
                 step.attention,
                 self._kv,
                 logit_rows,
-                keeps_all,
-                [index for run in runs for index in range(run.first, run.last)],
+                keeps_all or reads_final,
+                hidden_rows,
             )
         finally:
             constrained.wait()
@@ -134,12 +138,17 @@ class ModelRunner:
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
         rows = [row for row, _ in ready]
+        paths: dict[SequenceId, tuple[int, ...]] = {}
         if drafts:
-            result = self._verify(plan, rows, drafts, logits, prompt_logprobs)
+            result = self._verify(plan, rows, drafts, logits, prompt_logprobs, paths)
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
+            paths = dict.fromkeys(result.sampled, ())
         if self._speculator is not None:
-            result = replace(result, draft_wishes=self._speculator.end(plan, list(result.sampled), result.verified))
+            if self._speculator.tap_layers is not None:
+                self._feed(self._speculator, step, paths, len(hidden_rows))
+            self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+            result = replace(result, draft_wishes=self._speculator.end(plan, paths))
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
 
     def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
@@ -203,6 +212,29 @@ class ModelRunner:
                 )
         return speculator.propose(plan)
 
+    def _feed(
+        self, speculator: Speculator, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], num_hidden_rows: int
+    ) -> None:
+        """Hand the proposer what it reads of the tokens that this step computed: the known ones and the accepted drafts."""
+        rows: list[int] = []
+        fed: list[tuple[SequenceId, int, int]] = []
+        starts = step.attention.query_starts
+        for index, row in enumerate(step.rows):
+            sequence_id = row.start.sequence_id
+            begin, end = starts[index], starts[index + 1]
+            first_draft = end - len(step.drafts.get(sequence_id, _NO_DRAFT))
+            path = paths.get(sequence_id, ())
+            rows += range(begin, first_draft)
+            rows += [first_draft + node for node in path]
+            first = step.attention.context_lens[index] - (end - begin)
+            fed.append((sequence_id, first, first_draft - begin + len(path)))
+        if speculator.tap_layers:
+            features = self._decoder.layer_inputs(rows)
+        else:
+            features = self._decoder.hidden_states(num_hidden_rows - starts[-1], num_hidden_rows)
+            features = features if len(rows) == starts[-1] else features[rows]
+        speculator.feed(fed, features)
+
     def _verify(
         self,
         plan: StepPlan,
@@ -210,8 +242,9 @@ class ModelRunner:
         drafts: Mapping[SequenceId, Draft],
         logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
+        paths: dict[SequenceId, tuple[int, ...]],
     ) -> StepResult:
-        """Sample as _sample does, and on along the drafts."""
+        """Sample as _sample does, and on along the drafts; `paths` gets the drafts that were accepted of every sequence."""
         candidates: list[Candidate] = []
         next_row = len(rows)
         for row in rows:
@@ -226,7 +259,8 @@ class ModelRunner:
                 result.errors[sequence_id] = walk.error
                 continue
             row.token_ids += walk.tokens
-            row.num_computed_tokens += len(walk.path)
+            self._batch.accept(row, walk.path)
+            paths[sequence_id] = tuple(walk.path)
             if row.sampling.is_grammar_complete:
                 completed.append(sequence_id)
             result.sampled[sequence_id] = tuple(walk.tokens)
@@ -234,6 +268,9 @@ class ModelRunner:
                 result.logprobs[sequence_id] = tuple(walk.logprobs)
             if len(candidate.draft) > 0:
                 result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
+        moves = self._batch.take_moves()
+        if moves is not None:
+            self._decoder.move_tokens(self._kv, *moves)
         return replace(result, completed=frozenset(completed)) if completed else result
 
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:

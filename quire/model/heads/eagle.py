@@ -83,11 +83,11 @@ def read_eagle3(folder: HeadFolder, target: ModelSpec) -> LayerHead:
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, ...]:
-    """Return EAGLE-3's layers; of a model with few layers, three that there are."""
+    """Return EAGLE-3's layers; of a model with few layers, the last three, or all."""
     wanted = (2, num_layers // 2, num_layers - 3)
     if wanted[0] < wanted[1] < wanted[2]:
         return wanted
-    return tuple(min(num_layers - 1, max(0, num_layers - 3) + index) for index in range(3))
+    return tuple(range(max(0, num_layers - 3), num_layers))
 
 
 def _tap_layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:

@@ -24,7 +24,9 @@ def read_medusa(folder: HeadFolder, target: ModelSpec) -> ParallelHead:
     places = sorted((int(m[1]), int(m[2])) for name in tensors if (m := re.fullmatch(pattern, name)) is not None)
     outputs = sorted({output for output, _ in places})
     if not outputs or outputs != list(range(len(outputs))):
-        raise ModelFormatError(f"{folder.folder} holds no Medusa heads, or not all of them: found those with the numbers {outputs}")
+        raise ModelFormatError(
+            f"{folder.folder} holds no Medusa heads, or not all of them: found those with the numbers {outputs}"
+        )
     blocks: list[tuple[tuple[Tensor, Tensor | None], ...]] = []
     heads: list[Tensor] = []
     for output in outputs:
@@ -60,7 +62,9 @@ def _vocabulary(folder: HeadFolder, token_map: Tensor | None, vocab_size: int, s
     size = sizes.pop()
     if token_map is None:
         if size != vocab_size:
-            raise ModelFormatError(f"{folder.folder}: the heads say {size} tokens, the model {vocab_size}, and there is no token_map")
+            raise ModelFormatError(
+                f"{folder.folder}: the heads say {size} tokens, the model {vocab_size}, and there is no token_map"
+            )
         return None
     if len(token_map) != size or bool((token_map < 0).any()) or bool((token_map >= vocab_size).any()):
         raise ModelFormatError(f"{folder.folder}: token_map must give each of {size} drafts a token below {vocab_size}")

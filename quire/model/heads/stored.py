@@ -15,7 +15,7 @@ from quire.model.config_reader import read_json_object
 from quire.model.families import FAMILIES
 from quire.model.families.config_view import ConfigView
 from quire.model.parameters import Shape, parameter_shapes
-from quire.model.stored_tensors import listing, open_tensors
+from quire.model.stored_tensors import listing, open_file, open_tensors
 
 LAYER_NAMES = {
     "attn_in": "input_layernorm",
@@ -48,7 +48,7 @@ class HeadFolder:
         if not file.is_file():
             raise ModelFormatError(f"{folder} has no config.json; give the folder of a head that drafts")
         lone = folder / "medusa_lm_head.pt"
-        found = open_tensors(lone) if lone.is_file() else open_tensors(folder)
+        found = open_file(lone) if lone.is_file() else open_tensors(folder)
         tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
         return cls(folder, read_json_object(file), tensors)
 
@@ -83,7 +83,9 @@ class HeadFolder:
         """Return canonical name -> tensor in `dtype`, of the stored names in `wanted`. Raises ModelFormatError."""
         missing = [stored for stored in wanted.values() if stored not in self.tensors]
         if missing:
-            raise ModelFormatError(f"{self.folder}: the head lacks {listing(missing)}; it has {listing(sorted(self.tensors), 12)}")
+            raise ModelFormatError(
+                f"{self.folder}: the head lacks {listing(missing)}; it has {listing(sorted(self.tensors), 12)}"
+            )
         wrong = [
             f"{stored} has {list(self.tensors[stored].shape)}, expected {list(shapes[name])}"
             for name, stored in wanted.items()

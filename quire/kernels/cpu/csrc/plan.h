@@ -114,6 +114,8 @@ public:
     void logits(const i32* rows, i32 count, float* out);
     // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, or else places in wanted_rows.
     void hidden_states(const i32* rows, i32 count, float* out);
+    // Copy keys and values of tokens to other slots in every layer, one after the other.
+    void move_tokens(const i64* from, const i64* to, i32 count);
     i64 scratch_bytes() const;
 
     Norm final_norm, embed_norm, feature_norm;

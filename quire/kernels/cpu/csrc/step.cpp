@@ -571,6 +571,12 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
     run_team(num_threads, logits_body, &call);
 }
 
+void Plan::move_tokens(const i64* from, const i64* to, i32 count) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    for (const std::shared_ptr<PlanLayer>& layer : layers_)
+        for (i32 i = 0; i < count; ++i) kernels_used->attention->move(layer->kv, from[i], to[i]);
+}
+
 void Plan::hidden_states(const i32* rows, i32 count, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
