@@ -26,8 +26,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "train-draft",
         **options.PARSER,
         help="train a head that drafts for a model",
-        description=f"{__doc__} It learns from text that the model itself goes on with. Stopped, and started again with the same "
-        "arguments, it goes on where it was.",
+        description=f"{__doc__} It learns from text that the model itself goes on with. Stopped, and started again with the "
+        "same arguments, it goes on where it was.",
     )
     parser.add_argument("--kind", choices=("eagle3", "medusa", "mtp"), required=True, help="kind of the head")
     parser.add_argument("model", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     )
     trained = train_draft(wanted, args.progress)
     shares = " ".join(f"{share:.3f}" for share in trained.agreement)
-    print(
-        f"{trained.folder}: {trained.num_parameters:,} parameters, {trained.num_steps:,} steps, {trained.seconds / 60:.1f} minutes"
-    )
+    effort = f"{trained.num_steps:,} steps, {trained.seconds / 60:.1f} minutes"
+    print(f"{trained.folder}: {trained.num_parameters:,} parameters, {effort}")
     print(f"held-out agreement on the most likely token, by tokens ahead: {shares}")
     return 0

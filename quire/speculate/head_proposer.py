@@ -1,8 +1,8 @@
 """Head proposer: a layer that reads what the model has computed drafts ahead (EAGLE, multi-token prediction).
 
-At the place of token i it reads the model's features there and the token i + 1, which it keeps as keys and values in a pool of its
-own under the target's block ids. Behind the last features it reads what it said itself; these places are computed again when
-the model's own features of them are known. Which drafts come of it decides for no token.
+At the place of token i it reads the model's features there and the token i + 1, which it keeps as keys and values in a pool of
+its own under the target's block ids. Behind the last features it reads what it said itself; these places are computed again
+when the model's own features of them are known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
 from quire.sampling.drafting import draw_drafts
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.proposer import Proposer
 from quire.speculate.filled_blocks import FilledBlocks
+from quire.speculate.proposer import Proposer
 
 _MAX_PENDING = 256
 """Places of a sequence whose features wait to be read: while nothing is drafted the oldest are forgotten, so that a long prompt
@@ -77,7 +77,7 @@ class HeadProposer(Proposer):
             start, done = self._filled.run_before(sequence.table, first)
             memo = sequence.memo = _Memo(start, done, [], 0)
             if done < first:
-                # Places that nobody read, at most the last of a block, or those up to here in this one: the nearest features do.
+                # Places that nobody read, the last of a block or those up to here in this one: the nearest features do.
                 memo.waiting.append(features[:1].expand(first - done, -1))
                 memo.num_waiting = first - done
         memo.waiting.append(features)

@@ -1,4 +1,4 @@
-"""Medusa proposer: several output heads on the model's last hidden state each draft one token (Cai et al., arXiv 2401.10774)."""
+"""Medusa proposer: output heads on the model's last hidden state each draft one token (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base.errors import UnsupportedError
 from quire.model.heads.head_spec import ParallelHead
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.proposer import Proposer
@@ -30,7 +31,7 @@ class MedusaProposer(Proposer):
     def __init__(self, head: ParallelHead) -> None:
         depth = max(map(len, head.blocks))
         if any(len(block) != depth for block in head.blocks):
-            raise ValueError("heads of different depths")
+            raise UnsupportedError("Medusa heads with different numbers of layers are not supported")
         self._num_heads, self._hidden_size = len(head.heads), head.heads[0].shape[1]
         self._layers: list[tuple[Tensor, Tensor | None]] = []
         for index in range(depth):

@@ -33,7 +33,7 @@ class Proposer(ABC):
 
     is_branching  whether its drafts may have branches; a part of a draft from the start must be one too then, and its best one
     observes      whether it wants to be told of every step's outcomes
-    tap_layers    layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: nothing
+    tap_layers    layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     """
 
     is_branching: bool = False

@@ -13,7 +13,7 @@ from quire.model.families.config_view import ConfigView
 from quire.model.families.sources import Sources
 
 _NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*")
-"""A table that old checkpoints carry and every program computes by itself; and a layer that only drafts (model/heads/mtp.py)."""
+"""A table that old checkpoints carry and every program computes by itself; a layer that only drafts (model/heads/mtp.py)."""
 
 _HEAD = re.compile("(ForCausalLM|LMHeadModel)$")
 

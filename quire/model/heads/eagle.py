@@ -1,4 +1,4 @@
-"""EAGLE heads: version 1 (and 2, whose weights are the same) and version 3, as its authors store it and as `speculators` does."""
+"""EAGLE heads: version 1 (2 has the same weights), and version 3 as its authors store it and as `speculators` does."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def _tap_layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:
     is_fine = isinstance(stated, list) and len(stated) > 0 and all(isinstance(layer, int) for layer in stated)
     if not is_fine or list(stated) != sorted(set(stated)) or not 0 <= stated[0] <= stated[-1] < num_layers:
         raise ModelFormatError(
-            f"{folder.folder}: eagle_aux_hidden_state_layer_ids must be layers from 0 to {num_layers - 1}, low to high, got {stated!r}"
+            f"{folder.folder}: eagle_aux_hidden_state_layer_ids must be layers from 0 to {num_layers - 1}, low to high, "
+            f"got {stated!r}"
         )
     return tuple(stated)
 

@@ -82,7 +82,7 @@ class NativeHead(NativeDecoder):
     def draft(
         self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, counts: list[int]
     ) -> list[list[int]]:
-        """As `enter`; return of every sequence the most likely tokens behind its last one, one after the other, counts[s] of them.
+        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them.
 
         Its block table has room for counts[s] - 1 tokens more.
         """

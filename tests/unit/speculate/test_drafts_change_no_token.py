@@ -1,5 +1,8 @@
 """Speculation changes no token: whoever drafts, however it samples, and whatever happens to the sequences meanwhile."""
 
+from pathlib import Path
+
+import head_checkpoints
 import pytest
 from proposers import PROPOSERS, install
 
@@ -32,6 +35,7 @@ KINDS = (
 ALL = tuple(range(len(PROMPTS)))
 ALL = tuple(range(len(PROMPTS)))
 LENGTH = 26
+HEADS = {"eagle3": head_checkpoints.eagle3, "medusa": head_checkpoints.medusa}
 COUNT = 5
 CACHES = {"bf16": {"dtype": "bfloat16"}, "f32": {"dtype": "float32"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
 
@@ -79,6 +83,12 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         llm = start(model, cache, **options)
         install(llm, PROPOSERS[kind](COUNT, outputs_by_prompt), COUNT)
         return llm
+    if kind in HEADS:
+        folder = Path(model).parent / f"head-{kind}"
+        if not folder.is_dir():
+            HEADS[kind](folder)
+        config = {"method": kind, "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
+        return start(model, cache, speculative_config=config, **options)
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
         return start(model, cache, speculative_config=config, **options)
@@ -90,7 +100,7 @@ def expect_same(found, plain):
     assert [said(choice) for choice in found] == [said(choice) for choice in plain]
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model")
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa")
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -111,7 +121,7 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model"])
+@pytest.mark.parametrize("kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa"])
 @pytest.mark.parametrize(
     "options",
     [

@@ -275,7 +275,7 @@ def test_cached_prefixes_are_drafted_like_others(tiny_model, tmp_path, kind):
     llm.close()
     oracle = Oracle(tiny_model, folder, kind)
     equal = [drafts == oracle.draft(tokens, len(drafts)) for tokens, drafts in seen]
-    assert sum(equal) == len(equal) > 40
+    assert sum(equal) == len(equal) > 20
 
 
 @needs_native
