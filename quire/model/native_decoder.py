@@ -235,6 +235,7 @@ class NativeDecoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
 
@@ -242,6 +243,7 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
+        layers                the layers to run, in order; None: all. The KV of the others is left as it is
         """
         if os.getpid() != self._process:
             raise InvariantError(
@@ -252,7 +254,7 @@ class NativeDecoder:
         known = min([angles.count for angles in self._angles], default=longest)
         if longest > known:
             self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
-        trees = step.trees
+        trees, kept = step.trees, None if layers is None else _int32(layers)
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -277,6 +279,7 @@ class NativeDecoder:
             keeps_all,
             logits.data_ptr(),
             *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
+            *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
         )
         return logits
 

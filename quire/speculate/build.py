@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
@@ -17,6 +18,9 @@ from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.speculate.draft_model import DraftModelProposer
+from quire.speculate.layer_skip import LayerSkipProposer, Target
+from quire.speculate.lookahead import LookaheadProposer
+from quire.speculate.merged import MergedProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
@@ -25,19 +29,27 @@ from quire.speculate.suffix import SuffixProposer
 logger = get_logger(__name__)
 
 
-def build_speculator(config: SpeculativeConfig, spec: ModelSpec, memory: MemoryPlan) -> Speculator:
-    """Return a speculator with the proposer of the configuration's method.
+def build_speculator(config: SpeculativeConfig, target: Target, memory: MemoryPlan) -> Speculator:
+    """Return a speculator with the proposers of the configuration's methods.
 
-    spec, memory  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
+    target, memory  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    proposer: Proposer
-    if config.model is not None:
-        proposer = _build_draft_model(config.model, spec, memory)
-    elif config.method == "suffix":
-        proposer = SuffixProposer(config)
-    else:
-        proposer = NgramProposer(config)
-    return Speculator(config, proposer, spec.vocab_size)
+    proposers = [_build_proposer(method, config, target, memory) for method in config.methods]
+    proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
+    return Speculator(config, proposer, target.model.spec.vocab_size)
+
+
+def _build_proposer(method: str, config: SpeculativeConfig, target: Target, memory: MemoryPlan) -> Proposer:
+    if method == "draft_model" and config.model is not None:
+        return _build_draft_model(config.model, target.model.spec, memory)
+    if method == "self" and config.skipped_layers is not None:
+        return LayerSkipProposer(target, config.skipped_layers)
+    tables: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+        "ngram": NgramProposer,
+        "suffix": SuffixProposer,
+        "lookahead": LookaheadProposer,
+    }
+    return tables[method](config)
 
 
 def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> DraftModelProposer:

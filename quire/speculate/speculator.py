@@ -12,8 +12,9 @@ from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.pace import AcceptanceRecord, Pace, TreeRecord
+from quire.speculate.pace import Pace
 from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.records import AcceptanceRecord
 
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
@@ -33,8 +34,7 @@ class Speculator:
     def __init__(self, config: SpeculativeConfig, proposer: Proposer, vocab_size: int) -> None:
         self._max_tokens = config.max_tokens
         self._proposer = proposer
-        self._pace = Pace(config.max_tokens, proposer.is_branching) if config.adaptive else None
-        self._record = TreeRecord if proposer.is_branching else AcceptanceRecord
+        self._pace = Pace(config.max_tokens, proposer.record) if config.adaptive else None
         self._max_drafts = max(config.max_tokens, _MAX_LOGIT_ELEMENTS // vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._begun_s = 0.0
@@ -58,7 +58,7 @@ class Speculator:
 
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
-        self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, _RECENT))
+        self._followed[sequence.sequence_id] = _Followed(sequence, self._proposer.record(self._max_tokens, _RECENT))
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step, none of them empty."""
@@ -83,9 +83,9 @@ class Speculator:
         for index, sequence_id in enumerate(sequence_ids):
             draft = self._drafts.get(sequence_id, _NO_DRAFT)
             if sequence_id in paths:
-                rows = [index, *range(next_row, next_row + len(draft))]
+                rows = (index, *range(next_row, next_row + len(draft)))
                 sequence = self._followed[sequence_id].sequence
-                outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits[rows]))
+                outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits, rows))
             next_row += len(draft)
         self._proposer.observe(outcomes)
 

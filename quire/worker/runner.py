@@ -27,6 +27,7 @@ from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.layer_skip import Target
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Candidate, verify
 from quire.worker.constrained import ConstrainedRows
@@ -74,27 +75,21 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
-    speculative = config.speculative_config
-    speculator = None if speculative is None else build_speculator(speculative, report.spec, report.memory)
-    return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
+    runner = ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config))
+    if config.speculative_config is not None:
+        runner.draft_with(build_speculator(config.speculative_config, runner.target, report.memory))
+    return runner, report
 
 
 class ModelRunner:
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
-    speculator  drafts tokens, which are then verified; None: every step gives a sequence one token
+    Every step gives a sequence one token, unless a speculator, see draft_with, drafts some that are then verified.
     """
 
-    def __init__(
-        self,
-        decoder: Model,
-        memory: MemoryPlan,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        speculator: Speculator | None = None,
-    ) -> None:
+    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
         self._decoder = decoder
-        self._speculator = speculator
+        self._speculator: Speculator | None = None
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
@@ -263,8 +258,13 @@ class ModelRunner:
             found[row.start.sequence_id] = tuple(entries)
         return found
 
+    @property
+    def target(self) -> Target:
+        """The model and its cache, for who drafts with them."""
+        return Target(self._decoder, self._kv)
+
     def draft_with(self, speculator: Speculator) -> None:
-        """Replace the speculator, which must follow no sequence."""
+        """Draft with a speculator from now on; one that was there before must follow no sequence."""
         self._speculator = speculator
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
