@@ -126,7 +126,9 @@ def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, p
     for seed, expected in enumerate(plain):
         assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in expected]
     stats = llm.llm_engine.stats
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
+    # A token behind which nothing can follow ends its output: what was computed behind it does not count.
+    num_ended = sum(choice.finish_reason == "stop" for found in plain for choice in found)
+    assert stats.num_draft_tokens - num_ended <= stats.num_accepted_tokens > 100
     llm.close()
 
 
