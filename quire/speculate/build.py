@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kv.pool import KvPool
@@ -18,38 +17,40 @@ from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.speculate.draft_model import DraftModelProposer
-from quire.speculate.layer_skip import LayerSkipProposer, Target
+from quire.speculate.layer_skip import LayerSkipProposer
 from quire.speculate.lookahead import LookaheadProposer
 from quire.speculate.merged import MergedProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.speculate.suffix import SuffixProposer
+from quire.speculate.target import Target
 
 logger = get_logger(__name__)
 
 
-def build_speculator(config: SpeculativeConfig, target: Target, memory: MemoryPlan) -> Speculator:
+def build_speculator(config: SpeculativeConfig, report: ModelReport, target: Target) -> Speculator:
     """Return a speculator with the proposers of the configuration's methods.
 
-    target, memory  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
+    report, target  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    proposers = [_build_proposer(method, config, target, memory) for method in config.methods]
+    proposers = [_build_proposer(method, config, report, target) for method in config.methods]
     proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
-    return Speculator(config, proposer, target.model.spec.vocab_size)
+    return Speculator(config, proposer, report.spec.vocab_size)
 
 
-def _build_proposer(method: str, config: SpeculativeConfig, target: Target, memory: MemoryPlan) -> Proposer:
-    if method == "draft_model" and config.model is not None:
-        return _build_draft_model(config.model, target.model.spec, memory)
-    if method == "self" and config.skipped_layers is not None:
-        return LayerSkipProposer(target, config.skipped_layers)
-    tables: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
-        "ngram": NgramProposer,
-        "suffix": SuffixProposer,
-        "lookahead": LookaheadProposer,
-    }
-    return tables[method](config)
+def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport, target: Target) -> Proposer:
+    match method:
+        case "draft_model":
+            return _build_draft_model(str(config.model), report.spec, report.memory)
+        case "self":
+            return LayerSkipProposer(target, config.skipped_layers or ())
+        case "suffix":
+            return SuffixProposer(config)
+        case "lookahead":
+            return LookaheadProposer(config)
+        case _:
+            return NgramProposer(config)
 
 
 def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> DraftModelProposer:

@@ -6,27 +6,20 @@ ones: every slot that it touches is written again in the same step, in all layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from quire.base.errors import ConfigError
 from quire.kernels.reference.attention import AttentionInput
-from quire.kv.pool import KvPool
-from quire.model.build import Model
-from quire.sampling.drafting import draw_drafts
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_steps import OneTokenSteps
+from quire.sampling.drafting import DraftDraws
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.proposer import Proposer
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model that verifies, and its cache."""
-
-    model: Model
-    kv: KvPool
+from quire.speculate.target import Target
 
 
 def kept_layers(num_layers: int, skipped: Sequence[int]) -> tuple[int, ...]:
@@ -57,26 +50,42 @@ class LayerSkipProposer(Proposer):
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         drafts: list[list[int]] = [[] for _ in wanted]
-        going = [index for index, (_, limit) in enumerate(wanted) if limit > 0]
-        while going:
-            sequences = [wanted[index][0] for index in going]
-            last = [drafts[index][-1] if drafts[index] else wanted[index][0].token_ids[-1] for index in going]
-            positions = [len(wanted[index][0].token_ids) - 1 + len(drafts[index]) for index in going]
-            logits = self._forward(sequences, last, positions)
-            rows = [sequence.sampling for sequence in sequences]
-            for index, token_id in zip(going, draw_drafts(logits, rows, [p + 1 for p in positions]), strict=True):
-                drafts[index].append(token_id)
-            going = [index for index in going if len(drafts[index]) < wanted[index][1]]
+        going = list(range(len(wanted)))
+        while going := [index for index in going if len(drafts[index]) < wanted[index][1]]:
+            num_steps = min(wanted[index][1] - len(drafts[index]) for index in going)
+            self._draft_on([(wanted[index][0], drafts[index]) for index in going], num_steps)
         return [Draft.chain(tuple(tokens)) for tokens in drafts]
 
-    def _forward(self, sequences: Sequence[DraftedSequence], token_ids: list[int], positions: list[int]) -> torch.Tensor:
-        """Compute one token of each sequence; return the logits behind it."""
-        size = self._target.kv.spec.block_size
-        num_blocks = max(positions) // size + 1
-        tables = np.stack([sequence.table[:num_blocks] for sequence in sequences])
-        slots = [int(table[p // size]) * size + p % size for table, p in zip(tables, positions, strict=True)]
-        starts, lengths = list(range(len(positions) + 1)), [position + 1 for position in positions]
-        attention = AttentionInput(torch.tensor(slots), starts, lengths, torch.from_numpy(tables))
-        ids, places = torch.tensor(token_ids), torch.tensor(positions)
-        rows = list(range(len(positions)))
-        return self._target.model.step(ids, places, attention, self._target.kv, rows, layers=self._layers)
+    def _draft_on(self, rows: list[tuple[DraftedSequence, list[int]]], num_steps: int) -> None:
+        """Draft num_steps more tokens behind those of each row."""
+        sequences = [sequence for sequence, _ in rows]
+        firsts = [len(sequence.token_ids) - 1 + len(tokens) for sequence, tokens in rows]
+        run = self._stepper(sequences, firsts, num_steps)
+        draws = DraftDraws([sequence.sampling for sequence in sequences], [first + 1 for first in firsts])
+        for _ in range(num_steps):
+            last = [tokens[-1] if tokens else sequence.token_ids[-1] for sequence, tokens in rows]
+            for (_, tokens), token_id in zip(rows, draws.draw(run(last)), strict=True):
+                tokens.append(token_id)
+
+    def _stepper(
+        self, sequences: list[DraftedSequence], firsts: list[int], num_steps: int
+    ) -> Callable[[Sequence[int]], torch.Tensor]:
+        """Return what computes a token of each sequence, from the positions `firsts` on, and returns the logits behind them."""
+        model, kv = self._target.model, self._target.kv
+        tables = np.stack([sequence.table for sequence in sequences])
+        if isinstance(model, NativeDecoder):
+            return OneTokenSteps(model, kv, firsts, tables, num_steps, self._layers).run
+        offsets = itertools.count()
+        size = kv.spec.block_size
+
+        def run(token_ids: Sequence[int]) -> torch.Tensor:
+            positions = np.array(firsts) + next(offsets)
+            blocks, places = np.divmod(positions, size)
+            slots = tables[np.arange(len(firsts)), blocks] * size + places
+            starts, lengths = list(range(len(firsts) + 1)), (positions + 1).tolist()
+            known = torch.from_numpy(tables[:, : int(blocks.max()) + 1])
+            attention = AttentionInput(torch.from_numpy(slots), starts, lengths, known)
+            ids, rows = torch.tensor(token_ids), list(range(len(firsts)))
+            return model.step(ids, torch.from_numpy(positions), attention, kv, rows, layers=self._layers)
+
+        return run

@@ -27,11 +27,13 @@ class _Memo:
 
     levels  of the window, each of a token per column; column i of level l stands i + l + 1 places behind the last known token
     runs    first token -> the tokens that may follow it, the latest first
-    nodes   of the last draft: the index of the deepest token of each column that it has
+    draft   the last one
+    nodes   of that draft: the index of the deepest token of each column that it has
     """
 
     levels: list[list[int]]
     runs: OrderedDict[int, list[tuple[int, ...]]] = field(default_factory=OrderedDict[int, list[tuple[int, ...]]])
+    draft: Draft = field(default_factory=Draft)
     nodes: list[int] = field(default_factory=list[int])
 
 
@@ -85,13 +87,14 @@ class LookaheadProposer(Proposer):
             for level in memo.levels[1:]:
                 node = tree.add(node, level[column])
             memo.nodes.append(node)
-        return tree.build()
+        memo.draft = tree.build()
+        return memo.draft
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """See Proposer: move the window on by what came, and keep the runs that it has made."""
         for outcome in outcomes:
             memo: _Memo | None = outcome.sequence.memo
-            if memo is None or not memo.nodes or len(outcome.draft) == 0:
+            if memo is None or not memo.nodes or outcome.draft is not memo.draft:
                 continue
             # Row 0 is that behind the last known token.
             rows = [outcome.rows[1 + node] for node in memo.nodes]

@@ -27,11 +27,11 @@ from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.layer_skip import Target
 from quire.speculate.speculator import Speculator
+from quire.speculate.target import Target
 from quire.speculate.verifier import Candidate, verify
 from quire.worker.constrained import ConstrainedRows
-from quire.worker.input_batch import NO_DRAFTS, InputBatch, PooledRun, Row, StepInput
+from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
 from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
@@ -77,19 +77,19 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
     runner = ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config))
     if config.speculative_config is not None:
-        runner.draft_with(build_speculator(config.speculative_config, runner.target, report.memory))
+        runner.draft_with(build_speculator(config.speculative_config, report, runner.target))
     return runner, report
 
 
 class ModelRunner:
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
-    Every step gives a sequence one token, unless a speculator, see draft_with, drafts some that are then verified.
+    What a constraint forces is drafted, and verified; more only if there is a speculator that drafts, see draft_with.
     """
 
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
         self._decoder = decoder
-        self._speculator: Speculator | None = None
+        self._speculator = Speculator(None, None, decoder.spec.vocab_size)
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
@@ -102,7 +102,7 @@ class ModelRunner:
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
-        drafts = NO_DRAFTS if self._speculator is None else self._propose(self._speculator, plan)
+        drafts = self._propose(self._speculator, plan)
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {})
         step = self._batch.build(plan, drafts)
@@ -112,7 +112,7 @@ class ModelRunner:
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
-        constrained = ConstrainedRows([row for row, _ in ready], self._masks)
+        constrained = ConstrainedRows([row for row, _ in ready], drafts, self._masks)
         try:
             logits = self._decoder.step(
                 step.token_ids,
@@ -131,13 +131,14 @@ class ModelRunner:
         rows = [row for row, _ in ready]
         paths: dict[SequenceId, tuple[int, ...]] = {}
         if drafts:
-            result = self._verify(plan, rows, drafts, logits, prompt_logprobs, paths)
+            result = self._verify(plan, rows, _candidates(rows, drafts, constrained), logits, prompt_logprobs, paths)
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
             paths = dict.fromkeys(result.sampled, ())
-        if self._speculator is not None:
-            self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
-            result = replace(result, draft_wishes=self._speculator.end(plan, paths))
+        self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+        wishes = self._speculator.end(plan, paths)
+        if wishes:
+            result = replace(result, draft_wishes=wishes)
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
 
     def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
@@ -205,18 +206,12 @@ class ModelRunner:
         self,
         plan: StepPlan,
         rows: list[Row],
-        drafts: Mapping[SequenceId, Draft],
+        candidates: list[Candidate],
         logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
         paths: dict[SequenceId, tuple[int, ...]],
     ) -> StepResult:
         """Sample as _sample does, and on along the drafts; `paths` gets the drafts that were accepted of every sequence."""
-        candidates: list[Candidate] = []
-        next_row = len(rows)
-        for row in rows:
-            draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
-            candidates.append(Candidate(row.start.request, row.sampling, draft, next_row))
-            next_row += len(draft)
         result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
         completed: list[SequenceId] = []
         for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
@@ -264,7 +259,7 @@ class ModelRunner:
         return Target(self._decoder, self._kv)
 
     def draft_with(self, speculator: Speculator) -> None:
-        """Draft with a speculator from now on; one that was there before must follow no sequence."""
+        """Draft with a speculator from now on; the one that was there before must follow no sequence."""
         self._speculator = speculator
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
@@ -276,3 +271,14 @@ class ModelRunner:
         """Release the weights and the KV pool."""
         self._masks.close()
         del self._decoder, self._kv
+
+
+def _candidates(rows: list[Row], drafts: Mapping[SequenceId, Draft], constrained: ConstrainedRows) -> list[Candidate]:
+    """Return what is to be verified, where the logits behind the drafts come after those of the rows, in their order."""
+    found: list[Candidate] = []
+    next_row = len(rows)
+    for row in rows:
+        draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
+        found.append(Candidate(row.start.request, row.sampling, draft, next_row, constrained.masks_of(row)))
+        next_row += len(draft)
+    return found

@@ -57,7 +57,9 @@ void bind_plan(nb::module_& m) {
             in.layers = reinterpret_cast<const i32*>(layers);
             in.num_layers = num_layers;
             p.step(in);
-        }, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
+        }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
+            "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
+            "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
         .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count) {
             p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count);
         }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a)
