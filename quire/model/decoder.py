@@ -42,7 +42,9 @@ class Decoder:
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, layers: Sequence[int] | None = None
+    ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other
@@ -56,10 +58,10 @@ class Decoder:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
         angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
         self._taps = []
-        for index, layer in enumerate(self._layers):
+        for index in range(len(self._layers)) if layers is None else layers:
             if index in self._tap_layers:
                 self._taps.append(x)
-            x = layer.forward(x, angles, step, kv.k[index], kv.v[index])
+            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index])
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
 
     def step(
@@ -71,13 +73,15 @@ class Decoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`.
 
         keeps_all    logits_at may ask for other rows before the next step
         hidden_rows  other rows, of which hidden_states may ask for some
+        layers       the layers to run, in order; None: all. The KV of the others is left as it is
         """
-        hidden = self.forward(token_ids, positions, step, kv)
+        hidden = self.forward(token_ids, positions, step, kv, layers)
         self._hidden = hidden if keeps_all or hidden_rows else None
         self._hidden_rows = hidden_rows or []
         return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])

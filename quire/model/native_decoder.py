@@ -229,6 +229,23 @@ class NativeDecoder:
             )
         self._kv = kv
 
+    @property
+    def plan(self) -> Any:
+        """The native plan; `prepare` comes before a step of it."""
+        return self._plan
+
+    def prepare(self, kv: KvPool, longest: int) -> None:
+        """Get ready for steps with these keys and values, and sequences of at most so many tokens."""
+        if os.getpid() != self._process:
+            raise InvariantError(
+                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
+            )
+        self._bind(kv)
+        known = min([angles.count for angles in self._angles], default=longest)
+        if longest > known:
+            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        self._plan.num_threads = torch.get_num_threads()
+
     def step(
         self,
         token_ids: Tensor,
@@ -238,6 +255,7 @@ class NativeDecoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
 
@@ -245,17 +263,10 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
+        layers                the layers to run, in order; None: all. The KV of the others is left as it is
         """
-        if os.getpid() != self._process:
-            raise InvariantError(
-                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
-            )
-        self._bind(kv)
-        longest = max(step.context_lens)
-        known = min([angles.count for angles in self._angles], default=longest)
-        if longest > known:
-            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
-        trees = step.trees
+        self.prepare(kv, max(step.context_lens))
+        trees, kept = step.trees, None if layers is None else _int32(layers)
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -263,7 +274,6 @@ class NativeDecoder:
         if hidden_rows and not keeps_all:
             self._hidden_rows = _int32(range(len(logit_rows), rows.shape[0]))
         logits = torch.empty(len(logit_rows), self.spec.vocab_size)
-        self._plan.num_threads = torch.get_num_threads()
         self._plan.step(
             token_ids.data_ptr(),
             positions.data_ptr(),
@@ -280,6 +290,7 @@ class NativeDecoder:
             keeps_all,
             logits.data_ptr(),
             *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
+            *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
         )
         return logits
 

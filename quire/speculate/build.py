@@ -21,36 +21,46 @@ from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.speculate.draft_model import DraftModelProposer
 from quire.speculate.head_proposer import HeadProposer
+from quire.speculate.layer_skip import LayerSkipProposer
+from quire.speculate.lookahead import LookaheadProposer
 from quire.speculate.medusa import MedusaProposer
+from quire.speculate.merged import MergedProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.speculate.suffix import SuffixProposer
+from quire.speculate.target import Target
 
 logger = get_logger(__name__)
 
 
-def build_speculator(config: SpeculativeConfig, report: ModelReport, model: Model) -> Speculator:
-    """Return a speculator with the proposer of the configuration's method.
+def build_speculator(config: SpeculativeConfig, report: ModelReport, target: Target) -> Speculator:
+    """Return a speculator with the proposers of the configuration's methods.
 
-    report, model  of what verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
+    report, target  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    return Speculator(config, _build_proposer(config, report, model), report.spec.vocab_size)
+    proposers = [_build_proposer(method, config, report, target) for method in config.methods]
+    proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
+    return Speculator(config, proposer, report.spec.vocab_size)
 
 
-def _build_proposer(config: SpeculativeConfig, report: ModelReport, model: Model) -> Proposer:
-    match config.method:
+def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport, target: Target) -> Proposer:
+    match method:
         case "draft_model":
             return _build_draft_model(str(config.model), report.spec, report.memory)
-        case "suffix":
-            return SuffixProposer(config)
         case "eagle" | "eagle3":
-            return _build_layer_head(config.method, resolve_model(str(config.model)), report, model)
+            return _build_layer_head(method, resolve_model(str(config.model)), report, target.model)
         case "mtp" | "deepseek_mtp":
             folder = report.folder if config.model is None else resolve_model(config.model)
-            return _build_layer_head("mtp", folder, report, model)
+            return _build_layer_head("mtp", folder, report, target.model)
         case "medusa":
             return MedusaProposer(read_parallel_head(resolve_model(str(config.model)), report.spec))
+        case "self":
+            return LayerSkipProposer(target, config.skipped_layers or ())
+        case "suffix":
+            return SuffixProposer(config)
+        case "lookahead":
+            return LookaheadProposer(config)
         case _:
             return NgramProposer(config)
 

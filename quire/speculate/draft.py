@@ -79,6 +79,29 @@ class Draft:
         return tuple(reversed(path))
 
 
+class DraftBuilder:
+    """Puts a draft together, token by token; equal tokens behind the same one are one."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, parent: int, token_id: int) -> int:
+        """Return the index of the token token_id behind `parent`, which is appended if there is none."""
+        return self._nodes.setdefault((parent, token_id), len(self._nodes))
+
+    @property
+    def nodes(self) -> list[tuple[int, int]]:
+        """The parent and the token of all that was added, in that order."""
+        return list(self._nodes)
+
+    def build(self) -> Draft:
+        """Return what was added, in that order; at most MAX_SPECULATIVE_TOKENS."""
+        return Draft(tuple(token_id for _, token_id in self._nodes), tuple(parent for parent, _ in self._nodes))
+
+
 @dataclass(slots=True, eq=False)
 class DraftedSequence:
     """A sequence of the worker as proposers see it; they write nothing but `memo`.

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
+from quire.speculate.records import AcceptanceRecord
+
 _NEEDED_GAIN = 1.03
 _EVER = 0.98
-_PRIOR_WEIGHT = 4.0
 _FIRST_SLEEP, _LONGEST_SLEEP = 32, 1024
 _NUM_TRIALS = 3
 _STEPS_BETWEEN_PLAIN = 96
@@ -22,71 +23,6 @@ _FEW_PLAIN = 2
 _STEPS_BETWEEN_FLOORS = 8
 _CHEAP_RANKING = 32
 _FLOOR_SLACK = 0.9
-
-
-class AcceptanceRecord:
-    """How often the draft at each depth was accepted, where the one before it was; the past fades."""
-
-    def __init__(self, max_tokens: int, fading: float) -> None:
-        self._fading = fading
-        self._shares: list[float] | None = None
-        self.trials = [0.0] * max_tokens
-        self.hits = [0.0] * max_tokens
-
-    def note(self, num_drafts: int, path: Sequence[int]) -> None:
-        """Count a chain of num_drafts tokens of which those with the indices `path`, the first ones, were accepted."""
-        self._shares = None
-        num_accepted = len(path)
-        for depth in range(min(num_drafts, num_accepted + 1)):
-            self.trials[depth] = self.trials[depth] * self._fading + 1.0
-            self.hits[depth] = self.hits[depth] * self._fading + (depth < num_accepted)
-
-    def rates(self) -> list[float]:
-        """Return the estimated share of acceptances at each depth; three in four where nothing is known."""
-        return [(hits + 0.75) / (trials + 1.0) for hits, trials in zip(self.hits, self.trials, strict=True)]
-
-    def shares(self, prior: Sequence[float]) -> list[float]:
-        """Return the probability that the drafts up to each depth are all accepted; as of the last note."""
-        if self._shares is None:
-            product = 1.0
-            self._shares = []
-            for hits, trials, rate in zip(self.hits, self.trials, prior, strict=True):
-                product *= (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT)
-                self._shares.append(product)
-        return self._shares
-
-
-class TreeRecord(AcceptanceRecord):
-    """How often the draft at each index of a tree was accepted: the best ones come first, wherever they hang."""
-
-    def note(self, num_drafts: int, path: Sequence[int]) -> None:
-        """Count a tree of num_drafts tokens of which those with the indices `path` were accepted."""
-        self._shares = None
-        accepted = set(path)
-        for index in range(num_drafts):
-            self.trials[index] = self.trials[index] * self._fading + 1.0
-            self.hits[index] = self.hits[index] * self._fading + (index in accepted)
-
-    def rates(self) -> list[float]:
-        """Return the estimated share of acceptances at each index; where little is known that of the one before and less."""
-        found: list[float] = []
-        before = 0.75
-        for hits, trials in zip(self.hits, self.trials, strict=True):
-            found.append((hits + 0.75 * before) / (trials + 1.0))
-            before = found[-1]
-        return found
-
-    def shares(self, prior: Sequence[float]) -> list[float]:
-        """Return the probability that the draft at each index is accepted, never rising: equal ones go together."""
-        if self._shares is None:
-            runs: list[tuple[float, int]] = []  # sum and length
-            for hits, trials, rate in zip(self.hits, self.trials, prior, strict=True):
-                total, length = (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT), 1
-                while runs and runs[-1][0] * length <= total * runs[-1][1]:
-                    total, length = total + runs[-1][0], length + runs.pop()[1]
-                runs.append((total, length))
-            self._shares = [total / length for total, length in runs for _ in range(length)]
-        return self._shares
 
 
 class StepTimes:
@@ -120,10 +56,10 @@ def _size_class(num_tokens: int) -> int:
 class Pace:
     """Chooses the number of drafts of every sequence in the next step."""
 
-    def __init__(self, max_tokens: int, is_branching: bool = False) -> None:
+    def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
         self._max_tokens = max_tokens
         self._plain, self._drafted = StepTimes(), StepTimes()
-        self._ever = (TreeRecord if is_branching else AcceptanceRecord)(max_tokens, _EVER)
+        self._ever = record(max_tokens, _EVER)
         self._sleep = _FIRST_SLEEP
         self._sleep_left = 0
         self._trials_left = _NUM_TRIALS

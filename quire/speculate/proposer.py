@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.records import AcceptanceRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +19,30 @@ class Outcome:
 
     draft   what was verified, perhaps nothing
     path    indices of the drafts that were accepted, in order: the tokens of all but the last one that was sampled
-    logits  [1 + len(draft), vocab_size] f32 behind the token that was the last known one, and behind each draft; valid until
-            the next step, and not to be written
+    rows    1 + len(draft) rows of step_logits: behind the token that was the last known one, and behind each draft
     """
 
     sequence: DraftedSequence
     draft: Draft
     path: tuple[int, ...]
-    logits: Tensor
+    step_logits: Tensor
+    rows: tuple[int, ...]
+
+    @property
+    def logits(self) -> Tensor:
+        """The rows of logits [1 + len(draft), vocab_size]; to be taken before the next step."""
+        return self.step_logits[list(self.rows)]
 
 
 class Proposer(ABC):
     """Drafts tokens, well or badly: which tokens come out does not depend on them.
 
-    is_branching  whether its drafts may have branches; a part of a draft from the start must be one too then, and its best one
-    observes      whether it wants to be told of every step's outcomes
-    tap_layers    layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
+    record      how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
+    observes    whether it wants to be told of every step's outcomes
+    tap_layers  layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     """
 
-    is_branching: bool = False
+    record: type[AcceptanceRecord] = AcceptanceRecord
     observes: bool = False
     tap_layers: tuple[int, ...] | None = None
 

@@ -6,6 +6,7 @@ from quire import LLM
 from quire.contracts.speculative import SpeculativeConfig
 from quire.speculate.draft import Draft
 from quire.speculate.proposer import Proposer
+from quire.speculate.records import TreeRecord
 from quire.speculate.speculator import Speculator
 
 
@@ -62,7 +63,7 @@ class Fickle(Oracle):
 class RandomTree(Oracle):
     """Random trees of random tokens, siblings that are equal among them."""
 
-    is_branching = True
+    record = TreeRecord
 
     def __init__(self, count, outputs, seed=0):
         super().__init__(count, outputs)
@@ -118,7 +119,7 @@ TREE_COUNT = 14
 
 def install(llm: LLM, proposer, count: int) -> None:
     """Let an engine draft with a proposer of ours, at full length always; trees are larger."""
-    if proposer.is_branching:
+    if proposer.record is TreeRecord:
         count = proposer.count = TREE_COUNT
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, adaptive=False)
     runner = llm.llm_engine._runner

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from quire.speculate.pace import AcceptanceRecord, Pace
+from quire.speculate.pace import Pace
+from quire.speculate.records import AcceptanceRecord
 
 
 def live(num_sequences, share, cost_per_token, num_steps=4000, max_tokens=5, seed=0):

@@ -46,7 +46,7 @@ void bind_plan(nb::module_& m) {
         .def_prop_ro("scratch_bytes", &Plan::scratch_bytes)
         .def("step", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                         uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t wanted_rows, i32 num_wanted_rows, i32 num_logit_rows, bool keeps_all, uintptr_t logits,
-                        uintptr_t num_drafts, uintptr_t ancestors) {
+                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers) {
             StepInput in;
             in.token_ids = reinterpret_cast<const i64*>(token_ids);
             in.positions = reinterpret_cast<const i64*>(positions);
@@ -59,8 +59,12 @@ void bind_plan(nb::module_& m) {
             in.num_logit_rows = num_logit_rows;
             in.keeps_all = keeps_all;
             in.logits = reinterpret_cast<float*>(logits);
+            in.layers = reinterpret_cast<const i32*>(layers);
+            in.num_layers = num_layers;
             p.step(in);
-        }, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
+        }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
+            "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
+            "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
         .def("draft", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                          uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t features, i32 feature_size, i32 num_drafts, uintptr_t counts, uintptr_t vocabulary,
                          uintptr_t tokens) {

@@ -73,6 +73,9 @@ struct StepInput {
     i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
     float* logits = nullptr;  // [num_logit_rows][vocab]
+    // The layers to run, in order; null: all. Keys and values of the others are not written.
+    const i32* layers = nullptr;
+    i32 num_layers = 0;
     // Of a plan whose entry is not token: [num_tokens][feature_size].
     const float* features = nullptr;
     i32 feature_size = 0;
