@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -101,16 +101,15 @@ class Eagle3Head(nn.Module):
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
         """See Head."""
-        past, total, shares = Unrolled(), torch.zeros(()), []
-        g = self.fc(rows.inputs)
-        wanted = Wanted.of(rows.logits, self._draft_ids)
+        return _sum_losses(self.unroll(token_ids, rows.inputs), Wanted.of(rows.logits, self._draft_ids), 0.8)
+
+    def unroll(self, token_ids: Tensor, inputs: Tensor) -> Iterator[Tensor]:
+        """Yield what is said at each place [B, L, V'] with the model's features, then with the head's own."""
+        past, g = Unrolled(), self.fc(inputs)
         for step in range(self._num_steps):
             e = self.midlayer.input_layernorm(F.embedding(shifted(token_ids, 1 + step), self.embedding))
             g = self.midlayer(g.float(), torch.cat((e, self.midlayer.hidden_norm(g)), -1), past)
-            loss, share = wanted.loss(self.lm_head(self.norm(g)), 1 + step)
-            total = total + 0.8**step * loss
-            shares.append(share)
-        return total, shares
+            yield self.lm_head(self.norm(g))
 
     def tensors(self) -> dict[str, Tensor]:
         """See Head."""
@@ -161,17 +160,16 @@ class MtpHead(nn.Module):
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
         """See Head."""
-        past, total, shares = Unrolled(), torch.zeros(()), []
-        layer, hidden = self.layers[0], rows.hidden
-        wanted = Wanted.of(rows.logits, None)
+        return _sum_losses(self.unroll(token_ids, rows.hidden), Wanted.of(rows.logits, None), 0.7)
+
+    def unroll(self, token_ids: Tensor, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield what is said at each place [B, L, V] with the model's hidden states, then with the head's own."""
+        past, layer = Unrolled(), self.layers[0]
         for step in range(self._num_steps):
             e = self.pre_fc_norm_embedding(F.embedding(shifted(token_ids, 1 + step), self.embedding))
             x = self.fc(torch.cat((e, self.pre_fc_norm_hidden(hidden)), -1)).float()
             hidden = self.norm(layer(x, layer.input_layernorm(x), past))
-            loss, share = wanted.loss(F.linear(hidden, self.head), 1 + step)
-            total = total + 0.7**step * loss
-            shares.append(share)
-        return total, shares
+            yield F.linear(hidden, self.head)
 
     def tensors(self) -> dict[str, Tensor]:
         """See Head."""
@@ -200,16 +198,13 @@ class MedusaHead(nn.Module):
                 head.weight.copy_(target.head()[draft_ids])
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
-        """See Head. The head number i says what stands 2 + i places behind the last token that was read."""
-        total, shares = torch.zeros(()), []
-        wanted = Wanted.of(rows.logits, self._draft_ids)
-        for index, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
-            hidden = rows.hidden.float()
-            hidden = hidden + F.silu(block["layers"][0](hidden))
-            loss, share = wanted.loss(head(hidden), 1 + index)
-            total = total + 0.8**index * loss
-            shares.append(share)
-        return total, shares
+        """See Head. Block i says what stands 2 + i places behind the last token that was read."""
+        return _sum_losses(self.speak(rows.hidden.float()), Wanted.of(rows.logits, self._draft_ids), 0.8)
+
+    def speak(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield what each block says at each place [B, L, V']."""
+        for block, head in zip(self.blocks, self.lm_heads, strict=True):
+            yield head(hidden + F.silu(block["layers"][0](hidden)))
 
     def tensors(self) -> dict[str, Tensor]:
         """See Head."""
@@ -228,6 +223,15 @@ class MedusaHead(nn.Module):
             "medusa_fc_bias": True,
             "torch_dtype": "bfloat16",
         }
+
+
+def _sum_losses(said: Iterator[Tensor], wanted: Wanted, decay: float) -> tuple[Tensor, list[Tensor]]:
+    total, shares = torch.zeros(()), []
+    for step, logits in enumerate(said):
+        loss, share = wanted.loss(logits, 1 + step)
+        total = total + decay**step * loss
+        shares.append(share)
+    return total, shares
 
 
 def _half(module: nn.Module) -> dict[str, Tensor]:

@@ -34,7 +34,9 @@ def test_method_is_draft_model_when_only_a_model_is_given():
     [
         ({}, "method None is none; the methods are ngram, suffix, draft_model"),
         ({"method": "guess"}, "'guess' is none"),
-        ({"method": "eagle3", "model": "x"}, "'eagle3' is not supported yet"),
+        ({"method": "mlp_speculator", "model": "x"}, "'mlp_speculator' is not supported yet"),
+        ({"method": "eagle3"}, "'eagle3' takes a model, got None"),
+        ({"method": ["eagle3", "ngram"], "model": "x"}, "'eagle3' cannot be merged with others"),
         ({"method": "ngram", "model": "x"}, "'ngram' takes no model, got 'x'"),
         ({"method": "draft_model"}, "'draft_model' takes a model, got None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "integer from 1 to 64, got 0"),
