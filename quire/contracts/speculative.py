@@ -60,6 +60,7 @@ class SpeculativeConfig:
     lookahead_ngram         of "lookahead": tokens of the runs that are collected, the first one included
     lookahead_guesses       of "lookahead": runs that are verified in a step at most. All in all a sequence has
                             (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) drafts
+    draft_top_k             of "medusa": tokens of a head that are tried behind each of the head before; above 1: as a tree
     skipped_layers          of "self": layers that the model drafts without, from 0; `quire calibrate-layers` finds them
     """
 
@@ -76,6 +77,7 @@ class SpeculativeConfig:
     lookahead_window: int = 5
     lookahead_ngram: int = 4
     lookahead_guesses: int = 5
+    draft_top_k: int = 1
     skipped_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +91,12 @@ class SpeculativeConfig:
         _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_guesses", self.lookahead_guesses, 1, MAX_SPECULATIVE_TOKENS)
+        _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
+        if self.draft_top_k > 1 and self.methods != ("medusa",):
+            raise ConfigError(
+                f"speculative_config: draft_top_k is {self.draft_top_k}, but only method 'medusa' drafts trees with it (yet); "
+                "leave it out"
+            )
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", self._default_tokens())
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)

@@ -54,7 +54,7 @@ def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport,
             folder = report.folder if config.model is None else resolve_model(config.model)
             return _build_layer_head("mtp", folder, report, target.model)
         case "medusa":
-            return MedusaProposer(read_parallel_head(resolve_model(str(config.model)), report.spec))
+            return MedusaProposer(read_parallel_head(resolve_model(str(config.model)), report.spec), config.draft_top_k)
         case "self":
             return LayerSkipProposer(target, config.skipped_layers or ())
         case "suffix":

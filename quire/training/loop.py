@@ -205,4 +205,24 @@ def _write(options: DraftTraining, head: Any, progress: _Progress, agreement: li
     file.chmod(0o644)
     (options.out / "config.json").write_text(json.dumps(head.config(), indent=2) + "\n", encoding="utf-8")
     num_parameters = sum(p.numel() for p in head.parameters())
-    return TrainedHead(options.out, num_parameters, progress.step, progress.seconds, agreement)
+    trained = TrainedHead(options.out, num_parameters, progress.step, progress.seconds, agreement)
+    (options.out / "README.md").write_text(_model_card(options, trained), encoding="utf-8")
+    return trained
+
+
+def _model_card(options: DraftTraining, trained: TrainedHead) -> str:
+    shares = ", ".join(f"{share:.3f}" for share in trained.agreement)
+    written = options.sequence_tokens - options.prompt_tokens
+    return f"""# {options.out.name}
+
+A head of kind {options.kind} that drafts for `{options.model}`, trained by `quire train-draft --kind {options.kind}`:
+
+    quire serve {options.model} --speculative '{{"method": "{options.kind}", "model": "{options.out.name}"}}'
+
+| | |
+|---|---|
+| parameters | {trained.num_parameters:,} (bf16) |
+| training | {trained.num_steps:,} steps of {options.batch_tokens:,} tokens, {trained.seconds / 60:.0f} minutes |
+| sequences | {options.prompt_tokens} tokens of text, then {written} of the model's own, {options.sampled_share:.0%} of them sampled |
+| agreement | {shares}: share of held-out places where it and the model find the same token the likeliest, by tokens ahead |
+"""

@@ -35,7 +35,7 @@ KINDS = (
 ALL = tuple(range(len(PROMPTS)))
 ALL = tuple(range(len(PROMPTS)))
 LENGTH = 26
-HEADS = {"eagle3": head_checkpoints.eagle3, "medusa": head_checkpoints.medusa}
+HEADS = {"eagle3": head_checkpoints.eagle3, "medusa": head_checkpoints.medusa, "medusa tree": head_checkpoints.medusa}
 COUNT = 5
 CACHES = {"bf16": {"dtype": "bfloat16"}, "f32": {"dtype": "float32"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
 
@@ -87,7 +87,8 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         folder = Path(model).parent / f"head-{kind}"
         if not folder.is_dir():
             HEADS[kind](folder)
-        config = {"method": kind, "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
+        config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
+        config |= {"draft_top_k": 3} if kind.endswith("tree") else {}
         return start(model, cache, speculative_config=config, **options)
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
@@ -100,7 +101,7 @@ def expect_same(found, plain):
     assert [said(choice) for choice in found] == [said(choice) for choice in plain]
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa")
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa", "medusa tree")
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -121,7 +122,9 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize(
+    "kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa tree"]
+)
 @pytest.mark.parametrize(
     "options",
     [

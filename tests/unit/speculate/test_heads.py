@@ -18,6 +18,7 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
 from quire.model.stored_tensors import open_tensors
+from quire.speculate.medusa import likeliest_tree
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
 MAKERS = {
@@ -294,3 +295,18 @@ def test_drafts_of_sampled_requests_use_the_noise_of_their_places(tiny_model, tm
     plain.close()
     said = set(read_layer_head(folder, "eagle3", read_model_spec(tiny_model)).vocabulary.tolist())
     assert {token for _, drafts in seen for token in drafts} <= said
+
+
+def test_the_likeliest_paths_are_drafted_first():
+    tokens, shares = [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]]
+    paths = {}
+    for a in range(3):
+        paths[a,] = shares[0][a]
+        for b in range(3):
+            paths[a, b] = paths[a,] * shares[1][b]
+            for c in range(3):
+                paths[a, b, c] = paths[a, b] * shares[2][c]
+    expected = sorted(paths, key=lambda path: -paths[path])[:12]
+    draft = likeliest_tree(tokens, shares, 12)
+    found = [tuple(draft.tokens[node] for node in draft.path_to(index)) for index in range(len(draft))]
+    assert [tuple(tokens[level][rank] for level, rank in enumerate(path)) for path in expected] == found
