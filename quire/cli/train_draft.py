@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from quire.cli import options
+from quire.training.config import KINDS, DraftTraining
 
 _DEFAULTS = {
-    "minutes": 60.0,
-    "sequence_tokens": 256,
-    "prompt_tokens": 96,
-    "num_sequences": 10_000,
-    "sampled_share": 0.25,
-    "batch_tokens": 4096,
-    "num_steps_ahead": 4,
-    "learning_rate": 2e-3,
-    "seed": 0,
+    field.name: field.default for field in dataclasses.fields(DraftTraining) if field.default is not dataclasses.MISSING
 }
 
 
@@ -29,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=f"{__doc__} It learns from text that the model itself goes on with. Stopped, and started again with the "
         "same arguments, it goes on where it was.",
     )
-    parser.add_argument("--kind", choices=("eagle3", "medusa", "mtp"), required=True, help="kind of the head")
+    parser.add_argument("--kind", choices=KINDS, required=True, help="kind of the head")
     parser.add_argument("model", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
     parser.add_argument("text", type=Path, metavar="DATA", help="a text file, or a folder with .txt and .md files")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write the head to")
@@ -54,19 +48,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Train and print what came of it."""
-    from quire.training.config import DraftTraining
     from quire.training.loop import train_draft
 
-    wanted = DraftTraining(
-        kind=args.kind,
-        model=args.model,
-        text=args.text.expanduser(),
-        out=args.out.expanduser(),
-        draft_vocab_size=args.draft_vocab_size,
-        tap_layers=None if args.tap_layers is None else tuple(args.tap_layers),
-        num_threads=args.num_threads,
-        **{name: getattr(args, name) for name in _DEFAULTS},
-    )
+    chosen = {name: getattr(args, name) for name in _DEFAULTS}
+    if chosen["tap_layers"] is not None:
+        chosen["tap_layers"] = tuple(chosen["tap_layers"])
+    wanted = DraftTraining(kind=args.kind, model=args.model, text=args.text.expanduser(), out=args.out.expanduser(), **chosen)
     trained = train_draft(wanted, args.progress)
     shares = " ".join(f"{share:.3f}" for share in trained.agreement)
     effort = f"{trained.num_steps:,} steps, {trained.seconds / 60:.1f} minutes"

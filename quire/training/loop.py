@@ -223,6 +223,6 @@ A head of kind {options.kind} that drafts for `{options.model}`, trained by `qui
 |---|---|
 | parameters | {trained.num_parameters:,} (bf16) |
 | training | {trained.num_steps:,} steps of {options.batch_tokens:,} tokens, {trained.seconds / 60:.0f} minutes |
-| sequences | {options.prompt_tokens} tokens of text, then {written} of the model's own, {options.sampled_share:.0%} of them sampled |
-| agreement | {shares}: share of held-out places where it and the model find the same token the likeliest, by tokens ahead |
+| sequences | {options.prompt_tokens} tokens of text, then {written} of the model's own, {options.sampled_share:.0%} sampled |
+| agreement | {shares} of held-out places, by tokens ahead: the likeliest token is the model's |
 """
