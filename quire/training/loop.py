@@ -192,8 +192,9 @@ def _agreement(head: Any, target: Target, held_out: NDArray[np.int32], options: 
     parts: list[Tensor] = []
     for begin in range(0, len(held_out), size):
         token_ids = torch.from_numpy(np.asarray(held_out[begin : begin + size]).astype(np.int64))
+        rows = target.compute(token_ids)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            shares = head.losses(token_ids, target.compute(token_ids))[1]
+            shares = head.losses(token_ids, rows)[1]
         parts.append(torch.stack(shares) * len(token_ids))
     return (torch.stack(parts).sum(0) / len(held_out)).tolist()
 

@@ -29,8 +29,8 @@ def options(model, tmp_path, kind, **changes):
         kind=kind,
         model=str(model),
         text=text,
-        out=tmp_path / kind,
         **{
+            "out": tmp_path / kind,
             **{"sequence_tokens": 32, "prompt_tokens": 20, "num_sequences": 24, "batch_tokens": 256, "num_steps_ahead": 3},
             **{"draft_vocab_size": None if kind == "mtp" else 100, "minutes": 0.2, "num_threads": None, **changes},
         },
