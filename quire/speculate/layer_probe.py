@@ -22,8 +22,8 @@ _WARM_UP, _NUM_TIMED = 2, 7
 class LayerProbe:
     """Windows of a text, computed by the whole model, and places in them where the next token is asked for.
 
-    Those are the first tokens of blocks: each gets a block of its own behind the cached ones before it, so that all are computed
-    in one step, and read what the whole model left, as drafts do.
+    Those are the first tokens of blocks: each gets a block of its own behind the cached ones before it, so that all are
+    computed in one step, and read what the whole model left, as drafts do.
 
     windows  token ids of each, at least one block and a token
     """
@@ -57,7 +57,7 @@ class LayerProbe:
         self._answers = torch.tensor(answers)
 
     def _prefill(self, window: Sequence[int], blocks: torch.Tensor, spare_block: int) -> torch.Tensor:
-        """Compute a window into its blocks, its last token into a spare one; return the logits behind the first of each block."""
+        """Compute a window, its last token in a spare block; return the logits behind the first tokens of its blocks."""
         positions = torch.arange(len(window))
         table = torch.cat([blocks, torch.tensor([spare_block])])
         slots = table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
