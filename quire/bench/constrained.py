@@ -82,15 +82,17 @@ class ConstrainedTrial:
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedLine:
-    """One way at one batch size; times are medians of whole runs.
+    """One way at one batch size; times are medians of whole runs, each of as many tokens as the constrained one.
 
-    forced_share  of the tokens that had no pass of their own
+    us_per_json_character  time over the characters of the constrained outputs: free, what text of such tokens would take
+    characters_per_token   of its own text
+    forced_share           of the tokens that had no pass of their own
     """
 
     way: str
     batch_size: int
     us_per_token: float
-    us_per_character: float
+    us_per_json_character: float
     characters_per_token: float
     forced_share: float
     share_ended: float
@@ -107,9 +109,9 @@ class ConstrainedRecord:
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
-        text = [f"{'way':<32}{'batch':>6}{'us/token':>11}{'us/char':>10}{'char/token':>12}{'forced':>8}{'ended':>7}"]
+        text = [f"{'way':<32}{'batch':>6}{'us/token':>11}{'us/JSON char':>14}{'char/token':>12}{'forced':>8}{'ended':>7}"]
         text += [
-            f"{line.way:<32}{line.batch_size:>6}{line.us_per_token:>11.0f}{line.us_per_character:>10.0f}"
+            f"{line.way:<32}{line.batch_size:>6}{line.us_per_token:>11.0f}{line.us_per_json_character:>14.0f}"
             f"{line.characters_per_token:>12.2f}{line.forced_share:>8.2f}{line.share_ended:>7.2f}"
             for line in self.lines
         ]
@@ -145,21 +147,21 @@ def measure_constrained(config: EngineConfig, trial: ConstrainedTrial) -> Constr
             found = (_run(llm, trial, batch_size, False, lengths), *constrained)
             for known, run in zip(runs.values(), found, strict=True):
                 known.append(run)
-        lines += [_line(way, batch_size, known[1:]) for way, known in runs.items()]
+        num_json = sum(len(output.text) for output in runs["constrained"][0].outputs)
+        lines += [_line(way, batch_size, known[1:], num_json) for way, known in runs.items()]
     llm.close()
     return ConstrainedRecord(lines, config.model, trial.temperature, find_provenance())
 
 
-def _line(way: str, batch_size: int, runs: list[_Run]) -> ConstrainedLine:
+def _line(way: str, batch_size: int, runs: list[_Run], num_json_characters: int) -> ConstrainedLine:
     outputs = runs[0].outputs
-    num_characters = max(1, sum(len(output.text) for output in outputs))
     duration_s = statistics.median(run.duration_s for run in runs)
     return ConstrainedLine(
         way=way,
         batch_size=batch_size,
         us_per_token=1e6 * duration_s / runs[0].num_tokens,
-        us_per_character=1e6 * duration_s / num_characters,
-        characters_per_token=num_characters / runs[0].num_tokens,
+        us_per_json_character=1e6 * duration_s / max(1, num_json_characters),
+        characters_per_token=sum(len(output.text) for output in outputs) / runs[0].num_tokens,
         forced_share=runs[0].num_accepted / runs[0].num_tokens,
         share_ended=sum(output.finish_reason == "stop" for output in outputs) / len(outputs),
     )
