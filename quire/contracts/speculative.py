@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
 
@@ -39,6 +39,8 @@ class SpeculativeConfig:
                             where a model is given. Several, in a list: what they draft is merged into one tree
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
     model                   of "draft_model": a folder, a hub id or the name of a bundled model
+    quantization            of "draft_model": "int8" or "int4" quantises its weights when they are loaded, so that drafts come
+                            sooner; None leaves them as they are stored
     adaptive                measure what drafts cost and gain, and draft as many as pay; False: always as many as possible
     prompt_lookup_min, prompt_lookup_max
                             tokens that must stand there before, and that are compared at most; of "ngram", the former of
@@ -57,6 +59,7 @@ class SpeculativeConfig:
     method: str | tuple[str, ...] | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
     adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
@@ -76,6 +79,11 @@ class SpeculativeConfig:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         self._check_methods()
+        if self.quantization is not None and (self.model is None or self.quantization not in ("int8", "int4")):
+            raise ConfigError(
+                "speculative_config: quantization must be int8, int4 or null, and is of a draft model, got "
+                f"{self.quantization!r} with model {self.model!r}"
+            )
         self._check_layers()
         _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)

@@ -16,6 +16,7 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
+from quire.quant.policy import POLICIES, QuantizationPolicy
 from quire.speculate.draft_model import DraftModelProposer
 from quire.speculate.layer_skip import LayerSkipProposer
 from quire.speculate.lookahead import LookaheadProposer
@@ -42,7 +43,8 @@ def build_speculator(config: SpeculativeConfig, report: ModelReport, target: Tar
 def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport, target: Target) -> Proposer:
     match method:
         case "draft_model":
-            return _build_draft_model(str(config.model), report.spec, report.memory)
+            policy = None if config.quantization is None else POLICIES[config.quantization]
+            return _build_draft_model(str(config.model), policy, report.spec, report.memory)
         case "self":
             return LayerSkipProposer(target, config.skipped_layers or ())
         case "suffix":
@@ -53,7 +55,9 @@ def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport,
             return NgramProposer(config)
 
 
-def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> DraftModelProposer:
+def _build_draft_model(
+    model: str, policy: QuantizationPolicy | None, target: ModelSpec, memory: MemoryPlan
+) -> DraftModelProposer:
     folder = resolve_model(model, None)
     spec = read_model_spec(folder, "auto")
     if spec.vocab_size != target.vocab_size:
@@ -74,5 +78,5 @@ def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> Dra
         )
     logger.info("draft model %s: weights %s, KV cache %s", model, format_bytes(num_weight_bytes), format_bytes(num_kv_bytes))
     max_len = min(spec.max_positions, memory.max_model_len)
-    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size)
+    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size, policy)
     return DraftModelProposer(decoder, KvPool(kv, memory.num_kv_blocks), max_len)
