@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
 
@@ -48,6 +48,8 @@ class SpeculativeConfig:
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
     model                   of "draft_model", "eagle", "eagle3" and "medusa": a folder, a hub id or the name of a bundled model;
                             of "mtp" only where the layer is not in the model's own folder
+    quantization            of "draft_model", "eagle", "eagle3" and "mtp": "int8" or "int4" quantises the weights that draft
+                            when they are loaded, so that drafts come sooner; None leaves them as they are stored
     adaptive                measure what drafts cost and gain, and draft as many as pay; False: always as many as possible
     prompt_lookup_min, prompt_lookup_max
                             tokens that must stand there before, and that are compared at most; of "ngram", the former of
@@ -67,6 +69,7 @@ class SpeculativeConfig:
     method: str | tuple[str, ...] | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
     adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
@@ -91,12 +94,7 @@ class SpeculativeConfig:
         _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_guesses", self.lookahead_guesses, 1, MAX_SPECULATIVE_TOKENS)
-        _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
-        if self.draft_top_k > 1 and self.methods != ("medusa",):
-            raise ConfigError(
-                f"speculative_config: draft_top_k is {self.draft_top_k}, but only method 'medusa' drafts trees with it (yet); "
-                "leave it out"
-            )
+        self._check_what_drafts()
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", self._default_tokens())
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
@@ -123,6 +121,21 @@ class SpeculativeConfig:
         if takes_model != (self.model is not None) and not any(method in _PERHAPS_WITH_MODEL for method in self.methods):
             raise ConfigError(
                 f"speculative_config: method {self.method!r} takes {'a' if takes_model else 'no'} model, got {self.model!r}"
+            )
+
+    def _check_what_drafts(self) -> None:
+        has_layers = self.model is not None or self.methods[0] in _PERHAPS_WITH_MODEL
+        has_layers = has_layers and "medusa" not in self.methods
+        if self.quantization is not None and (not has_layers or self.quantization not in ("int8", "int4")):
+            raise ConfigError(
+                "speculative_config: quantization must be int8, int4 or null, and is of a draft model or of a head with a layer, "
+                f"got {self.quantization!r} with method {self.method!r} and model {self.model!r}"
+            )
+        _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
+        if self.draft_top_k > 1 and self.methods != ("medusa",):
+            raise ConfigError(
+                f"speculative_config: draft_top_k is {self.draft_top_k}, but only method 'medusa' drafts trees with it (yet); "
+                "leave it out"
             )
 
     def _check_layers(self) -> None:

@@ -19,6 +19,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
+from quire.quant.policy import POLICIES, QuantizationPolicy
 from quire.speculate.draft_model import DraftModelProposer
 from quire.speculate.head_proposer import HeadProposer
 from quire.speculate.layer_skip import LayerSkipProposer
@@ -47,12 +48,13 @@ def build_speculator(config: SpeculativeConfig, report: ModelReport, target: Tar
 def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport, target: Target) -> Proposer:
     match method:
         case "draft_model":
-            return _build_draft_model(str(config.model), report.spec, report.memory)
+            policy = None if config.quantization is None else POLICIES[config.quantization]
+            return _build_draft_model(str(config.model), policy, report.spec, report.memory)
         case "eagle" | "eagle3":
-            return _build_layer_head(method, resolve_model(str(config.model)), report, target.model)
+            return _build_layer_head(method, resolve_model(str(config.model)), config, report, target.model)
         case "mtp" | "deepseek_mtp":
             folder = report.folder if config.model is None else resolve_model(config.model)
-            return _build_layer_head("mtp", folder, report, target.model)
+            return _build_layer_head("mtp", folder, config, report, target.model)
         case "medusa":
             return MedusaProposer(read_parallel_head(resolve_model(str(config.model)), report.spec), config.draft_top_k)
         case "self":
@@ -65,7 +67,9 @@ def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport,
             return NgramProposer(config)
 
 
-def _build_layer_head(kind: Literal["eagle", "eagle3", "mtp"], folder: Path, report: ModelReport, model: Model) -> HeadProposer:
+def _build_layer_head(
+    kind: Literal["eagle", "eagle3", "mtp"], folder: Path, config: SpeculativeConfig, report: ModelReport, model: Model
+) -> HeadProposer:
     head = read_layer_head(folder, kind, report.spec)
     if head.tap_layers:
         model.keep_inputs(head.tap_layers)
@@ -76,10 +80,13 @@ def _build_layer_head(kind: Literal["eagle", "eagle3", "mtp"], folder: Path, rep
     num_weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in head.parameters.values())
     _check_fits(str(folder), num_weight_bytes, kv.bytes_per_block * memory.num_kv_blocks, memory)
     max_len = min(head.body.max_positions, memory.max_model_len)
-    return HeadProposer(build_head(head, model, max_len), head, KvPool(kv, memory.num_kv_blocks), max_len)
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    return HeadProposer(build_head(head, model, max_len, policy), head, KvPool(kv, memory.num_kv_blocks), max_len)
 
 
-def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> DraftModelProposer:
+def _build_draft_model(
+    model: str, policy: QuantizationPolicy | None, target: ModelSpec, memory: MemoryPlan
+) -> DraftModelProposer:
     folder = resolve_model(model, None)
     spec = read_model_spec(folder, "auto")
     if spec.vocab_size != target.vocab_size:
@@ -94,7 +101,7 @@ def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> Dra
     num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
     _check_fits(model, num_weight_bytes, num_kv_bytes, memory)
     max_len = min(spec.max_positions, memory.max_model_len)
-    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size)
+    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size, policy)
     return DraftModelProposer(decoder, KvPool(kv, memory.num_kv_blocks), max_len)
 
 

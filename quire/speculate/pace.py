@@ -17,7 +17,6 @@ from quire.speculate.records import AcceptanceRecord
 _NEEDED_GAIN = 1.03
 _EVER = 0.98
 _FIRST_SLEEP, _LONGEST_SLEEP = 32, 1024
-_NUM_TRIALS = 3
 _STEPS_BETWEEN_PLAIN = 96
 _FEW_PLAIN = 2
 _STEPS_BETWEEN_FLOORS = 8
@@ -62,7 +61,8 @@ class Pace:
         self._ever = record(max_tokens, _EVER)
         self._sleep = _FIRST_SLEEP
         self._sleep_left = 0
-        self._trials_left = _NUM_TRIALS
+        self._num_trials = record.num_trials
+        self._trials_left = self._num_trials
         self._steps_since_plain = 0
         self._floor = 0.0  # the least share for which a draft is taken
         self._steps_to_floor = 0
@@ -127,7 +127,7 @@ class Pace:
         best = self._best_count(num_sequences, ranked)
         if best == 0:
             self._sleep_left, self._sleep = self._sleep, min(2 * self._sleep, _LONGEST_SLEEP)
-            self._trials_left = _NUM_TRIALS
+            self._trials_left = self._num_trials
             return False
         self._sleep = max(_FIRST_SLEEP, self._sleep // 2)
         # Shares move a little until the next decision.

@@ -8,7 +8,12 @@ _PRIOR_WEIGHT = 4.0
 
 
 class AcceptanceRecord:
-    """How often the draft at each depth was accepted, where the one before it was; the past fades."""
+    """How often the draft at each depth was accepted, where the one before it was; the past fades.
+
+    num_trials  drafts after which it is decided whether they pay
+    """
+
+    num_trials = 3
 
     def __init__(self, max_tokens: int, fading: float) -> None:
         self._fading = fading
@@ -73,7 +78,12 @@ class TreeRecord(AcceptanceRecord):
 
 
 class WholeRecord(AcceptanceRecord):
-    """How many tokens of drafts were accepted, of which a part is worth nothing: every token counts as the average one."""
+    """How many tokens of drafts were accepted, of which a part is worth nothing: every token counts as the average one.
+
+    Such drafts get better while they are made, so that more of them are tried.
+    """
+
+    num_trials = 12
 
     def note(self, num_drafts: int, path: Sequence[int]) -> None:
         """Count a draft of num_drafts tokens of which those with the indices `path` were accepted."""

@@ -43,6 +43,7 @@ class Speculator:
         self._max_drafts = max(self._max_tokens, _MAX_LOGIT_ELEMENTS // vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
+        self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
         self._drafted: set[SequenceId] = set()  # those with drafts of the proposer in this step
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
@@ -150,7 +151,7 @@ class Speculator:
         for sequence_id in advanced:
             followed = self._followed.get(sequence_id)
             num_forced = 0
-            if followed is not None and followed.sequence.sampling.matcher is not None:
+            if self.drafts_forced and followed is not None and followed.sequence.sampling.matcher is not None:
                 num_forced = self._forced.look(sequence_id, followed.sequence.sampling)
             granted = min(max(self._num_wanted.get(sequence_id, 0), num_forced), num_left)
             if granted > 0:

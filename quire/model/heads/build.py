@@ -17,6 +17,7 @@ from quire.model.heads.native_head import NativeHead
 from quire.model.heads.reference_head import ReferenceHead
 from quire.model.heads.stored import HeadFolder
 from quire.model.native_decoder import NativeDecoder
+from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
 HeadModel = NativeHead | ReferenceHead
 """What runs a LayerHead, with the same `enter`, `recycled` and `draft`."""
@@ -35,11 +36,17 @@ def read_parallel_head(folder: Path, target: ModelSpec) -> ParallelHead:
     return read_medusa(HeadFolder.open(folder), target)
 
 
-def build_head(head: LayerHead, target: Model, max_model_len: int) -> HeadModel:
-    """Return what runs a head beside a model, natively where the model is."""
+def build_head(head: LayerHead, target: Model, max_model_len: int, policy: QuantizationPolicy | None = None) -> HeadModel:
+    """Return what runs a head beside a model, natively where the model is.
+
+    policy  how its weights are quantised, natively only. Raises UnsupportedError
+    """
     native = load_native()
     if native is not None and isinstance(target, NativeDecoder):
-        return NativeHead(native, head, target, max_model_len)
+        quantize = None if policy is None else parameter_quantizer(head.parameters, head.body, policy)
+        return NativeHead(native, head, target, max_model_len, quantize)
     if isinstance(target, NativeDecoder):
         raise UnsupportedError("a native model needs the native kernels for its head too")
+    if policy is not None:
+        raise UnsupportedError("speculative_config: quantization of a head needs the native kernels, which are not there")
     return ReferenceHead(head, target, max_model_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.heads.head_spec import LayerHead
 from quire.model.native_decoder import NativeDecoder
+from quire.quant.parameters import Parameter
 
 _ENTRIES = {"joined": 1, "beside": 2}
 
@@ -22,13 +23,21 @@ class NativeHead(NativeDecoder):
     """Runs a head beside the model that it drafts for, whose packed embedding and output it shares where it has none.
 
     max_model_len  the longest sequence it will see; some rope scalings depend on it
+    quantize       applied to every weight by its name just before it is packed
     """
 
-    def __init__(self, native: ModuleType, head: LayerHead, target: NativeDecoder, max_model_len: int) -> None:
+    def __init__(
+        self,
+        native: ModuleType,
+        head: LayerHead,
+        target: NativeDecoder,
+        max_model_len: int,
+        quantize: Callable[[str, Tensor], Parameter] | None = None,
+    ) -> None:
         self.head_spec = head
         self._target = target
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.contiguous()
-        super().__init__(native, head.body, dict(head.parameters), max_model_len)
+        super().__init__(native, head.body, dict(head.parameters), max_model_len, quantize)
 
     def _build(self) -> list[Any]:
         head, plan, body = self.head_spec, self._plan, self.spec

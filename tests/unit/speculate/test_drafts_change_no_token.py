@@ -93,6 +93,10 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
         return start(model, cache, speculative_config=config, **options)
+    if kind in CONFIGS:
+        return start(
+            model, cache, speculative_config={"adaptive": False, **CONFIGS[kind], **with_model(kind, model)}, **options
+        )
     config = {"method": kind, "num_speculative_tokens": COUNT, "adaptive": False, "prompt_lookup_min": 1}
     return start(model, cache, speculative_config=config, **options)
 
@@ -101,7 +105,19 @@ def expect_same(found, plain):
     assert [said(choice) for choice in found] == [said(choice) for choice in plain]
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa", "medusa tree")
+CONFIGS = {
+    "merged": {"method": ["ngram", "suffix"], "prompt_lookup_min": 1},
+    "merged with a model": {"method": ["draft_model", "ngram"], "num_speculative_tokens": 8, "prompt_lookup_min": 1},
+    "lookahead": {"method": "lookahead"},
+    "self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": COUNT},
+}
+
+
+def with_model(kind, model):
+    return {"model": str(model)} if "model" in kind else {}
+
+
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa", "medusa tree", *CONFIGS)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -123,7 +139,7 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
 
 
 @pytest.mark.parametrize(
-    "kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa tree"]
+    "kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa tree", *CONFIGS]
 )
 @pytest.mark.parametrize(
     "options",
