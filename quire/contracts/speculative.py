@@ -128,7 +128,7 @@ class SpeculativeConfig:
         has_layers = has_layers and "medusa" not in self.methods
         if self.quantization is not None and (not has_layers or self.quantization not in ("int8", "int4")):
             raise ConfigError(
-                "speculative_config: quantization must be int8, int4 or null, and is of a draft model or of a head with a layer, "
+                "speculative_config: quantization must be int8, int4 or null, of a draft model or of a head with a layer, "
                 f"got {self.quantization!r} with method {self.method!r} and model {self.model!r}"
             )
         _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
