@@ -20,6 +20,8 @@ from quire.speculate.records import AcceptanceRecord
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
 _RECENT = 0.95
+_FED_BEFORE_WAKING = 48
+"""Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _NONE = Draft()
 
 
@@ -113,8 +115,10 @@ class Speculator:
 
     @property
     def tap_layers(self) -> tuple[int, ...] | None:
-        """What the proposer reads of the model; see Proposer."""
-        return None if self._proposer is None else self._proposer.tap_layers
+        """What the proposer reads of the model in this step; see Proposer. Nothing, while drafts are long not to be tried."""
+        if self._proposer is None or (self._pace is not None and self._pace.sleep_left > _FED_BEFORE_WAKING):
+            return None
+        return self._proposer.tap_layers
 
     def feed(self, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
         """Hand the proposer what it reads; to be called before `end`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,7 @@ class NativeHead(NativeDecoder):
         self._target = target
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.contiguous()
         super().__init__(native, head.body, dict(head.parameters), max_model_len, quantize)
+        self.head_spec = replace(head, parameters={})  # they are packed
 
     def _build(self) -> list[Any]:
         head, plan, body = self.head_spec, self._plan, self.spec
