@@ -133,9 +133,10 @@ def test_one_stream_goes_on_when_500_never_read(server, expected):
 def test_slow_heads_and_bodies_are_cut_off_while_others_are_served(server, expected):
     whole = request_bytes("/v1/completions", completion(1))
     cuts = [1, 20, len(whole) // 2, len(whole) - 1]
-    sockets = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(60)]
-    for number, sock in enumerate(sockets):
-        sock.sendall(whole[: cuts[number % len(cuts)]])
+    sockets = []
+    for number in range(60):
+        sockets.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        sockets[-1].sendall(whole[: cuts[number % len(cuts)]])
     assert server.post("/v1/completions", completion(1)).status_code == 200
     answers = []
     for sock in sockets:

@@ -52,12 +52,12 @@ def is_draining(server):
 
 
 def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(start):
-    server = start("--drain-grace", "2")
+    server = start("--drain-grace", "3")
     pid = server.engine_pid()
 
     async def go():
-        wires = await open_streams(server, 500)
-        unary = asyncio.create_task(Wire.ask(server, 500))
+        wires = await open_streams(server, 900)
+        unary = asyncio.create_task(Wire.ask(server, 900))
         await asyncio.to_thread(server.wait_for, lambda: server.metric("quire:num_requests_running") == NUM_STREAMS + 1)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(server.wait_for, lambda: is_draining(server))
@@ -71,7 +71,7 @@ def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(
 
     wires, unary, ready, *refusals = asyncio.run(go())
     assert all(wire.is_complete and len(wire.text) > 0 for wire in wires)
-    assert (unary[0], unary[2]["usage"]["completion_tokens"]) == (200, 500)
+    assert (unary[0], unary[2]["usage"]["completion_tokens"]) == (200, 900)
     assert ready.status_code == 503
     for refused in refusals:
         assert refused.status_code == 503
@@ -84,7 +84,7 @@ def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(
 @pytest.mark.parametrize(
     "options, numbers",
     [
-        pytest.param(("--drain-timeout", "0.5"), [signal.SIGTERM], id="outlasting-the-drain"),
+        pytest.param(("--drain-timeout", "0.2"), [signal.SIGTERM], id="outlasting-the-drain"),
         pytest.param((), [signal.SIGTERM, signal.SIGTERM], id="twice", marks=pytest.mark.slow),
         pytest.param((), [signal.SIGINT, signal.SIGINT], id="ctrl-c-twice", marks=pytest.mark.slow),
     ],

@@ -252,7 +252,7 @@ def test_rest_of_a_batch_expires_when_its_window_ends():
 
         async with service_of(None, execute) as service:
             file = await upload(service, [line(f"r{n}") for n in range(3)])
-            batch = await service.add_batch("ann", file.id, URL, window_s=1)
+            batch = await service.add_batch("ann", file.id, URL, window_s=2)
             record = await ended(service, batch.id)
             return record, await read(service, record.output_file_id), await read(service, record.error_file_id)
 
@@ -301,11 +301,18 @@ def test_files_and_batches_of_another_owner_are_not_found():
 
 def test_file_cannot_be_deleted_while_a_batch_needs_it():
     async def go():
-        async with service_of(None, Worker(0.05)) as service:
+        gate = asyncio.Event()
+
+        async def execute(record, body):
+            await gate.wait()
+            return await Worker()(record, body)
+
+        async with service_of(None, execute) as service:
             file = await upload(service, [line("a")])
             batch = await service.add_batch("ann", file.id, URL)
             with pytest.raises(ApiError) as caught:
                 await service.delete_file("ann", file.id)
+            gate.set()
             await ended(service, batch.id)
             await service.delete_file("ann", file.id)
             return caught.value.code, await service.files("ann", "batch", None, 10, True)
