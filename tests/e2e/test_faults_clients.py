@@ -11,7 +11,7 @@ from tests.e2e.server_process import serving
 from tests.e2e.wire import Wire, assert_recovered, completion, exchange, read_answer, request_bytes
 
 SLOW_READER_S = 1.5
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.0
 LONG_PROMPT = [5 + n % 3000 for n in range(1000)]
 MIB = 1 << 20
 MAX_ERROR_BYTES = 4 << 10

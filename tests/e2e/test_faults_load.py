@@ -30,8 +30,8 @@ def bearer(name):
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("keys") / "keys.json"
     path.write_text(json.dumps(KEYS))
-    options = ("--api-key-file", str(path), "--max-queued-requests", str(MAX_QUEUED), "--max-num-seqs", str(MAX_SEQS), "--no-page")
-    with serving(*options, key="key-of-calm") as running:
+    limits = ("--max-queued-requests", str(MAX_QUEUED), "--max-num-seqs", str(MAX_SEQS))
+    with serving("--api-key-file", str(path), *limits, "--no-page", key="key-of-calm") as running:
         yield running
 
 
