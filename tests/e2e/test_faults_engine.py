@@ -140,6 +140,7 @@ def test_batch_lines_run_once_when_the_engine_is_killed_in_mid_batch(server):
     assert_recovered(server)
 
 
+@pytest.mark.slow
 def test_server_ends_with_the_reason_when_the_engine_keeps_dying():
     server = ServerProcess("--max-restarts", "0", "--no-page")
     with stopping(server):

@@ -108,6 +108,7 @@ def test_ten_thousand_idle_connections_cost_little_and_leave_nothing():
         assert resident[-1] < resident[0] + 16 * 1024  # those that come later take the room of those that went
 
 
+@pytest.mark.slow
 def test_connections_beyond_the_limit_are_turned_away_and_the_server_goes_on():
     def limit_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

@@ -51,6 +51,7 @@ def is_draining(server):
     return server.get("/ready").json().get("reason") == "draining"
 
 
+@pytest.mark.slow
 def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(start):
     server = start("--drain-grace", "3")
     pid = server.engine_pid()
@@ -81,12 +82,13 @@ def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, numbers",
     [
         pytest.param(("--drain-timeout", "0.2"), [signal.SIGTERM], id="outlasting-the-drain"),
-        pytest.param((), [signal.SIGTERM, signal.SIGTERM], id="twice", marks=pytest.mark.slow),
-        pytest.param((), [signal.SIGINT, signal.SIGINT], id="ctrl-c-twice", marks=pytest.mark.slow),
+        pytest.param((), [signal.SIGTERM, signal.SIGTERM], id="twice"),
+        pytest.param((), [signal.SIGINT, signal.SIGINT], id="ctrl-c-twice"),
     ],
 )
 def test_streams_end_with_an_error_when_they_cannot_finish(start, options, numbers):
