@@ -45,9 +45,18 @@ def leave_all(server, wires, how):
             getattr(wire, how)()
 
 
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-@pytest.mark.parametrize("is_streaming", [True, False], ids=["stream", "unary"])
-def test_work_stops_when_clients_go(server, expected, how, is_streaming):
+@pytest.mark.parametrize(
+    "is_streaming, how",
+    [
+        (True, "close"),
+        (False, "reset"),
+        (True, "half-close"),
+        pytest.param(False, "close", marks=pytest.mark.slow),
+        pytest.param(True, "reset", marks=pytest.mark.slow),
+        pytest.param(False, "half-close", marks=pytest.mark.slow),
+    ],
+)
+def test_work_stops_when_clients_go(server, expected, is_streaming, how):
     """Of 60 requests 32 run, the others wait in the queue."""
     aborted = num_aborted(server)
 

@@ -137,7 +137,8 @@ def test_server_ends_when_it_is_told_to_while_it_loads(number):
     assert not is_alive(pid)
 
 
-@pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
 def test_engine_ends_when_the_server_is_killed(start, is_busy):
     server = start()
     pid = server.engine_pid()

@@ -55,6 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._stop_write_timer()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # also after a reset: the timer would hold all of the connection until it went off
 
     def pause_writing(self) -> None:
         super().pause_writing()
