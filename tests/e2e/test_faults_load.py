@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 from pathlib import Path
 
@@ -124,9 +123,7 @@ def rss_mib(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
 
 
-@pytest.mark.parametrize(
-    "seconds", [3, pytest.param(int(os.environ.get("QUIRE_OVERLOAD_S", "60")), marks=pytest.mark.slow, id="long")]
-)
+@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_server_stays_whole_when_it_gets_four_times_what_it_can_serve(server, seconds):
     """Of about 200 that ask at once, 48 find room."""
     pids = (server.process.pid, server.engine_pid())
