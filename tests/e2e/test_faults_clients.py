@@ -34,7 +34,7 @@ def num_aborted(server, reason="disconnect"):
 
 
 def num_unread(server):
-    """Return how many streams were ended as unread: by what had piled up, or, where the engine is slow, by the blocked socket."""
+    """Return how many streams were ended as unread: by what piled up, or, where the engine is slow, by the blocked socket."""
     return num_aborted(server, "slow_reader") + num_aborted(server)
 
 
