@@ -34,6 +34,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_perplexity(perplexity)
     perplexity.set_defaults(run=run_perplexity)
+    speculate = kinds.add_parser(
+        "speculate", **options.PARSER, help="drafts: acceptance, tokens per step and speed against plain decoding"
+    )
+    _add_speculate(speculate)
+    speculate.set_defaults(run=run_speculate)
     kernels = kinds.add_parser("kernels", **options.PARSER, help="single native kernels beside what the machine can do")
     _add_kernels(kernels)
     kernels.set_defaults(run=run_kernels)
@@ -70,6 +75,31 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+
+
+def _add_speculate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
+    parser.add_argument("--text", type=Path, required=True, help="file of UTF-8 text, whose passages are the prompts")
+    parser.add_argument("--task", choices=("continue", "quote"), default="continue", help="go on with a passage, or quote it")
+    parser.add_argument("--words", type=int, default=64, help="words of a passage")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=['{"method": "ngram"}', '{"method": "suffix"}'],
+        metavar="JSON",
+        help="speculative_config of each, or replay:P, drafts of which a share P is right",
+    )
+    parser.add_argument("--num-speculative-tokens", type=int, default=4, help="drafts of replay:P")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 4, 16), help="requests at once")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an output")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
+    parser.add_argument(
+        "--adaptive", action=argparse.BooleanOptionalAction, default=True, help="draft as many tokens as pay; else always all"
+    )
+    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
     options.add_engine_options(parser)
     options.add_common_options(parser)
 
@@ -119,6 +149,26 @@ def run_perplexity(args: argparse.Namespace) -> int:
     windows = Windows(args.context, args.stride, args.max_tokens)
     text = _read_text(args.text)
     record = compare_perplexity(options.engine_config(args), text, args.text.name, windows, args.against, args.progress)
+    return _report(record.describe(), record.to_json(), args.output_json)
+
+
+def run_speculate(args: argparse.Namespace) -> int:
+    """Measure and print what drafts gain."""
+    from quire.bench.speculate import Trial, continuing_prompts, measure_speculation, quoting_prompts
+
+    _check_output(args.output_json)
+    make = quoting_prompts if args.task == "quote" else continuing_prompts
+    trial = Trial(
+        methods=tuple(args.methods),
+        batch_sizes=tuple(args.batch_sizes),
+        prompts=make(_read_text(args.text), max(args.batch_sizes), args.words),
+        output_len=args.output_len,
+        temperature=args.temperature,
+        num_tokens=args.num_speculative_tokens,
+        num_rounds=args.num_iters,
+        is_adaptive=args.adaptive,
+    )
+    record = measure_speculation(options.engine_config(args), trial)
     return _report(record.describe(), record.to_json(), args.output_json)
 
 

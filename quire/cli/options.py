@@ -47,6 +47,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, help="same seed, same output")
     group.add_argument("--device", help="auto or cpu")
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
+    group.add_argument(
+        "--speculative-config",
+        "--speculative",
+        metavar="JSON",
+        help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model',
+    )
     parser.set_defaults(**_ENGINE_DEFAULTS)
 
 

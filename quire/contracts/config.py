@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import ConfigError
+from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
@@ -85,6 +86,7 @@ class EngineConfig:
     seed                    of requests that bring no seed of their own
     device                  "auto" or "cpu"
     num_threads             threads that torch computes with, in the whole process; None: torch's own choice
+    speculative_config      draft tokens and verify several in a step: a SpeculativeConfig, or a dict or JSON of its fields
     """
 
     model: str
@@ -107,8 +109,11 @@ class EngineConfig:
     seed: int = 0
     device: str = "auto"
     num_threads: int | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
         is_known = self.quantization is None or self.quantization in _QUANTIZATIONS

@@ -43,6 +43,8 @@ class StepPlan:
     replaced_blocks       sequence -> (index in its table, new block), after copy on write
     block_copies          (source, target) blocks to copy before anything is written
     ended                 sequences to forget, finished or preempted; applied first
+    num_draft_slots       sequence -> drafts that it may compute behind its last known token, which this step computes; its
+                          blocks have room for them
     """
 
     step_id: int
@@ -52,11 +54,13 @@ class StepPlan:
     replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] | None = None
     block_copies: tuple[tuple[BlockId, BlockId], ...] = ()
     ended: tuple[SequenceId, ...] = ()
+    num_draft_slots: dict[SequenceId, int] | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step over all sequences."""
-        return sum(self.num_scheduled_tokens.values())
+        """Tokens computed in this step over all sequences, drafts included."""
+        num_drafts = sum(self.num_draft_slots.values()) if self.num_draft_slots else 0
+        return sum(self.num_scheduled_tokens.values()) + num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,9 @@ class StepResult:
     errors           sequence -> why no token could be sampled (its logits were not finite, say); it must be ended
     completed        sequences whose output matches its constraint as a whole, so that nothing can follow: they end with "stop"
     pooled           sequence -> the vector of a request with pooling params, f32 values; no entry before its prompt is computed
+    verified         sequence -> how many drafts this step computed of it, and how many of them were accepted: the KV of these
+                     stands, they are the sampled tokens but the last one
+    draft_wishes     sequence -> drafts that the worker could use in the next step, > 0
     """
 
     step_id: int
@@ -91,6 +98,8 @@ class StepResult:
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     errors: dict[SequenceId, str]
     pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=dict[SequenceId, tuple[float, ...]])
+    verified: dict[SequenceId, tuple[int, int]] = field(default_factory=dict[SequenceId, tuple[int, int]])
+    draft_wishes: dict[SequenceId, int] = field(default_factory=dict[SequenceId, int])
     completed: frozenset[SequenceId] = frozenset()
 
 

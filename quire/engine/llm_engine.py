@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
@@ -30,6 +30,8 @@ from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_record import StepRecord, describe_plan
 from quire.grammar.compiler import Compilation, GrammarCompiler
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
+from quire.speculate.proposer import Proposer
+from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens
 
@@ -45,10 +47,29 @@ EngineOutput = RequestOutput | EmbeddingRequestOutput
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the engine was made: steps, and tokens computed in them."""
+    """Counts since the engine was made: steps, and tokens computed in them.
+
+    num_drafts           times that a sequence's drafts were verified
+    num_draft_tokens     tokens of these drafts
+    num_accepted_tokens  those of them that were accepted
+    accepted_per_pos     how often the first draft token was accepted, the second, and so on
+    """
 
     num_steps: int = 0
     num_batched_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list[int])
+
+    def note_verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Count what became of the drafts of one sequence in one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        self.accepted_per_pos += [0] * (num_accepted - len(self.accepted_per_pos))
+        for position in range(num_accepted):
+            self.accepted_per_pos[position] += 1
 
 
 class LLMEngine:
@@ -218,6 +239,8 @@ class LLMEngine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = time.monotonic()
+        for num_drafts, num_accepted in result.verified.values():
+            self.stats.note_verified(num_drafts, num_accepted)
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:
@@ -271,6 +294,13 @@ class LLMEngine:
         stream.metrics.finished_time = time.monotonic()
         output = stream.take()
         return [] if output is None else [output]
+
+    def draft_with(self, proposer: Proposer) -> None:
+        """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""
+        config = self.config.speculative_config
+        if config is None or self.has_unfinished_requests():
+            raise ConfigError("draft_with needs an engine with a speculative_config, and without unfinished requests")
+        self._runner.draft_with(Speculator(config, proposer, self.report.spec.vocab_size))
 
     def measure_peaks(self) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import torch
 
 from quire.grammar.masks import MaskFiller, Masks
+from quire.sampling.row_state import SamplingRow
 from quire.worker.input_batch import Row
 
 
@@ -26,10 +27,13 @@ class ConstrainedRows:
         """Set the rows' masks, and why a grammar cannot go on where that is so."""
         if self._masks is None:
             return
-        masks = self._masks.result()
-        words = torch.from_numpy(masks.words)
-        for index, row in enumerate(self._rows):
-            if masks.errors[index] is None:
-                row.token_mask = words[index]
-            else:
-                row.grammar_error = masks.errors[index]
+        _set_masks(self._rows, self._masks.result())
+
+
+def _set_masks(rows: Sequence[SamplingRow], masks: Masks) -> None:
+    words = torch.from_numpy(masks.words)
+    for index, row in enumerate(rows):
+        if masks.errors[index] is None:
+            row.token_mask = words[index]
+        else:
+            row.token_mask, row.grammar_error = None, masks.errors[index]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import InvariantError
@@ -14,7 +15,11 @@ from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.kernels.reference.attention import AttentionInput
 from quire.sampling.row_state import SamplingRow
+from quire.speculate.draft import Draft
 from quire.worker.pooling import Pooler
+
+_NONE = Draft()
+NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 
 
 @dataclass(slots=True)
@@ -65,6 +70,7 @@ class StepInput:
 
     token_ids, positions  [T] i64
     rows                  the sequences of the step, in batch order
+    drafts                of those that have some; their tokens come after the known ones
     wants_prompt          whether one of them may ask for something about its prompt: else there is nothing but ready_rows
     """
 
@@ -72,6 +78,7 @@ class StepInput:
     positions: Tensor
     attention: AttentionInput
     rows: list[Row]
+    drafts: Mapping[SequenceId, Draft]
     wants_prompt: bool
 
     def ready_rows(self) -> list[tuple[Row, int]]:
@@ -91,11 +98,12 @@ class StepInput:
         return found
 
     def _runs(self) -> Iterator[tuple[Row, int, int, bool]]:
-        """Yield every sequence, its tokens [start, end) of the step, and whether all its known tokens are computed then."""
-        starts = self.attention.query_starts
+        """Yield every sequence, its tokens [start, end) of the step, drafts left out, and whether those are all it knows."""
+        starts, drafts = self.attention.query_starts, self.drafts
         for index, row in enumerate(self.rows):
-            is_complete = self.attention.context_lens[index] == len(row.token_ids)
-            yield row, starts[index], starts[index + 1], is_complete
+            num_drafts = len(drafts[row.start.sequence_id].tokens) if row.start.sequence_id in drafts else 0
+            is_complete = self.attention.context_lens[index] - num_drafts == len(row.token_ids)
+            yield row, starts[index], starts[index + 1] - num_drafts, is_complete
 
 
 class InputBatch:
@@ -148,14 +156,27 @@ class InputBatch:
         self._tables[row.table, row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
         row.num_blocks += len(block_ids)
 
-    def build(self, plan: StepPlan) -> StepInput:
-        """Return the tensors of the step."""
+    def row(self, sequence_id: SequenceId) -> Row:
+        """Return the row of a sequence that the plans have started."""
+        return self._rows[sequence_id]
+
+    def block_table(self, row: Row) -> NDArray[np.int64]:
+        """Return the block table of a row [max_blocks] i64, of which the first num_blocks hold; it follows the plans."""
+        return self._tables[row.table]
+
+    def build(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft] = NO_DRAFTS) -> StepInput:
+        """Return the tensors of the step; drafts, as chains, stand in the slots behind the last known token."""
         rows = [self._rows[sequence_id] for sequence_id in plan.num_scheduled_tokens]
         counts = list(plan.num_scheduled_tokens.values())
+        num_known = counts
+        if drafts:
+            counts = [count + len(drafts.get(key, _NONE)) for key, count in plan.num_scheduled_tokens.items()]
         token_ids: list[int] = []
         starts = [0]
-        for row, count in zip(rows, counts, strict=True):
-            token_ids += row.token_ids[row.num_computed_tokens : row.num_computed_tokens + count]
+        for row, count, known in zip(rows, counts, num_known, strict=True):
+            token_ids += row.token_ids[row.num_computed_tokens : row.num_computed_tokens + known]
+            if count > known:
+                token_ids += drafts[row.start.sequence_id].tokens
             starts.append(starts[-1] + count)
         if len(token_ids) != starts[-1]:
             raise InvariantError(f"the plan schedules {starts[-1]} tokens, the rows know {len(token_ids)} of them")
@@ -175,9 +196,11 @@ class InputBatch:
         context_lens = [first + count for first, count in zip(positions_of_first, counts, strict=True)]
         attention = AttentionInput(torch.from_numpy(slots), starts, context_lens, torch.from_numpy(tables))
         token_tensor, position_tensor = torch.from_numpy(self._token_ids[:num_tokens]), torch.from_numpy(positions)
-        return StepInput(token_tensor, position_tensor, attention, rows, bool(self._prompt_rows))
+        return StepInput(token_tensor, position_tensor, attention, rows, drafts, bool(self._prompt_rows))
 
     def advance(self, step: StepInput) -> None:
-        """Count the tokens of the step as computed."""
+        """Count the known tokens of the step as computed; whoever accepts drafts counts them."""
         for row, context_len in zip(step.rows, step.attention.context_lens, strict=True):
             row.num_computed_tokens = context_len
+        for sequence_id, draft in step.drafts.items():
+            self._rows[sequence_id].num_computed_tokens -= len(draft.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -24,12 +25,17 @@ from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
+from quire.speculate.build import build_speculator
+from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.speculator import Speculator
+from quire.speculate.verifier import Candidate, verify
 from quire.worker.constrained import ConstrainedRows
-from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
+from quire.worker.input_batch import NO_DRAFTS, InputBatch, PooledRun, Row, StepInput
 from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
 
+_NO_DRAFT = Draft()
 _DEFAULT_BATCHED_TOKENS = 2048
 
 
@@ -68,14 +74,27 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
-    return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config)), report
+    speculative = config.speculative_config
+    speculator = None if speculative is None else build_speculator(speculative, report.spec, report.memory)
+    return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
 
 
 class ModelRunner:
-    """Runs the model over the plans of one scheduler; implements contracts.step.Runner."""
+    """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
-    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
+    speculator  drafts tokens, which are then verified; None: every step gives a sequence one token
+    """
+
+    def __init__(
+        self,
+        decoder: Model,
+        memory: MemoryPlan,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        speculator: Speculator | None = None,
+    ) -> None:
         self._decoder = decoder
+        self._speculator = speculator
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
@@ -88,10 +107,14 @@ class ModelRunner:
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
+        drafts = NO_DRAFTS if self._speculator is None else self._propose(self._speculator, plan)
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {})
-        step = self._batch.build(plan)
+        step = self._batch.build(plan, drafts)
         ready = step.ready_rows()
+        logit_rows = [last for _, last in ready]
+        for row, last in ready if drafts else ():
+            logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
         constrained = ConstrainedRows([row for row, _ in ready], self._masks)
@@ -101,7 +124,7 @@ class ModelRunner:
                 step.positions,
                 step.attention,
                 self._kv,
-                [last for _, last in ready],
+                logit_rows,
                 keeps_all,
                 [index for run in runs for index in range(run.first, run.last)],
             )
@@ -110,7 +133,13 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(step) if keeps_all else {}
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
-        result = self._sample(plan, [row for row, _ in ready], logits, prompt_logprobs)
+        rows = [row for row, _ in ready]
+        if drafts:
+            result = self._verify(plan, rows, drafts, logits, prompt_logprobs)
+        else:
+            result = self._sample(plan, rows, logits, prompt_logprobs)
+        if self._speculator is not None:
+            result = replace(result, draft_wishes=self._speculator.end(plan, list(result.sampled), result.verified))
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
 
     def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
@@ -162,6 +191,51 @@ class ModelRunner:
                 logprobs[sequence_id] = (outcome.logprobs,)
         return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, errors, completed=frozenset(completed))
 
+    def _propose(self, speculator: Speculator, plan: StepPlan) -> Mapping[SequenceId, Draft]:
+        """Return the drafts of the step."""
+        speculator.begin(plan)
+        for start in plan.starts:
+            if start.request.pooling is None:
+                row = self._batch.row(start.sequence_id)
+                table = self._batch.block_table(row)
+                speculator.follow(
+                    DraftedSequence(start.sequence_id, start.request, start.choice, row.token_ids, row.sampling, table)
+                )
+        return speculator.propose(plan)
+
+    def _verify(
+        self,
+        plan: StepPlan,
+        rows: list[Row],
+        drafts: Mapping[SequenceId, Draft],
+        logits: torch.Tensor,
+        prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
+    ) -> StepResult:
+        """Sample as _sample does, and on along the drafts."""
+        candidates: list[Candidate] = []
+        next_row = len(rows)
+        for row in rows:
+            draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
+            candidates.append(Candidate(row.start.request, row.sampling, draft, next_row))
+            next_row += len(draft)
+        result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
+        completed: list[SequenceId] = []
+        for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
+            sequence_id = row.start.sequence_id
+            if walk.error is not None:
+                result.errors[sequence_id] = walk.error
+                continue
+            row.token_ids += walk.tokens
+            row.num_computed_tokens += len(walk.path)
+            if row.sampling.is_grammar_complete:
+                completed.append(sequence_id)
+            result.sampled[sequence_id] = tuple(walk.tokens)
+            if walk.logprobs:
+                result.logprobs[sequence_id] = tuple(walk.logprobs)
+            if len(candidate.draft) > 0:
+                result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
+        return replace(result, completed=frozenset(completed)) if completed else result
+
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         """Return the log probabilities of the prompt tokens that follow those computed in this step."""
         found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
@@ -180,6 +254,10 @@ class ModelRunner:
                 entries += token_logprobs(logits, row.token_ids[begin + 1 : end + 1], num_top)
             found[row.start.sequence_id] = tuple(entries)
         return found
+
+    def draft_with(self, speculator: Speculator) -> None:
+        """Replace the speculator, which must follow no sequence."""
+        self._speculator = speculator
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""

@@ -18,12 +18,13 @@ MAY_IMPORT = {
     "kv": {"base", "contracts", "kernels"},
     "quant": {"base", "contracts", "kernels"},
     "model": {"base", "contracts", "kernels", "kv", "quant"},
-    "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "model"},
-    "engine": {"base", "contracts", "text", "grammar", "kv", "worker"},
+    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "model"},
+    "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "model", "speculate"},
+    "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
-    "bench": {"base", "contracts", "kernels", "text", "model", "engine"},
+    "bench": {"base", "contracts", "kernels", "text", "model", "speculate", "engine"},
     "cli": {"base", "contracts", "text", "model", "engine", "serving", "bench"},
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}

@@ -97,6 +97,10 @@ class KvAllocator:
         table.extend(appended)
         return BlockGrowth(appended, replaced, tuple(copies))
 
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many blocks the table lacks for the next num_tokens tokens."""
+        return max(0, self._num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids))
+
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Let `target`, without blocks, hold the blocks of the prompt that it shares with `source`, who has computed it.
 

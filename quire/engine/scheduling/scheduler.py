@@ -9,6 +9,8 @@ A step is {sequence: number of tokens} under one token budget; there is no prefi
 3. Waiting sequences are admitted in policy order while there is a seat (max_num_seqs), budget, and free blocks for ALL
    their known tokens, which they get at once. The first that does not fit blocks those behind it, even if they would fit:
    blocks that become free are for it, so that a long prompt cannot be starved by short ones.
+4. Decoding sequences for which the worker has drafts get slots for them, in policy order, of what budget and blocks are left.
+   A block is left for each running sequence: drafts cause no preemption.
 
 Where a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
 blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
@@ -37,6 +39,7 @@ from quire.engine.scheduling.ending import append_sampled
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.policy import order_key
+from quire.engine.scheduling.result_check import find_mistake
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 from quire.engine.scheduling.step_draft import StepDraft
@@ -140,6 +143,7 @@ class Scheduler:
             self._schedule_running(draft, sequence, self._chunk(draft, sequence))
         if self._num_preemptions == num_preempted_before:
             self._schedule_waiting(draft)
+        self._schedule_drafts(draft)
         if draft.is_empty:
             return None
         self._plan_in_flight = draft.build(next(self._step_ids), tuple(self._ended))
@@ -165,7 +169,8 @@ class Scheduler:
                 continue
             error = result.errors.get(sequence_id)
             if error is None:
-                error = _find_mistake(sequence, num_tokens, result)
+                num_slots = plan.num_draft_slots.get(sequence_id, 0) if plan.num_draft_slots else 0
+                error = find_mistake(sequence, num_tokens, num_slots, result)
             if error is not None:
                 updates.append(self._end(sequence, "error", error=error))
                 continue
@@ -231,6 +236,19 @@ class Scheduler:
                     self._num_hit_tokens += num_cached
             draft.add(sequence, self._chunk(draft, sequence), NO_GROWTH)
 
+    def _schedule_drafts(self, draft: StepDraft) -> None:
+        for sequence in [s for s in draft.sequences if s.num_draft_wish > 0 and s.num_uncomputed_tokens == 1]:
+            # With every draft accepted one more token follows, and the KV of the last one is never computed.
+            num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - sequence.num_tokens - 1, draft.num_tokens_left)
+            if num_slots <= 0:
+                continue
+            num_spare = self.kv.num_missing_blocks(sequence, 1 + num_slots)
+            if num_spare and self.kv.pool.num_free - num_spare < len(self.running):
+                continue
+            growth = self.kv.grow(sequence, 1 + num_slots)
+            if growth is not None:
+                draft.add_draft_slots(sequence, num_slots, growth)
+
     def _start_running(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -247,6 +265,7 @@ class Scheduler:
         self.kv.release(sequence)
         self._forget_row(sequence)
         self._start_waiting(sequence)
+        sequence.num_draft_wish = 0
         sequence.num_preemptions += 1
         self._num_preemptions += 1
 
@@ -262,14 +281,19 @@ class Scheduler:
         if sequence.next_prompt_logprob < num_prompt:
             prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
         sequence.num_computed_tokens += num_tokens
+        if result.verified:
+            sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
+        sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
+        is_complete = sequence.sequence_id in result.completed
+        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
+        if ending is not None:  # drafts behind the end may have been accepted
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         self.kv.publish(sequence)
         if sequence.choice == 0 and num_computed_before < num_prompt <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
             return self._end(sequence, "stop", pooled=pooled)
-        is_complete = sequence.sequence_id in result.completed
-        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
         is_start = bool(token_ids) and sequence.first_token_s is None
         if is_start:
             sequence.first_token_s = now
@@ -350,22 +374,6 @@ def _stats(sequence: Sequence) -> SequenceStats:
         num_cached_tokens=sequence.num_cached_tokens,
         num_preemptions=sequence.num_preemptions,
     )
-
-
-def _find_mistake(sequence: Sequence, num_tokens: int, result: StepResult) -> str | None:
-    """Return what is wrong with the worker's result for a sequence that computes num_tokens in the step."""
-    is_due = sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
-    is_pooled = sequence.request.pooling is not None
-    has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
-    if has_token != (is_due and not is_pooled):
-        return _describe_mistake("token", has_token)
-    if has_vector != (is_due and is_pooled):
-        return _describe_mistake("pooled vector", has_vector)
-    return None
-
-
-def _describe_mistake(name: str, has: bool) -> str:
-    return f"the worker returned {'a' if has else 'no'} {name} where {'none' if has else 'one'} was due"
 
 
 def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:

@@ -26,6 +26,7 @@ class StepDraft:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._num_tokens: dict[SequenceId, int] = {}
         self._growths: dict[SequenceId, BlockGrowth] = {}  # of the few whose table has changed
+        self._num_draft_slots: dict[SequenceId, int] = {}
         self.num_tokens_left = max_num_tokens
         """Tokens of the budget that are not given out yet."""
 
@@ -53,6 +54,17 @@ class StepDraft:
         if growth is not NO_GROWTH:
             self._growths[sequence_id] = growth
 
+    def add_draft_slots(self, sequence: Sequence, num_slots: int, growth: BlockGrowth) -> None:
+        """Let a sequence that is in compute num_slots >= 1 drafts too, for which its table has grown again."""
+        sequence_id = sequence.sequence_id
+        before = self._growths.get(sequence_id, NO_GROWTH)
+        self._num_draft_slots[sequence_id] = num_slots
+        self.num_tokens_left -= num_slots
+        if growth is not NO_GROWTH:
+            self._growths[sequence_id] = BlockGrowth(
+                before.appended + growth.appended, before.replaced + growth.replaced, before.copies + growth.copies
+            )
+
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is in, and give its tokens back to the budget."""
         sequence_id = sequence.sequence_id
@@ -60,6 +72,7 @@ class StepDraft:
             del self._sequences[sequence_id]
             self.num_tokens_left += self._num_tokens.pop(sequence_id)
             self._growths.pop(sequence_id, None)
+            self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
 
     def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
         """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
@@ -82,4 +95,5 @@ class StepDraft:
             replaced_blocks=replaced_blocks or None,
             block_copies=tuple(block_copies),
             ended=ended,
+            num_draft_slots=self._num_draft_slots or None,
         )

@@ -111,15 +111,18 @@ class Row:
 
 
 class FakeWorker:
-    """Executes plans against a KV of hashes; num_sampled(rng) tokens at a time."""
+    """Executes plans against a KV of hashes; up to max_sampled tokens at a time, and drafts, up to max_drafts of them, which
+    are right or wrong by chance."""
 
-    def __init__(self, config: SchedulerConfig, max_sampled: int = 1, seed: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, max_sampled: int = 1, seed: int = 0, max_drafts: int = 0) -> None:
         self.block_size = config.block_size
         self.num_blocks = config.num_kv_blocks
         self.kv = [[-1] * config.block_size for _ in range(config.num_kv_blocks)]
         self.rows: dict[SequenceId, Row] = {}
         self.next_step_id = 0
         self.max_sampled = max_sampled
+        self.max_drafts = max_drafts
+        self.wishes: dict[SequenceId, int] = {}
         self.rng = random.Random(seed)
         self.plans: list[StepPlan] = []
 
@@ -149,6 +152,12 @@ class FakeWorker:
                 prompt_logprobs[sequence_id] = tuple(TokenLogprobs(row.tokens[p], -float(p), 1) for p in positions)
         sampled: dict[SequenceId, tuple[int, ...]] = {}
         pooled: dict[SequenceId, tuple[float, ...]] = {}
+        verified: dict[SequenceId, tuple[int, int]] = {}
+        for sequence_id, num_slots in (plan.num_draft_slots or {}).items():
+            assert 1 <= num_slots <= self.wishes[sequence_id]
+            assert plan.num_scheduled_tokens[sequence_id] == 1
+            verified[sequence_id] = self._draft(self.rows[sequence_id], num_slots, holders)
+        self.wishes = {}
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             row = self.rows[sequence_id]
             row.num_computed += num_tokens
@@ -156,13 +165,33 @@ class FakeWorker:
             if row.num_computed == len(row.tokens) and row.request.pooling is not None:
                 pooled[sequence_id] = pool(row.request, row.pooled)
             elif row.num_computed == len(row.tokens):
-                sampled[sequence_id] = self._sample(row)
+                num_accepted = verified.get(sequence_id, (0, 0))[1]
+                row.num_computed += num_accepted
+                sampled[sequence_id] = self._sample(row, 1 + num_accepted if sequence_id in verified else None)
+                if self.max_drafts and row.num_computed == len(row.tokens) - 1:
+                    self.wishes[sequence_id] = self.rng.randint(0, self.max_drafts)
         logprobs = {
             sequence_id: tuple(TokenLogprobs(token, -1.0, 1) for token in tokens)
             for sequence_id, tokens in sampled.items()
             if self.rows[sequence_id].request.params.needs_logprob
         }
-        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, {}, pooled)
+        wishes = {sequence_id: count for sequence_id, count in self.wishes.items() if count}
+        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, {}, pooled, verified, wishes)
+
+    def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
+        """Write the KV of drafts behind the last known token: right ones, and then garbage."""
+        num_drafts = self.rng.randint(0, num_slots)
+        num_accepted = self.rng.randint(0, num_drafts)
+        tokens, chain = list(row.tokens), list(row.chain)
+        for offset in range(1, num_slots + 1):  # all slots are there, used or not
+            position = row.num_computed + offset
+            block = row.table[position // self.block_size]
+            assert holders[block] == 1, f"a draft is written into block {block}, which {holders[block]} sequences hold"
+            if offset <= num_accepted:
+                tokens.append(sample(row.request, row.choice, chain))
+                extend_chain(chain, tokens, row.request.cache_salt)
+            self.kv[block][position % self.block_size] = chain[position] if offset <= num_accepted else -self.rng.random()
+        return num_drafts, num_accepted
 
     def check_row(self, row: Row) -> None:
         size = self.block_size
@@ -170,9 +199,9 @@ class FakeWorker:
             found = self.kv[row.table[position // size]][position % size]
             assert found == row.chain[position], f"{row.request.request_id}/{row.choice} reads wrong KV at {position}"
 
-    def _sample(self, row: Row) -> tuple[int, ...]:
+    def _sample(self, row: Row, count: int | None) -> tuple[int, ...]:
         first = len(row.tokens)
-        for _ in range(self.rng.randint(1, self.max_sampled)):
+        for _ in range(count or self.rng.randint(1, self.max_sampled)):
             extend_chain(row.chain, row.tokens, row.request.cache_salt)
             row.tokens.append(sample(row.request, row.choice, row.chain))
         return tuple(row.tokens[first:])
@@ -225,10 +254,10 @@ class Output:
 class Driver:
     """A small engine: adds, steps and aborts, plays the text layer, and checks invariants after every event."""
 
-    def __init__(self, config: SchedulerConfig, *, max_sampled: int = 1, seed: int = 0) -> None:
+    def __init__(self, config: SchedulerConfig, *, max_sampled: int = 1, seed: int = 0, max_drafts: int = 0) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
-        self.worker = FakeWorker(config, max_sampled, seed)
+        self.worker = FakeWorker(config, max_sampled, seed, max_drafts)
         self.requests: dict[RequestId, Request] = {}
         self.outputs: dict[tuple[RequestId, int], Output] = {}
         self.now = 0.0

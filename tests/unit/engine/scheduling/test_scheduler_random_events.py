@@ -66,7 +66,8 @@ def fail_some(rng, result, plan):
 def live(seed, num_events):
     """Return a driver that has lived through num_events random events and then drained."""
     rng = random.Random(seed)
-    driver = Driver(random_config(rng), max_sampled=rng.choice([1, 1, 1, 3]), seed=seed)
+    config = random_config(rng)
+    driver = Driver(config, max_sampled=rng.choice([1, 1, 1, 3]), seed=seed, max_drafts=(0, 1, 4, 9)[seed % 4])
     prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(3)]
     names: list[int] = []
     add_share = rng.choice([0.1, 0.25, 0.5])

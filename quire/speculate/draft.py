@@ -1,0 +1,83 @@
+"""Draft: tokens that may follow a sequence, and what is followed while they are drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import InvariantError
+from quire.base.ids import SequenceId
+from quire.contracts.request import Request
+from quire.sampling.row_state import SamplingRow
+
+ROOT = -1
+"""The parent of the first drafts: the last known token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A tree of tokens under the last known token of a sequence, parents before children; mostly a chain.
+
+    parents  of each token the index of the one before it, ROOT for those that follow the last known token
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or any(not ROOT <= p < i for i, p in enumerate(self.parents)):
+            raise InvariantError(f"a draft of {len(self.tokens)} tokens cannot have the parents {self.parents}")
+
+    @classmethod
+    def chain(cls, tokens: tuple[int, ...]) -> Draft:
+        """Return a draft without branches."""
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every token follows the one before it."""
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """Return the index of the token token_id behind `node`, None if it was not drafted."""
+        for index in range(node + 1, len(self.tokens)):
+            if self.parents[index] == node and self.tokens[index] == token_id:
+                return index
+        return None
+
+    def depths(self) -> list[int]:
+        """Return how many tokens behind the last known one each stands, 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+
+@dataclass(slots=True, eq=False)
+class DraftedSequence:
+    """A sequence of the worker as proposers see it; they write nothing but `memo`.
+
+    token_ids  the known tokens, a list that the worker appends to
+    sampling   its sampling state
+    table      [max_blocks] i64 its block table, which the worker keeps up to date
+    memo       what its proposer has noted
+    """
+
+    sequence_id: SequenceId
+    request: Request
+    choice: int
+    token_ids: list[int]
+    sampling: SamplingRow
+    table: NDArray[np.int64]
+    memo: Any = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)

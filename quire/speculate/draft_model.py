@@ -1,0 +1,162 @@
+"""Draft-model proposer: a smaller model with the same vocabulary writes ahead (Leviathan et al., arXiv 2211.17192).
+
+Its keys and values lie in a pool of its own under the block ids of the target's: prefixes, forks and copies are the same for
+both. What it holds of a block is a function of the tokens up to there alone: whoever needs it may fill it in, even where
+the block is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.contracts.step import StepPlan
+from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
+from quire.model.build import Model
+from quire.sampling.drafting import draw_drafts
+from quire.speculate.draft import Draft, DraftedSequence
+
+_MAX_CATCH_UP = 512
+"""Known tokens of one sequence that are computed in a step at most, before it is drafted."""
+
+
+@dataclass(slots=True)
+class _Memo:
+    """num_done: known tokens whose KV is there; ahead: drafts behind the known tokens of then whose KV is there too."""
+
+    num_done: int
+    ahead_from: int = 0
+    ahead: list[int] = field(default_factory=list[int])
+
+
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """Tokens of one sequence for one forward pass, the first at position `first`."""
+
+    sequence: DraftedSequence
+    tokens: list[int]
+    first: int
+
+
+class DraftModelProposer:
+    """Drafts by a model, a token a pass, all sequences together.
+
+    kv       the pool, of as many blocks as the target's
+    max_len  tokens that a sequence may have for it
+    """
+
+    def __init__(self, model: Model, kv: KvPool, max_len: int) -> None:
+        self._model, self._kv, self._max_len = model, kv, max_len
+        self._block_size = kv.spec.block_size
+        # Tokens from the start of each block whose KV is that of the tokens which the block holds.
+        self._num_filled = np.zeros(kv.num_blocks, dtype=np.int64)
+
+    def apply(self, plan: StepPlan) -> None:
+        """See Proposer."""
+        filled = self._num_filled
+        kept = [int(filled[source]) for source, _ in plan.block_copies]
+        if plan.block_copies:
+            self._kv.copy_blocks(plan.block_copies)
+        for start in plan.starts:
+            for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):
+                filled[start.block_ids[index]] = 0
+        for block_ids in (plan.new_block_ids or {}).values():
+            filled[list(block_ids)] = 0
+        for replaced in (plan.replaced_blocks or {}).values():
+            filled[[block_id for _, block_id in replaced]] = 0
+        for (_, target), count in zip(plan.block_copies, kept, strict=True):
+            filled[target] = count
+
+    def look(self, sequence: DraftedSequence, limit: int) -> int:
+        """See Proposer."""
+        return max(0, min(limit, self._max_len - len(sequence.token_ids)))
+
+    def release(self, sequence: DraftedSequence) -> None:
+        """See Proposer; blocks tell by themselves what they hold."""
+
+    def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
+        """See Proposer. A sequence far behind is brought nearer first, and gets no draft."""
+        drafts: dict[int, list[int]] = {index: [] for index in range(len(wanted))}
+        feeds: list[_Feed] = []
+        going: list[int] = []
+        for index, (sequence, _) in enumerate(wanted):
+            first = self._note_accepted(sequence)
+            tokens = sequence.token_ids[first : first + _MAX_CATCH_UP]
+            feeds.append(_Feed(sequence, tokens, first))
+            if first + len(tokens) == len(sequence.token_ids):
+                going.append(index)
+        logits = self._forward(feeds, [index for index in range(len(feeds)) if index in set(going)])
+        for feed in feeds:
+            self._note_done(feed.sequence, feed.first + len(feed.tokens))
+        while going:
+            rows = [wanted[index][0] for index in going]
+            positions = [len(row.token_ids) + len(drafts[index]) for row, index in zip(rows, going, strict=True)]
+            for index, token_id in zip(going, draw_drafts(logits, [row.sampling for row in rows], positions), strict=True):
+                drafts[index].append(token_id)
+            going = [index for index in going if len(drafts[index]) < wanted[index][1]]
+            if going:
+                logits = self._feed_drafts([(wanted[index][0], drafts[index][-1]) for index in going])
+        return [Draft.chain(tuple(tokens)) for tokens in drafts.values()]
+
+    def _feed_drafts(self, last: list[tuple[DraftedSequence, int]]) -> torch.Tensor:
+        feeds: list[_Feed] = []
+        for sequence, token_id in last:
+            memo: _Memo = sequence.memo
+            feeds.append(_Feed(sequence, [token_id], memo.ahead_from + len(memo.ahead)))
+            memo.ahead.append(token_id)
+        return self._forward(feeds, list(range(len(feeds))))
+
+    def _note_accepted(self, sequence: DraftedSequence) -> int:
+        """Return the position of the first known token to compute; at least the last one is."""
+        tokens, memo = sequence.token_ids, sequence.memo
+        if memo is None:
+            memo = sequence.memo = _Memo(self._num_held(sequence))
+        done, last = memo.num_done, len(tokens) - 1
+        for position, token_id in enumerate(memo.ahead, start=memo.ahead_from):
+            if position != done or done >= last or tokens[done] != token_id:
+                break
+            done += 1
+        self._note_done(sequence, min(done, last))
+        return memo.num_done
+
+    def _num_held(self, sequence: DraftedSequence) -> int:
+        """Return how many tokens the blocks hold from the start without a gap."""
+        total, size = 0, self._block_size
+        for block_id in sequence.table[: -(-len(sequence.token_ids) // size)].tolist():
+            filled = int(self._num_filled[block_id])
+            total += filled
+            if filled < size:
+                break
+        return min(total, len(sequence.token_ids) - 1)
+
+    def _note_done(self, sequence: DraftedSequence, num_done: int) -> None:
+        memo: _Memo = sequence.memo
+        size, filled = self._block_size, self._num_filled
+        for index in range(memo.num_done // size, -(-num_done // size)):
+            block_id = sequence.table[index]
+            filled[block_id] = max(filled[block_id], min(size, num_done - index * size))
+        memo.num_done, memo.ahead_from, memo.ahead = num_done, num_done, []
+
+    def _forward(self, feeds: list[_Feed], wanted: list[int]) -> torch.Tensor:
+        """Compute tokens; return the logits behind the last one of each feed in `wanted`."""
+        starts = [0]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        size = self._block_size
+        for feed in feeds:
+            token_ids += feed.tokens
+            for position in range(feed.first, feed.first + len(feed.tokens)):
+                positions.append(position)
+                slots.append(int(feed.sequence.table[position // size]) * size + position % size)
+            starts.append(len(token_ids))
+        lengths = [feed.first + len(feed.tokens) for feed in feeds]
+        num_blocks = -(-max(lengths) // size)
+        tables = torch.from_numpy(np.stack([feed.sequence.table[:num_blocks] for feed in feeds]))
+        attention = AttentionInput(torch.tensor(slots), starts, lengths, tables)
+        rows = [starts[index + 1] - 1 for index in wanted]
+        return self._model.step(torch.tensor(token_ids), torch.tensor(positions), attention, self._kv, rows)

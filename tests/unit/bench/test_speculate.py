@@ -1,0 +1,51 @@
+"""The figures of speculation: what was forced is what is found."""
+
+import json
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.bench.speculate import Trial, continuing_prompts, measure_speculation, quoting_prompts
+from quire.contracts.config import EngineConfig
+
+
+def trial(methods, **options):
+    defaults = {
+        "batch_sizes": (1, 2),
+        "prompts": ((5, 6, 7), (8, 9)),
+        "output_len": 12,
+        "temperature": 0.0,
+        "num_tokens": 3,
+        "num_rounds": 1,
+        "is_adaptive": False,
+    }
+    return Trial(methods=methods, **{**defaults, **options})
+
+
+def test_forced_shares_are_found_in_the_figures(tiny_model):
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
+    record = measure_speculation(config, trial(("replay:1", "replay:0", '{"method": "ngram"}')))
+    by_method = {(line.method, line.batch_size): line for line in record.lines}
+    assert by_method["replay:1", 2].acceptance == [1.0, pytest.approx(1.0, abs=0.4), pytest.approx(1.0, abs=0.4)]
+    assert by_method["replay:1", 1].tokens_per_step > 2.5
+    assert by_method["replay:0", 1].tokens_per_step == 1.0
+    assert by_method["replay:0", 2].acceptance == []
+    assert all(line.speed_up > 0 for line in record.lines)
+    assert "replay:1" in record.describe()
+    assert json.loads(record.to_json())["lines"][0]["batch_size"] == 1
+
+
+def test_a_trial_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="2 prompts, too few for a batch of 3"):
+        trial(("replay:1",), batch_sizes=(3,))
+    with pytest.raises(ConfigError, match="output_len must be at least 1"):
+        trial(("replay:1",), output_len=0)
+
+
+def test_prompts_are_passages_and_quotes_begin_again():
+    text = " ".join(f"w{n}" for n in range(40))
+    assert continuing_prompts(text, 2, 3) == ("w0 w1 w2", "w3 w4 w5")
+    (first,) = quoting_prompts(text, 1, 10)
+    assert first.endswith("w9\n\nw0 w1 w2 w3 w4 w5 w6 w7")
+    with pytest.raises(ConfigError, match="too few for 9 passages of 10"):
+        quoting_prompts(text, 9, 10)

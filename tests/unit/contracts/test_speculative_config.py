@@ -1,0 +1,52 @@
+"""speculative_config: what is read, what is refused and how it says so."""
+
+import dataclasses
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.contracts.speculative import SpeculativeConfig
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"method": "ngram", "num_speculative_tokens": 3},
+        '{"method": "ngram", "num_speculative_tokens": 3}',
+        SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+    ],
+    ids=["dict", "json", "object"],
+)
+def test_config_is_read_from_a_dict_json_or_itself(value):
+    config = EngineConfig(model="demo", speculative_config=value)
+    assert config.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert EngineConfig(**dataclasses.asdict(config)) == config  # as it travels to the engine's process
+
+
+def test_method_is_draft_model_when_only_a_model_is_given():
+    assert SpeculativeConfig.read({"model": "demo-draft"}).method == "draft_model"
+    assert SpeculativeConfig.read({"model": "demo-draft"}).max_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "method None is none; the methods are ngram, suffix, draft_model"),
+        ({"method": "guess"}, "'guess' is none"),
+        ({"method": "eagle3", "model": "x"}, "'eagle3' is not supported yet"),
+        ({"method": "ngram", "model": "x"}, "'ngram' takes no model, got 'x'"),
+        ({"method": "draft_model"}, "'draft_model' takes a model, got None"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "integer from 1 to 64, got 0"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "integer from 1 to 64, got True"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be an integer from 5"),
+        ({"method": "ngram", "adaptive": 1}, "adaptive must be true or false"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "number from 0 to 1, got 2"),
+        ({"method": "ngram", "tokens": 3}, "no option tokens; the options are method, num_spec"),
+        ("{", "is not JSON"),
+        ("[1]", "must be an object"),
+    ],
+)
+def test_config_is_refused_with_what_is_allowed(value, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        EngineConfig(model="demo", speculative_config=value)

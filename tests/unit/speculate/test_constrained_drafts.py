@@ -1,0 +1,122 @@
+"""Drafts and constraints together: the outputs are those of constrained decoding without drafts, whoever drafts."""
+
+import json
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from proposers import PROPOSERS, install
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.engine.scheduling import check_invariants
+from quire.kernels.native import load_native
+
+pytestmark = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "identifier": {"type": "integer", "minimum": 0, "maximum": 999},
+        "label": {"enum": ["short", "longer", "longest"]},
+        "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["identifier", "label"],
+    "additionalProperties": False,
+}
+REASONED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<think>", "content": {"type": "regex", "pattern": "[a-e]{0,9}"}, "end": "</think>"},
+            {"type": "json_schema", "json_schema": SCHEMA},
+        ],
+    },
+}
+ASKED = [
+    {"json": SCHEMA},
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"regex": "(ab|cd){2,5}-end of it"},
+    {"choice": ["a rather long choice", "a rather short one", "b"]},
+    {"structural_tag": REASONED},
+    {"json": SCHEMA, "backend": "xgrammar"},
+    None,
+    None,
+]
+KINDS = (
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "typical_p": 0.9},
+    {"temperature": 1.2, "repetition_penalty": 1.3, "logprobs": 1},
+)
+PROMPTS = [[7, 8, 9], list(range(20, 60)), [5] * 17, [*range(20, 52), 1], [250, 3], [1, 2], [9, 8], [7, 7, 7, 7, 7]]
+ALL = tuple(range(len(PROMPTS)))
+COUNT = 5
+OPTIONS = {"max_num_seqs": 8, "block_size": 16, "num_kv_blocks": 100}
+
+
+def params(index, seed=0, **more):
+    asked = ASKED[index]
+    fields = {"max_tokens": 70, "seed": 10 * seed + index, **KINDS[(index + seed) % len(KINDS)], **more}
+    return SamplingParams(structured_outputs=None if asked is None else StructuredOutputsParams(**asked), **fields)
+
+
+def start(model, **options):
+    return LLM(str(model), **{**OPTIONS, **options})
+
+
+def generate(llm, seed, indices=ALL, **more):
+    outputs = llm.generate([PROMPTS[i] for i in indices], [params(i, seed, **more) for i in indices], use_tqdm=False)
+    check_invariants(llm.llm_engine.scheduler)
+    return [output.outputs[0] for output in outputs], outputs
+
+
+def said(choice):
+    return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, choice.logprobs, choice.cumulative_logprob
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    """Each request by itself, without drafts."""
+    llm = start(tiny_model, enable_prefix_caching=False)
+    found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
+    llm.close()
+    return found
+
+
+def speculating(model, kind, outputs, **options):
+    if kind in PROPOSERS:
+        by_prompt = {(tuple(prompt), 0): choice.token_ids for prompt, choice in zip(PROMPTS, outputs, strict=True)}
+        llm = start(model, **options)
+        install(llm, PROPOSERS[kind](COUNT, by_prompt), COUNT)
+        return llm
+    config = {"method": kind, "num_speculative_tokens": COUNT, "adaptive": False}
+    config |= {"model": str(model)} if kind == "draft_model" else {"prompt_lookup_min": 1}
+    return start(model, speculative_config=config, **options)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("kind", [*PROPOSERS, "ngram", "suffix", "draft_model"])
+def test_same_outputs_when_drafts_meet_constraints(tiny_model, plain, kind, seed):
+    llm = speculating(tiny_model, kind, plain[seed])
+    for _ in range(2):  # cold, then with cached prefixes
+        assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in plain[seed]]
+    llm.close()
+
+
+@pytest.mark.parametrize("kind", ["oracle", "fickle"])
+def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, plain, kind):
+    llm = speculating(tiny_model, kind, plain[0], num_kv_blocks=18)
+    found, outputs = generate(llm, 0)
+    assert [said(choice) for choice in found] == [said(choice) for choice in plain[0]]
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    llm.close()
+
+
+def test_plain_outputs_match_their_constraints(plain):
+    ended = [choice for found in plain for choice, asked in zip(found, ASKED, strict=True) if asked and "json" in asked]
+    ended = [choice for choice in ended if choice.finish_reason == "stop"]
+    assert ended
+    for choice in ended:
+        assert json.loads(choice.text)["label"] in SCHEMA["properties"]["label"]["enum"]

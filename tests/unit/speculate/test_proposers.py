@@ -1,0 +1,94 @@
+"""What the table proposers find."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from quire.base.errors import InvariantError
+from quire.contracts.speculative import SpeculativeConfig
+from quire.speculate.draft import ROOT, Draft
+from quire.speculate.ngram import NgramProposer
+from quire.speculate.occurrences import OccurrenceIndex
+from quire.speculate.suffix import SuffixProposer
+
+
+def sequence(tokens, num_prompt=1, salt=""):
+    request = SimpleNamespace(cache_salt=salt, prompt_token_ids=tuple(tokens[:num_prompt]))
+    return SimpleNamespace(token_ids=list(tokens), num_prompt_tokens=num_prompt, request=request, memo=None)
+
+
+def draft(proposer, one, limit=5):
+    found = proposer.look(one, limit)
+    (made,) = proposer.propose([(one, limit)])
+    assert len(made) == found
+    return list(made.tokens)
+
+
+def test_index_finds_the_longest_match_when_compared_with_a_plain_search():
+    rng = random.Random(3)
+    for _ in range(200):
+        width = rng.randint(1, 3)
+        text = [rng.randrange(3) for _ in range(rng.randint(1, 60))]
+        index = OccurrenceIndex(width)
+        for end in sorted(rng.sample(range(len(text) + 1), min(3, len(text)))):
+            index.extend(text[:end])
+        index.extend(text)
+        limit = rng.randint(width, 8)
+        lengths = {}
+        for end in range(width, len(text)):
+            length = 0
+            while length < min(limit, end) and text[end - length - 1] == text[-length - 1]:
+                length += 1
+            if length >= width:
+                lengths[end] = length
+        longest = max(lengths.values(), default=0)
+        expected = [end for end in sorted(lengths, reverse=True) if lengths[end] == longest]
+        assert index.find(text, text, limit, 1000) == (longest, expected)
+
+
+def test_ngram_goes_on_as_at_the_latest_of_the_longest_matches():
+    proposer = NgramProposer(SpeculativeConfig(method="ngram", prompt_lookup_min=2))
+    assert draft(proposer, sequence([1, 2, 3, 4, 9, 2, 3, 5, 6, 7, 8, 2, 3])) == [5, 6, 7, 8, 2]
+    assert draft(proposer, sequence([1, 2, 3, 4, 9, 2, 3, 5, 6, 1, 2, 3])) == [4, 9, 2, 3, 5]
+    assert draft(proposer, sequence([1, 2, 3])) == []
+
+
+def test_ngram_repeats_what_repeats_itself():
+    proposer = NgramProposer(SpeculativeConfig(method="ngram"))
+    assert draft(proposer, sequence([4, 1, 2, 3, 1, 2, 3, 1, 2, 3])) == [1, 2, 3, 1, 2]
+
+
+def test_suffix_goes_with_the_majority():
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix"))
+    tokens = [0, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6, 1, 1, 2, 3, 7, 8, 9, 2, 3]
+    assert draft(proposer, sequence(tokens))[0] == 4
+
+
+def test_suffix_finds_past_responses_of_the_same_salt_alone():
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix"))
+    proposer.release(sequence([1, 11, 12, 13, 14, 15, 16], salt="a"))
+    assert draft(proposer, sequence([2, 11, 12], salt="a")) == [13, 14, 15, 16]
+    assert draft(proposer, sequence([2, 11, 12], salt="b")) == []
+    assert draft(proposer, sequence([2, 15, 16], salt="a")) == []  # where a response ends, nothing follows
+
+
+def test_suffix_forgets_the_oldest_responses():
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=3))
+    for first in (10, 20, 30, 40, 50, 60, 70):
+        proposer.release(sequence([1, *range(first, first + 6)]))
+    assert draft(proposer, sequence([0, 10, 11])) == []
+    assert draft(proposer, sequence([0, 70, 71])) == [72, 73, 74, 75]
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=0))
+    proposer.release(sequence([1, 11, 12, 13, 14, 15, 16]))
+    assert draft(proposer, sequence([2, 11, 12])) == []
+
+
+def test_draft_knows_its_tree():
+    tree = Draft((5, 6, 7, 6), (ROOT, ROOT, 0, 2))
+    assert (tree.child(ROOT, 6), tree.child(0, 7), tree.child(2, 6), tree.child(1, 7)) == (1, 2, 3, None)
+    assert tree.depths() == [1, 1, 2, 3]
+    assert not tree.is_chain
+    assert Draft.chain((4, 4, 5)).is_chain
+    with pytest.raises(InvariantError):
+        Draft((1, 2), (ROOT, 1))
