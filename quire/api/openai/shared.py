@@ -16,7 +16,6 @@ MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_N = 128
 MAX_DEPTH = 64
-NO_CONSTRAINTS = "constrained decoding is not supported yet"
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
-from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, ChosenTool, Message, Tool
+from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, Message, Tool
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.shared import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
 from quire.base.errors import RequestError
@@ -123,7 +123,7 @@ def completion_options(body: CompletionRequest) -> GenerationOptions:
 
 def chat_input(body: ChatCompletionRequest) -> ChatInput:
     """Return the conversation."""
-    tools = body.tools if body.tool_choice != "none" else None
+    tools = body.shown_tools
     return ChatInput(
         messages=messages_of(body.messages),
         tools=tools_of(tools),
@@ -132,15 +132,9 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
         template_variables=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        forced_tools=_forced_tools(body),
-        strict_tools=frozenset(tool.function.name for tool in tools or () if tool.function.strict),
+        forced_tools=body.forced_tools,
+        strict_tools=frozenset(tool.function.name for tool in tools if tool.function.strict),
     )
-
-
-def _forced_tools(body: ChatCompletionRequest) -> tuple[str, ...]:
-    if isinstance(body.tool_choice, ChosenTool):
-        return (body.tool_choice.function.name,)
-    return tuple(tool.function.name for tool in body.tools or ()) if body.tool_choice == "required" else ()
 
 
 def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
