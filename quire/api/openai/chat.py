@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Refusal, always, check_depth, unless
-from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields
+from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields, ServiceTier
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -235,7 +235,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     reasoning_effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
     include_reasoning: Annotated[bool, Meta(description="false leaves the reasoning out of the answer.")] | None = None
     echo: Annotated[bool, Meta(description="With continue_final_message: begin with that message.")] | None = None
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     metadata: Metadata | None = None
     store: Literal[False] | None = None
     safety_identifier: str | None = None

@@ -19,6 +19,7 @@ from quire.api.openai.shared import (
     Name,
     Penalty,
     Salt,
+    ServiceTier,
     Stop,
 )
 
@@ -139,7 +140,7 @@ class ResponsesRequest(Body, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     user: Identifier | None = None
     safety_identifier: Identifier | None = None
     prompt_cache_key: Identifier | None = None
@@ -233,7 +234,7 @@ def _refuse_tool_choice(value: Any) -> str | None:
     kind = _member(value, "type")
     if not isinstance(kind, str) or kind in ("function", "allowed_tools"):
         return None
-    return f"this server has no tools such as {kind[:100]!r}; 'none', 'auto', 'required', a function or allowed_tools may be chosen"
+    return f"there is no {kind[:100]!r} here; it may be 'none', 'auto', 'required', a function, or allowed_tools"
 
 
 def _refuse_text(value: Any) -> str | None:

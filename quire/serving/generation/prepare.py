@@ -40,6 +40,7 @@ def prepare_chat(
     check_text_length(served, rendered.text)
     token_ids = need_tokenizer(served).encode_rendered(rendered)
     check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling=False)
+    _check_room(served, len(token_ids), options)
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
     return GenerationPlan(
@@ -83,6 +84,7 @@ def prepare_prompts(
     plans: list[GenerationPlan] = []
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         text, token_ids = encode_prompt(served, prompt, add_special_tokens, is_pooling=False)
+        _check_room(served, len(token_ids), options)
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
         request = served.factory.make(request_id, served.next_index(), stated, params)
         echo = ""
@@ -104,6 +106,17 @@ def prepare_prompts(
             )
         )
     return plans
+
+
+def _check_room(served: ServedModel, num_prompt: int, options: GenerationOptions) -> None:
+    """Raise RequestError where the output tokens that are asked for do not fit behind the prompt."""
+    wanted, limit = options.sampling.get("max_tokens"), served.info.max_model_len
+    if options.room_param is not None and wanted is not None and num_prompt + wanted > limit:
+        raise RequestError(
+            f"{options.room_param}: the context has {limit} tokens (max_model_len), the prompt has {num_prompt}, so that "
+            f"{limit - num_prompt} are left, and {wanted} are asked for: ask for fewer, or leave {options.room_param} out",
+            options.room_param,
+        )
 
 
 def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:

@@ -92,7 +92,7 @@ def response_options(body: ResponsesRequest) -> GenerationOptions:
     sampling["max_tokens"] = body.max_output_tokens
     if body.has_logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
-    return GenerationOptions(sampling=sampling, salt=body.cache_salt or "", wants_start=True)
+    return GenerationOptions(sampling=sampling, room_param="max_output_tokens", salt=body.cache_salt or "", wants_start=True)
 
 
 def new_response(response_id: str, created_at: int, model: str, body: ResponsesRequest, params: SamplingParams) -> Response:

@@ -95,7 +95,7 @@ def test_response_calls_a_tool_when_tool_choice_demands_it(engine, choice):
     (item,) = answer["output"]
     assert (item["type"], answer["tool_choice"]) == ("function_call", choice)
     if choice != "required":
-        assert item["name"] == (choice["name"] if "name" in choice else "person")
+        assert item["name"] == choice.get("name", "person")
     check(item["name"], json.loads(item["arguments"]))
 
 

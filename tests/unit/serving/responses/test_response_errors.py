@@ -65,7 +65,7 @@ IMAGE = {"type": "input_image", "image_url": "http://x"}
         ({"include": ["file_search_call.results"]}, "unsupported_value", "include[0]"),
         ({"stream_options": {}}, "invalid_value", "stream_options"),
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
-        ({"service_tier": "priority"}, "unsupported_parameter", "service_tier"),
+        ({"service_tier": "scale"}, "unsupported_parameter", "service_tier"),
     ],
 )
 def test_what_is_not_supported_is_refused(body, code, param):
