@@ -27,6 +27,7 @@ class ParserSetup:
     reasoning_format: str | None
     tools: tuple[Tool, ...]
     starts_in_reasoning: bool
+    starts_in_call: bool
     parallel_tool_calls: bool
     marker_token_ids: Mapping[str, int]
     count_output: Callable[[str], None] = ignore_outcome

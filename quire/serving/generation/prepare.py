@@ -17,7 +17,7 @@ from quire.serving.generation.reasoning_effort import reasoning_variables
 from quire.serving.generation.sampling import make_sampling
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Owner
-from quire.text.parsing.detection import starts_in_reasoning
+from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
 from quire.text.parsing.tools import Tool
 from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
@@ -171,14 +171,16 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
             "with --tool-call-parser",
             "tools",
         )
-    if not chat.tools and reasoning_format is None:
+    reads_tools = bool(chat.tools) or reads_without_tools(tool_format)
+    if not reads_tools and reasoning_format is None:
         return None
     functions = [tool["function"] for tool in chat.tools or ()]
     return ParserSetup(
-        tool_format=tool_format if chat.tools else None,
+        tool_format=tool_format if reads_tools else None,
         reasoning_format=reasoning_format,
         tools=tuple(Tool(function["name"], function.get("parameters") or {}) for function in functions),
         starts_in_reasoning=starts_in_reasoning(text[-TAIL_CHARACTERS:], reasoning_format),
+        starts_in_call=reads_tools and starts_in_call(text[-TAIL_CHARACTERS:], tool_format),
         parallel_tool_calls=chat.parallel_tool_calls,
         marker_token_ids=served.marker_token_ids,
         count_output=partial(served.count_tool_output, tool_format or ""),
