@@ -9,8 +9,11 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from quire.api.json_size import check_size
 from quire.base.errors import RequestError
 
+LARGE_BYTES = 64 << 10
+"""Longer bodies are worth a look at their size before, and a thread."""
 MAX_MESSAGE_LENGTH = 1000
 MAX_IGNORED = 64  # names of unknown fields that are told back
 _WHERE = re.compile(r" - at (`key` in )?`(\$[^`]*)`$")
@@ -61,6 +64,11 @@ def decode_body(data: bytes, struct_type: type[T], name: str = "the body") -> tu
 
     Of a key that stands twice the last value counts. Errors of the whole call it `name`.
     """
+    if len(data) > LARGE_BYTES:
+        try:
+            check_size(data)
+        except ValueError as error:
+            raise BodyError(f"{name} {error}; send several requests") from None
     try:
         fields = _field_decoder().decode(data)
         known = _known_fields(struct_type)

@@ -48,13 +48,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
 
 
 class ChosenTool(msgspec.Struct, tag_field="type", tag="function"):
-    """The tool that is to be called."""
-
-    name: Annotated[str, Meta(pattern=_TOOL_NAME)]
-
-
-class AllowedTool(msgspec.Struct, tag_field="type", tag="function"):
-    """One of the tools that may be called."""
+    """A tool that is to be called, or may be."""
 
     name: Annotated[str, Meta(pattern=_TOOL_NAME)]
 
@@ -63,7 +57,7 @@ class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_onl
     """The tools that may be called, of which one has to be where the mode is "required"."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedTools
