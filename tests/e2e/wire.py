@@ -105,12 +105,6 @@ class Wire:
         return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))
 
     @property
-    def num_tokens(self):
-        """The number of tokens that have come, of a stream with logprobs: an event may have several."""
-        chunks = [json.loads(event) for event in self.events if event != "[DONE]"]
-        return sum(len(choice["logprobs"]["tokens"]) for chunk in chunks for choice in chunk["choices"] if choice["logprobs"])
-
-    @property
     def error(self):
         """The error that the stream ended with, if it did, and said that it was over."""
         if len(self.events) < 2 or self.events[-1] != "[DONE]":
@@ -157,15 +151,12 @@ def read_answer(sock):
 async def num_blocks_beside(server):
     """Return how many KV blocks are held beyond those of a stream that runs alone: 0, or blocks have leaked."""
     headers = [f"{name}: {value}" for name, value in server.headers.items()]
-    wire = await Wire.stream(server, 600, *headers, logprobs=0)
+    before = await asyncio.to_thread(server.metric, "quire:generation_tokens_total")
+    wire = await Wire.stream(server, 600, *headers)
     await wire.read_event()
-    share = await asyncio.to_thread(server.metric, "quire:kv_cache_usage_perc")
-    with contextlib.suppress(TimeoutError):  # what was generated until the metric was read has been sent
-        async with asyncio.timeout(0.05):
-            while await wire.read_event():
-                pass
+    share, after = await asyncio.to_thread(server.metrics, "quire:kv_cache_usage_perc", "quire:generation_tokens_total")
     wire.close()
-    num_own = math.ceil((NUM_PROMPT_TOKENS + wire.num_tokens) / BLOCK_TOKENS) + 1
+    num_own = math.ceil((NUM_PROMPT_TOKENS + after - before) / BLOCK_TOKENS) + 1
     return max(0, round(share * NUM_BLOCKS) - num_own)
 
 
