@@ -36,6 +36,8 @@ class SpeculativeConfig:
                             smaller model with the same vocabulary. None: "draft_model" where a model is given
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
     model                   of "draft_model": a folder, a hub id or the name of a bundled model
+    quantization            of "draft_model": "int8" or "int4" quantises its weights when they are loaded, so that drafts come
+                            sooner; None leaves them as they are stored
     adaptive                measure what drafts cost and gain, and draft as many as pay; False: always as many as possible
     prompt_lookup_min, prompt_lookup_max
                             tokens that must stand there before, and that are compared at most; of "ngram", the former of
@@ -49,6 +51,7 @@ class SpeculativeConfig:
     method: Literal["ngram", "suffix", "draft_model"] | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
     adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
@@ -67,6 +70,11 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config: method {self.method!r} takes {'a' if self.method == 'draft_model' else 'no'} model, got "
                 f"{self.model!r}"
+            )
+        if self.quantization is not None and (self.model is None or self.quantization not in ("int8", "int4")):
+            raise ConfigError(
+                "speculative_config: quantization must be int8, int4 or null, and is of a draft model, got "
+                f"{self.quantization!r} with model {self.model!r}"
             )
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", _DEFAULT_TOKENS[self.method])

@@ -295,6 +295,12 @@ class LLMEngine:
         output = stream.take()
         return [] if output is None else [output]
 
+    def draft_forced(self, is_wanted: bool) -> None:
+        """Say whether the tokens that constraints force are drafted, as is the default; for measurements, between requests."""
+        if self.has_unfinished_requests():
+            raise ConfigError("draft_forced needs an engine without unfinished requests")
+        self._runner.draft_forced(is_wanted)
+
     def draft_with(self, proposer: Proposer) -> None:
         """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""
         config = self.config.speculative_config

@@ -85,6 +85,27 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     return found
 
 
+def sample_ahead(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> list[int] | None:
+    """Return what `sample` would at positions ahead, where that does not depend on the tokens up to there; else None.
+
+    logits     [R, V], see `sample`
+    rows       [R] the same row may stand behind several logits
+    positions  [R] of the tokens
+    """
+    native = load_native() if takes_logits(logits) else None
+    if native is None or any(not _is_plain(row) for row in rows):
+        return None
+    options = [_draw_options(row)._replace(position=position) for row, position in zip(rows, positions, strict=True)]
+    found = sample_rows(native, logits, range(len(rows)), options)
+    fine = SampleStatus.FINE
+    return [token_id for token_id, _ in found] if all(status is fine for _, status in found) else None
+
+
+def _is_plain(row: SamplingRow) -> bool:
+    is_drawn_natively = row.is_greedy or row.params.typical_p >= 1
+    return is_drawn_natively and not row.edits_logits and row.matcher is None and not row.needs_logprob
+
+
 def _sample_natively(
     native: ModuleType, logits: Tensor, rows: Sequence[SamplingRow], indices: list[int], found: list[Sampled]
 ) -> None:

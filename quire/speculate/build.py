@@ -16,6 +16,7 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
+from quire.quant.policy import POLICIES, QuantizationPolicy
 from quire.speculate.draft_model import DraftModelProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
@@ -34,7 +35,8 @@ def build_speculator(config: SpeculativeConfig | None, spec: ModelSpec, memory: 
         return Speculator(None, None, spec.vocab_size)
     proposer: Proposer
     if config.model is not None:
-        proposer = _build_draft_model(config.model, spec, memory)
+        policy = None if config.quantization is None else POLICIES[config.quantization]
+        proposer = _build_draft_model(config.model, policy, spec, memory)
     elif config.method == "suffix":
         proposer = SuffixProposer(config)
     else:
@@ -42,7 +44,9 @@ def build_speculator(config: SpeculativeConfig | None, spec: ModelSpec, memory: 
     return Speculator(config, proposer, spec.vocab_size)
 
 
-def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> DraftModelProposer:
+def _build_draft_model(
+    model: str, policy: QuantizationPolicy | None, target: ModelSpec, memory: MemoryPlan
+) -> DraftModelProposer:
     folder = resolve_model(model, None)
     spec = read_model_spec(folder, "auto")
     if spec.vocab_size != target.vocab_size:
@@ -63,5 +67,5 @@ def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> Dra
         )
     logger.info("draft model %s: weights %s, KV cache %s", model, format_bytes(num_weight_bytes), format_bytes(num_kv_bytes))
     max_len = min(spec.max_positions, memory.max_model_len)
-    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size)
+    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size, policy)
     return DraftModelProposer(decoder, KvPool(kv, memory.num_kv_blocks), max_len)

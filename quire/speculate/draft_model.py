@@ -83,7 +83,7 @@ class DraftModelProposer:
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer. A sequence far behind is brought nearer first, and gets no draft."""
-        drafts: dict[int, list[int]] = {index: [] for index in range(len(wanted))}
+        drafts: list[list[int]] = [[] for _ in wanted]
         feeds: list[_Feed] = []
         going: list[int] = []
         for index, (sequence, _) in enumerate(wanted):
@@ -92,31 +92,37 @@ class DraftModelProposer:
             feeds.append(_Feed(sequence, tokens, first))
             if first + len(tokens) == len(sequence.token_ids):
                 going.append(index)
-        logits = self._forward(feeds, going)
-        for feed in feeds:
-            self._note_done(feed.sequence, feed.first + len(feed.tokens))
-        if going:
-            rows = [wanted[index][0] for index in going]
-            found = draw_drafts(logits, [row.sampling for row in rows], [len(row.token_ids) for row in rows])
+        if any(len(feed.tokens) > 1 for feed in feeds):
+            found = self._catch_up(feeds, going)
             for index, token_id in zip(going, found, strict=True):
                 drafts[index].append(token_id)
         while going := [index for index in going if len(drafts[index]) < wanted[index][1]]:
             num_steps = min(wanted[index][1] - len(drafts[index]) for index in going)
             self._draft_on([(wanted[index][0], drafts[index]) for index in going], num_steps)
-        return [Draft.chain(tuple(tokens)) for tokens in drafts.values()]
+        return [Draft.chain(tuple(tokens)) for tokens in drafts]
+
+    def _catch_up(self, feeds: list[_Feed], going: list[int]) -> list[int]:
+        """Compute the known tokens of all, and return the first drafts of those whose last one was among them."""
+        logits = self._forward(feeds, going)
+        for feed in feeds:
+            self._note_done(feed.sequence, feed.first + len(feed.tokens))
+        rows = [feeds[index].sequence for index in going]
+        return draw_drafts(logits, [row.sampling for row in rows], [len(row.token_ids) for row in rows]) if rows else []
 
     def _draft_on(self, rows: list[tuple[DraftedSequence, list[int]]], num_steps: int) -> None:
-        """Draft num_steps more tokens behind those of each row, whose KV is there but for that of the last one."""
+        """Draft num_steps more tokens of each row behind its known ones and its drafts; the last of these has no KV yet."""
         sequences = [sequence for sequence, _ in rows]
-        memos: list[_Memo] = [sequence.memo for sequence in sequences]
-        firsts = [memo.ahead_from + len(memo.ahead) for memo in memos]
+        firsts = [len(sequence.token_ids) + len(tokens) - 1 for sequence, tokens in rows]
         run = self._stepper(sequences, firsts, num_steps)
         draws = DraftDraws([sequence.sampling for sequence in sequences], [first + 1 for first in firsts])
         for _ in range(num_steps):
-            last = [tokens[-1] for _, tokens in rows]
+            last = [tokens[-1] if tokens else sequence.token_ids[-1] for sequence, tokens in rows]
             found = draws.draw(run(last))
-            for memo, (_, tokens), fed, token_id in zip(memos, rows, last, found, strict=True):
-                memo.ahead.append(fed)
+            for (sequence, tokens), fed, token_id in zip(rows, last, found, strict=True):
+                if tokens:
+                    sequence.memo.ahead.append(fed)
+                else:
+                    self._note_done(sequence, len(sequence.token_ids))
                 tokens.append(token_id)
 
     def _stepper(

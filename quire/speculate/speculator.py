@@ -39,8 +39,11 @@ class Speculator:
         self._max_drafts = max(self._max_tokens, _MAX_LOGIT_ELEMENTS // vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
+        self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
-        self._drafted: set[SequenceId] = set()  # those with drafts of the proposer in this step
+        self._drafted: dict[
+            SequenceId, tuple[int, bool]
+        ] = {}  # in this step: how many the proposer made, and whether any is in
         self._begun_s = 0.0
         self._num_drafts = 0
         self._decoded: Sequence[SequenceId] = ()
@@ -78,10 +81,11 @@ class Speculator:
         for sequence_id, count in slots.items():
             draft, forced = found.get(sequence_id, _NONE), self._forced.of(sequence_id)
             fitting = fit_draft(self._followed[sequence_id].sequence.sampling, draft, forced, count)
-            if len(fitting) > len(forced):
-                self._drafted.add(sequence_id)
+            if len(draft) > 0:
+                # Those that a constraint does not take were made in vain, but made.
+                self._drafted[sequence_id] = len(draft), fitting.tokens[:1] == draft.tokens[:1]
             found[sequence_id] = fitting
-        self._num_drafts = sum(map(len, found.values()))
+        self._num_drafts = sum(count for count, _ in self._drafted.values())
         return {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
 
     def end(
@@ -92,9 +96,10 @@ class Speculator:
             return {}
         pace = self._pace
         if pace is not None:
-            for sequence_id in self._drafted:
-                pace.note_verified(self._followed[sequence_id].record, *verified.get(sequence_id, (0, 0)))
-            is_usual = len(self._drafted) == len(verified)  # forced tokens come and go, whatever they cost
+            for sequence_id, (count, is_in) in self._drafted.items():
+                num_accepted = verified.get(sequence_id, (0, 0))[1] if is_in else 0
+                pace.note_verified(self._followed[sequence_id].record, count, min(count, num_accepted))
+            is_usual = verified.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
             if is_usual and len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._decoded = advanced
         self._num_wanted = {} if self._proposer is None else self._choose(self._proposer, advanced)
@@ -103,7 +108,7 @@ class Speculator:
         for sequence_id in advanced:
             followed = self._followed.get(sequence_id)
             num_forced = 0
-            if followed is not None and followed.sequence.sampling.matcher is not None:
+            if self.drafts_forced and followed is not None and followed.sequence.sampling.matcher is not None:
                 num_forced = self._forced.look(sequence_id, followed.sequence.sampling)
             granted = min(max(self._num_wanted.get(sequence_id, 0), num_forced), num_left)
             if granted > 0:

@@ -253,6 +253,10 @@ class ModelRunner:
         """Replace the speculator, which must follow no sequence."""
         self._speculator = speculator
 
+    def draft_forced(self, is_wanted: bool) -> None:
+        """Say whether the tokens that constraints force are drafted; no sequence may be followed."""
+        self._speculator.drafts_forced = is_wanted
+
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
         peaks = measure_peaks(report, SHORT)

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "kv": {"base", "contracts", "kernels"},
     "quant": {"base", "contracts", "kernels"},
     "model": {"base", "contracts", "kernels", "kv", "quant"},
-    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "model"},
+    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model"},
     "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "model", "speculate"},
     "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
