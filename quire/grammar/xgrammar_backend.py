@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import check_schema, close_ends, iter_schemas
 from quire.grammar.vocabulary import Vocabulary
@@ -48,13 +48,13 @@ class XgrammarBackend:
         self._info = make_tokenizer_info(tokens)
         self._masks = _Masks(tokens)
 
-    def compile(self, constraint: Constraint) -> XgrammarGrammar:
+    def compile(self, constraint: Constraint) -> BackendGrammar:
         """See Backend."""
-        from xgrammar import CompiledGrammar
+        from xgrammar import CompiledGrammar, GrammarMatcher
 
         answer = self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint)
         compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
-        return XgrammarGrammar(compiled, self._masks, self._end_token_id)
+        return BackendGrammar(lambda: GrammarMatcher(compiled), XgrammarMatcher, self._masks, self._end_token_id)
 
     def close(self) -> None:
         """See Backend."""
@@ -164,39 +164,31 @@ class _Masks:
             return self._possible & found if is_written else self._possible.copy()
 
 
-class XgrammarGrammar:
-    """A compiled grammar; see contracts.constraint.Grammar."""
-
-    def __init__(self, compiled: Any, masks: _Masks, end_token_id: int) -> None:
-        self._compiled = compiled
-        self._masks = masks
-        self._end_token_id = end_token_id
-
-    def new_matcher(self) -> XgrammarMatcher:
-        """See Grammar."""
-        from xgrammar import GrammarMatcher
-
-        return XgrammarMatcher(GrammarMatcher(self._compiled), self._masks, self._end_token_id)
-
-
-class XgrammarMatcher:
+class XgrammarMatcher(StateMatcher):
     """See MaskedMatcher."""
 
-    __slots__ = ("_masks", "end_token_id", "state")
-
-    def __init__(self, state: Any, masks: _Masks, end_token_id: int) -> None:
-        self.state = state
-        self._masks = masks
-        self.end_token_id = end_token_id
-
-    @property
-    def source(self) -> MaskSource:
-        """See MaskedMatcher."""
-        return self._masks
+    __slots__ = ()
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
         return None if self.state.accept_token(token_id) else f"the grammar does not take token {token_id}"
+
+    def retreat(self, num_tokens: int) -> str | None:
+        """See GrammarMatcher."""
+        self.state.rollback(num_tokens)
+        return None
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher."""
+        count = 0
+        while count < len(token_ids) and self.state.accept_token(token_ids[count]):
+            count += 1
+        self.state.rollback(count)
+        return count
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher; a text that is forced may be told in several ways, between which the model decides."""
+        return ()
 
     @property
     def is_complete(self) -> bool:
@@ -204,5 +196,5 @@ class XgrammarMatcher:
         if not self.state.is_completed():
             return False
         word, bit = divmod(self.end_token_id, 32)
-        words = self._masks.next_of(self.state).view(np.uint32)
+        words = cast("_Masks", self._masks).next_of(self.state).view(np.uint32)
         return np.count_nonzero(words) == 1 and int(words[word]) == 1 << bit

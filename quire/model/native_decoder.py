@@ -226,6 +226,23 @@ class NativeDecoder:
             )
         self._kv = kv
 
+    @property
+    def plan(self) -> Any:
+        """The native plan; `prepare` comes before a step of it."""
+        return self._plan
+
+    def prepare(self, kv: KvPool, longest: int) -> None:
+        """Get ready for steps with these keys and values, and sequences of at most so many tokens."""
+        if os.getpid() != self._process:
+            raise InvariantError(
+                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
+            )
+        self._bind(kv)
+        known = min([angles.count for angles in self._angles], default=longest)
+        if longest > known:
+            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        self._plan.num_threads = torch.get_num_threads()
+
     def step(
         self,
         token_ids: Tensor,
@@ -243,15 +260,7 @@ class NativeDecoder:
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
         """
-        if os.getpid() != self._process:
-            raise InvariantError(
-                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
-            )
-        self._bind(kv)
-        longest = max(step.context_lens)
-        known = min([angles.count for angles in self._angles], default=longest)
-        if longest > known:
-            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        self.prepare(kv, max(step.context_lens))
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -259,7 +268,6 @@ class NativeDecoder:
         if hidden_rows and not keeps_all:
             self._hidden_rows = _int32(range(len(logit_rows), rows.shape[0]))
         logits = torch.empty(len(logit_rows), self.spec.vocab_size)
-        self._plan.num_threads = torch.get_num_threads()
         self._plan.step(
             token_ids.data_ptr(),
             positions.data_ptr(),

@@ -156,3 +156,4 @@ def test_server_ends_at_once_when_the_model_cannot_be_loaded():
     with stopping(server):
         assert server.process.wait(60) == 1
         assert "the server ends: max_model_len" in server.whole_log()
+        assert server.whole_log().count("max_model_len is 100000000") == 1

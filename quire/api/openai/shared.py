@@ -16,7 +16,6 @@ MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_N = 128
 MAX_DEPTH = 64
-NO_CONSTRAINTS = "constrained decoding is not supported yet"
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
@@ -179,4 +178,11 @@ def _refuse_truthy(value: Any) -> str | None:
     return "is not supported; leave it out" if value is not False else None
 
 
-SERVICE_TIERS = unless("auto", "default", "flex", reason="may be 'auto', 'default' or 'flex' (behind all others)")
+ServiceTier = Annotated[
+    Literal["auto", "default", "flex", "priority", "fast"],
+    Meta(description="'priority' (or 'fast'): a larger share of a full server, where the key may; 'flex': behind all others."),
+]
+SERVICE_TIERS = unless(
+    *("auto", "default", "flex", "priority", "fast"),
+    reason="may be 'auto', 'default', 'priority' (or 'fast') or 'flex' (behind all others)",
+)

@@ -148,8 +148,9 @@ def test_line_is_given_up_when_the_engine_dies_of_it_three_times():
     "text, code",
     [
         ("{", "invalid_json_line"),
-        ("[1]", "invalid_line"),
-        ('{"custom_id":"a"}', "invalid_line"),
+        ("[1]", "invalid_value"),
+        ('{"custom_id":"a"}', "missing_required_parameter"),
+        (line(5), "invalid_value"),
         (line(""), "invalid_custom_id"),
         (line("c" * 600), "invalid_custom_id"),
         (line("ok"), "duplicate_custom_id"),
@@ -167,6 +168,21 @@ def test_nothing_runs_when_a_line_is_not_valid(text, code):
     assert (error["code"], error["line"]) == (code, 3)
     assert not worker.calls
     assert output == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "param"),
+    [
+        ('{"custom_id":"a"}', "method is required", "method"),
+        (line(5), "custom_id: expected str, got int", "custom_id"),
+        ("[1]", "the line is invalid: expected object, got array", None),
+        (line("x", {"x": "bad"}), "bad body", "body.x"),
+    ],
+)
+def test_error_of_a_line_names_its_field_in_the_words_of_the_api(text, message, param):
+    record, _, _ = run([text])
+    (error,) = record.as_json()["errors"]["data"]
+    assert (error["message"], error["param"]) == (message, param)
 
 
 def test_batch_fails_when_its_file_is_empty():
