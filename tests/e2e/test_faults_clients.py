@@ -74,7 +74,7 @@ def test_work_stops_when_clients_go(server, expected, is_streaming, how):
             await wires[0].read_event()
         generated = await asyncio.to_thread(server.metric, "quire:generation_tokens_total")
         leave_all(server, wires, how)
-        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 60, 20)
+        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 60)
         return generated
 
     generated = asyncio.run(go())
@@ -90,7 +90,7 @@ def test_work_stops_when_clients_go_during_prefill(server, expected):
         wires = await asyncio.gather(*[Wire.send(server, "/v1/completions", body) for body in bodies])
         await asyncio.to_thread(server.wait_for, lambda: num_open(server) == 40)
         leave_all(server, wires, "reset")
-        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 40, 20)
+        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 40)
 
     asyncio.run(go())
     assert_recovered(server, expected)

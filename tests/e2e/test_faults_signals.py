@@ -151,7 +151,7 @@ def test_engine_ends_when_the_server_is_killed(start, is_busy):
 
     asyncio.run(go())
     server.process.wait()
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not is_alive(pid)
@@ -164,7 +164,7 @@ def test_idle_connections_do_not_hold_up_the_end(start):
         assert client.get("/health").status_code == 200
         started_s = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - started_s < 20
+        assert time.monotonic() - started_s < 60  # it would keep them for 75 s
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_event_loop_comes_round_when_256_streams_are_open():
     with serving("--max-num-seqs", str(NUM_STREAMS), "--num-kv-blocks", "8192", "--no-page") as server:
 
         async def go():
-            wires = [await Wire.stream(server, 400) for _ in range(NUM_STREAMS)]
+            wires = [await Wire.stream(server, 250) for _ in range(NUM_STREAMS)]
             await asyncio.gather(*[wire.read_rest() for wire in wires])
             return wires
 

@@ -163,13 +163,13 @@ async def num_blocks_beside(server):
 def assert_recovered(server, expected=None):
     """The next good request succeeds, then nothing runs or waits, and no block is held."""
     server.wait_ready()
-    server.wait_for(server.is_idle, 30)
+    server.wait_for(server.is_idle)
     answer = server.post("/v1/completions", completion(12))
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 12
     if expected is not None:
         assert answer.json()["choices"][0]["text"] == expected
-    server.wait_for(server.is_idle, 30)
+    server.wait_for(server.is_idle)
     num_leaked = asyncio.run(num_blocks_beside(server))
     assert num_leaked == 0, f"{num_leaked} blocks are held by nobody"
-    server.wait_for(server.is_idle, 30)
+    server.wait_for(server.is_idle)
