@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Literal
 
+import anthropic
+import openai
+import pydantic
 import pytest
 
 pytest.importorskip("llguidance")
@@ -15,7 +19,7 @@ from quire.serving.generation.served_model import load_served_model
 from quire.serving.link.engine_info import describe_engine
 from tests.unit.serving.fakes import DEMO
 from tests.unit.serving.openai.test_with_engine import EngineGateway
-from tests.unit.serving.real_app import running_app
+from tests.unit.serving.real_app import BASE, running_app
 
 PERSON = {
     "type": "object",
@@ -147,3 +151,34 @@ def test_schema_is_refused_by_its_field_when_it_cannot_be_enforced(engine, send,
     answer = send(engine, **body)
     assert answer.status_code == 400
     assert param in answer.json()["error"]["message"]
+
+
+class City(pydantic.BaseModel):
+    """What the official clients make a schema of."""
+
+    city: Literal["Oslo", "Rome"]
+
+
+def test_official_clients_parse_what_they_asked_for(engine):
+    served = load_served_model(describe_engine(engine, 0.0), ServerConfig(tool_call_parser="hermes", reasoning_parser="none"))
+
+    async def work():
+        async with running_app(EngineGateway(engine), served) as app:
+            options = {"http_client": app.http(), "max_retries": 0}
+            one = openai.AsyncOpenAI(api_key="k", base_url=f"{BASE}/v1", **options)
+            two = anthropic.AsyncAnthropic(api_key="k", base_url=BASE, **options)
+            tool = openai.pydantic_function_tool(City, name="weather")["function"]
+            response = await one.responses.parse(model=served.name, input="hi", text_format=City, max_output_tokens=60)
+            called = await one.responses.parse(
+                model=served.name,
+                input="hi",
+                tools=[{"type": "function", **tool}],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                max_output_tokens=60,
+            )
+            message = await two.messages.parse(model=served.name, messages=USER, max_tokens=60, output_format=City)
+            return response.output_parsed, json.loads(called.output[0].arguments), message.parsed_output
+
+    for found in asyncio.run(work()):
+        assert City.model_validate(found).city in ("Oslo", "Rome")
