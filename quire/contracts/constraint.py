@@ -224,6 +224,18 @@ class GrammarMatcher(Protocol):
         """Take in a token; return what went wrong, None where nothing did."""
         ...
 
+    def retreat(self, num_tokens: int) -> str | None:
+        """Give back the last tokens; return what went wrong, None where nothing did."""
+        ...
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """Return how many of these tokens could be taken in, one after the other; None where it cannot go on any more."""
+        ...
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return the tokens that have to come next, as far as it sees: masks let through nothing else."""
+        ...
+
     @property
     def is_complete(self) -> bool:
         """Whether the output matches, and nothing can follow."""

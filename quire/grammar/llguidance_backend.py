@@ -147,6 +147,21 @@ class LlguidanceMatcher:
             return None
         return f"the grammar does not take token {token_id}: {' '.join(self.state.get_error().split())[:_MAX_MESSAGE]}"
 
+    def retreat(self, num_tokens: int) -> str | None:
+        """See GrammarMatcher."""
+        return (
+            None if self.state.rollback(num_tokens) else f"the grammar cannot go back: {self.state.get_error()[:_MAX_MESSAGE]}"
+        )
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher."""
+        count = self.state.validate_tokens(list(token_ids))
+        return None if self.state.is_error() else count
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
+        return self.state.compute_ff_tokens()
+
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""

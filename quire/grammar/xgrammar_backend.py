@@ -198,6 +198,23 @@ class XgrammarMatcher:
         """See GrammarMatcher."""
         return None if self.state.accept_token(token_id) else f"the grammar does not take token {token_id}"
 
+    def retreat(self, num_tokens: int) -> str | None:
+        """See GrammarMatcher."""
+        self.state.rollback(num_tokens)
+        return None
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher."""
+        count = 0
+        while count < len(token_ids) and self.state.accept_token(token_ids[count]):
+            count += 1
+        self.state.rollback(count)
+        return count
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher; a text that is forced may be told in several ways, between which the model decides."""
+        return ()
+
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""

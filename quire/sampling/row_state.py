@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.mixing import mix_seed
-from quire.contracts.constraint import GrammarMatcher
+from quire.contracts.constraint import Grammar, GrammarMatcher
 from quire.contracts.request import Request
 
 # 1 / temperature and the repetition penalty are kept within these, so that no product with a finite logit is NaN.
@@ -69,6 +69,7 @@ class SamplingRow:
     edits_logits         whether a processor changes the logits of this row, now or at some later position
     matcher              where a constrained output stands in its grammar, None without a constraint
     grammar_ending_ids   the tokens that may end such an output, where its grammar lets it end
+    grammar              the constraint of the request
     grammar_error        why the grammar cannot go on; the sequence is then to be ended
     token_mask           [ceil(vocab_size / 32)] i32, a bit per token, the lowest first: 0 forbids it at the next position. The
                          owner sets it for each step
@@ -81,6 +82,7 @@ class SamplingRow:
         "bias_values",
         "edits_logits",
         "ending_ids",
+        "grammar",
         "grammar_ending_ids",
         "grammar_error",
         "inverse_temperature",
@@ -127,16 +129,23 @@ class SamplingRow:
     def _start_grammar(self, request: Request) -> None:
         self.token_mask: Tensor | None = None
         self.grammar_error: str | None = None
+        self.grammar: Grammar | None = None
         self.matcher: GrammarMatcher | None = None
         self.grammar_ending_ids: tuple[int, ...] = ()
         if request.params.constraint is None:
             return
         if request.grammar is None:
             raise InvariantError(f"request {request.request_id} has a constraint that was not compiled")
-        self.matcher = request.grammar.new_matcher()
+        self.grammar = request.grammar
         self.grammar_ending_ids = tuple(sorted(self._in_vocabulary(request.ending_token_ids)))
-        for token_id in self.output_token_ids:
-            self._advance_grammar(token_id)
+        self.restart_grammar()
+
+    def restart_grammar(self) -> None:
+        """Make the matcher anew from the output."""
+        if self.grammar is not None:
+            self.matcher = self.grammar.new_matcher()
+            for token_id in self.output_token_ids:
+                self._advance_grammar(token_id)
 
     def _advance_grammar(self, token_id: int) -> None:
         is_ending = token_id in self.grammar_ending_ids
@@ -147,6 +156,21 @@ class SamplingRow:
     def is_grammar_complete(self) -> bool:
         """Whether the output matches its grammar, and nothing but an end can follow."""
         return self.matcher is not None and self.grammar_error is None and self.matcher.is_complete
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return the tokens that the constraint forces next, as far as it sees; nothing else can be sampled there."""
+        if self.matcher is None or self.grammar_error is not None or self.is_grammar_complete:
+            return ()
+        return self.matcher.forced_tokens()
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens the constraint lets follow, one after the other."""
+        if self.matcher is None:
+            return len(token_ids)
+        count = None if self.grammar_error is not None else self.matcher.num_fitting(token_ids)
+        if count is None and self.grammar_error is None:
+            self.restart_grammar()  # looking ahead must not change what is allowed
+        return count or 0
 
     def _prepare_masks(self, request: Request) -> None:
         params = self.params

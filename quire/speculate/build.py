@@ -25,11 +25,13 @@ from quire.speculate.suffix import SuffixProposer
 logger = get_logger(__name__)
 
 
-def build_speculator(config: SpeculativeConfig, spec: ModelSpec, memory: MemoryPlan) -> Speculator:
-    """Return a speculator with the proposer of the configuration's method.
+def build_speculator(config: SpeculativeConfig | None, spec: ModelSpec, memory: MemoryPlan) -> Speculator:
+    """Return a speculator with the proposer of the configuration's method, without a configuration with none.
 
     spec, memory  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
     """
+    if config is None:
+        return Speculator(None, None, spec.vocab_size)
     proposer: Proposer
     if config.model is not None:
         proposer = _build_draft_model(config.model, spec, memory)

@@ -30,7 +30,7 @@ from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Candidate, verify
 from quire.worker.constrained import ConstrainedRows
-from quire.worker.input_batch import NO_DRAFTS, InputBatch, PooledRun, Row, StepInput
+from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
 from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
@@ -74,15 +74,14 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
-    speculative = config.speculative_config
-    speculator = None if speculative is None else build_speculator(speculative, report.spec, report.memory)
+    speculator = build_speculator(config.speculative_config, report.spec, report.memory)
     return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
 
 
 class ModelRunner:
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
-    speculator  drafts tokens, which are then verified; None: every step gives a sequence one token
+    speculator  drafts tokens, which are then verified; None: those alone that a constraint forces
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class ModelRunner:
         speculator: Speculator | None = None,
     ) -> None:
         self._decoder = decoder
-        self._speculator = speculator
+        self._speculator = speculator or Speculator(None, None, decoder.spec.vocab_size)
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
@@ -107,7 +106,7 @@ class ModelRunner:
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
-        drafts = NO_DRAFTS if self._speculator is None else self._propose(self._speculator, plan)
+        drafts = self._propose(self._speculator, plan)
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {})
         step = self._batch.build(plan, drafts)
@@ -117,7 +116,7 @@ class ModelRunner:
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
-        constrained = ConstrainedRows([row for row, _ in ready], self._masks)
+        constrained = ConstrainedRows([row for row, _ in ready], drafts, self._masks)
         try:
             logits = self._decoder.step(
                 step.token_ids,
@@ -135,11 +134,12 @@ class ModelRunner:
         self._batch.advance(step)
         rows = [row for row, _ in ready]
         if drafts:
-            result = self._verify(plan, rows, drafts, logits, prompt_logprobs)
+            result = self._verify(plan, rows, _candidates(rows, drafts, constrained), logits, prompt_logprobs)
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
-        if self._speculator is not None:
-            result = replace(result, draft_wishes=self._speculator.end(plan, list(result.sampled), result.verified))
+        wishes = self._speculator.end(plan, list(result.sampled), result.verified)
+        if wishes:
+            result = replace(result, draft_wishes=wishes)
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
 
     def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
@@ -207,17 +207,11 @@ class ModelRunner:
         self,
         plan: StepPlan,
         rows: list[Row],
-        drafts: Mapping[SequenceId, Draft],
+        candidates: list[Candidate],
         logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
     ) -> StepResult:
         """Sample as _sample does, and on along the drafts."""
-        candidates: list[Candidate] = []
-        next_row = len(rows)
-        for row in rows:
-            draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
-            candidates.append(Candidate(row.start.request, row.sampling, draft, next_row))
-            next_row += len(draft)
         result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
         completed: list[SequenceId] = []
         for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
@@ -268,3 +262,14 @@ class ModelRunner:
         """Release the weights and the KV pool."""
         self._masks.close()
         del self._decoder, self._kv
+
+
+def _candidates(rows: list[Row], drafts: Mapping[SequenceId, Draft], constrained: ConstrainedRows) -> list[Candidate]:
+    """Return what is to be verified, where the logits behind the drafts come after those of the rows, in their order."""
+    found: list[Candidate] = []
+    next_row = len(rows)
+    for row in rows:
+        draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
+        found.append(Candidate(row.start.request, row.sampling, draft, next_row, constrained.masks_of(row)))
+        next_row += len(draft)
+    return found
