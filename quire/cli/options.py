@@ -51,7 +51,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         "--speculative",
         metavar="JSON",
-        help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model',
+        help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model, '
+        "lookahead, self, or a list of several to be merged",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
 

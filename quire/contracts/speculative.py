@@ -11,9 +11,10 @@ from typing import Any, Literal, Self, cast
 from quire.base.errors import ConfigError
 
 MAX_SPECULATIVE_TOKENS = 64
-_METHODS = ("ngram", "suffix", "draft_model")
-_KNOWN_ELSEWHERE = ("eagle", "eagle3", "medusa", "mtp", "deepseek_mtp", "mlp_speculator", "lookahead", "self")
-_DEFAULT_TOKENS = {"ngram": 6, "suffix": 12, "draft_model": 4}
+METHODS = ("ngram", "suffix", "draft_model", "lookahead", "self")
+_KNOWN_ELSEWHERE = ("eagle", "eagle3", "medusa", "mtp", "deepseek_mtp", "mlp_speculator")
+_DEFAULT_TOKENS = {"ngram": 6, "suffix": 12, "draft_model": 4, "self": 4}
+_ALONE = ("lookahead",)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -33,7 +34,9 @@ class SpeculativeConfig:
 
     method                  "ngram": what followed the last tokens where they stood before in the request; "suffix": likewise by
                             vote of all places, in the request and in past responses of its cache_salt; "draft_model": a
-                            smaller model with the same vocabulary. None: "draft_model" where a model is given
+                            smaller model with the same vocabulary; "lookahead": guesses that the model itself improves from
+                            step to step beside its tokens; "self": the model without some of its layers. None: "draft_model"
+                            where a model is given. Several, in a list: what they draft is merged into one tree
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
     model                   of "draft_model": a folder, a hub id or the name of a bundled model
     quantization            of "draft_model": "int8" or "int4" quantises its weights when they are loaded, so that drafts come
@@ -46,9 +49,14 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests  past responses that are kept, of all salts together; 0: only the request itself
     suffix_decoding_max_spec_factor      drafts per token that was found equal
     suffix_decoding_min_token_prob       the least share of the places that must go on so
+    lookahead_window        of "lookahead": places ahead that are guessed at once
+    lookahead_ngram         of "lookahead": tokens of the runs that are collected, the first one included
+    lookahead_guesses       of "lookahead": runs that are verified in a step at most. All in all a sequence has
+                            (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) drafts
+    skipped_layers          of "self": layers that the model drafts without, from 0; `quire calibrate-layers` finds them
     """
 
-    method: Literal["ngram", "suffix", "draft_model"] | None = None
+    method: str | tuple[str, ...] | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
@@ -59,25 +67,29 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 1000
     suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
+    lookahead_window: int = 5
+    lookahead_ngram: int = 4
+    lookahead_guesses: int = 5
+    skipped_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.method is None and self.model is not None:
             object.__setattr__(self, "method", "draft_model")
-        if self.method not in _METHODS:
-            state = "is not supported yet" if str(self.method) in _KNOWN_ELSEWHERE else "is none"
-            raise ConfigError(f"speculative_config: method {self.method!r} {state}; the methods are {', '.join(_METHODS)}")
-        if (self.method == "draft_model") != (self.model is not None):
-            raise ConfigError(
-                f"speculative_config: method {self.method!r} takes {'a' if self.method == 'draft_model' else 'no'} model, got "
-                f"{self.model!r}"
-            )
+        for name in ("method", "skipped_layers"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(cast("list[Any]", value)))
+        self._check_methods()
         if self.quantization is not None and (self.model is None or self.quantization not in ("int8", "int4")):
             raise ConfigError(
                 "speculative_config: quantization must be int8, int4 or null, and is of a draft model, got "
                 f"{self.quantization!r} with model {self.model!r}"
             )
+        self._check_layers()
+        _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
+        _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
+        _check_int("lookahead_guesses", self.lookahead_guesses, 1, MAX_SPECULATIVE_TOKENS)
         if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", _DEFAULT_TOKENS[self.method])
+            object.__setattr__(self, "num_speculative_tokens", self._default_tokens())
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative_config: adaptive must be true or false, got {self.adaptive!r}")
@@ -87,6 +99,55 @@ class SpeculativeConfig:
         _check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
         _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
         _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
+
+    def _check_methods(self) -> None:
+        for method in self.methods or (None,):
+            if method not in METHODS:
+                state = "is not supported yet" if str(method) in _KNOWN_ELSEWHERE else "is none"
+                raise ConfigError(f"speculative_config: method {method!r} {state}; the methods are {', '.join(METHODS)}")
+        if len(set(self.methods)) < len(self.methods):
+            raise ConfigError(f"speculative_config: a method stands twice in {list(self.methods)}; name each once")
+        alone = [method for method in self.methods if method in _ALONE]
+        if alone and len(self.methods) > 1:
+            raise ConfigError(f"speculative_config: method {alone[0]!r} cannot be merged with others; take it alone")
+        if ("draft_model" in self.methods) != (self.model is not None):
+            raise ConfigError(
+                f"speculative_config: method {self.method!r} takes {'a' if 'draft_model' in self.methods else 'no'} model, got "
+                f"{self.model!r}"
+            )
+
+    def _check_layers(self) -> None:
+        layers = self.skipped_layers
+        if ("self" in self.methods) != (layers is not None):
+            need = "needs" if layers is None else "alone takes"
+            raise ConfigError(
+                f"speculative_config: method 'self' {need} skipped_layers, got {self.method!r} with {layers!r}; "
+                "quire calibrate-layers finds layers that may be skipped"
+            )
+        if layers is None:
+            return
+        if not isinstance(layers, tuple) or not layers or len(set(layers)) < len(layers):
+            raise ConfigError(f"speculative_config: skipped_layers must be a list of different layers, got {layers!r}")
+        for layer in layers:
+            _check_int("a layer of skipped_layers", layer, 0, 100_000)
+
+    def _default_tokens(self) -> int:
+        if self.methods == ("lookahead",):
+            count = (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
+            if count > MAX_SPECULATIVE_TOKENS:
+                raise ConfigError(
+                    f"speculative_config: (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is {count}, more than "
+                    f"the {MAX_SPECULATIVE_TOKENS} drafts that can be verified at once; lower one of them"
+                )
+            return count
+        return min(MAX_SPECULATIVE_TOKENS, sum(_DEFAULT_TOKENS[method] for method in self.methods))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods, mostly one."""
+        if self.method is None:
+            return ()
+        return self.method if isinstance(self.method, tuple) else (self.method,)
 
     @property
     def max_tokens(self) -> int:

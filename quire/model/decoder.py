@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
-from quire.kernels.reference.attention import AttentionInput, attend, store_kv
+from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
 from quire.kernels.reference.moe import mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
@@ -40,7 +40,9 @@ class Decoder:
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, layers: Sequence[int] | None = None
+    ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other
@@ -53,8 +55,8 @@ class Decoder:
         if spec.num_learned_positions:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
         angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
-        for index, layer in enumerate(self._layers):
-            x = layer.forward(x, angles, step, kv.k[index], kv.v[index])
+        for index in range(len(self._layers)) if layers is None else layers:
+            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index])
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
 
     def step(
@@ -66,16 +68,23 @@ class Decoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`.
 
         keeps_all    logits_at may ask for other rows before the next step
         hidden_rows  other rows, of which hidden_states may ask for some
+        layers       the layers to run, in order; None: all. The KV of the others is left as it is
         """
-        hidden = self.forward(token_ids, positions, step, kv)
+        hidden = self.forward(token_ids, positions, step, kv, layers)
         self._hidden = hidden if keeps_all or hidden_rows else None
         self._hidden_rows = hidden_rows or []
         return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
+        for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
+            move_kv(k_cache, v_cache, sources, targets)
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits of rows [first, last) of the last step, which kept all."""

@@ -252,6 +252,7 @@ class NativeDecoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
 
@@ -259,8 +260,10 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
+        layers                the layers to run, in order; None: all. The KV of the others is left as it is
         """
         self.prepare(kv, max(step.context_lens))
+        trees, kept = step.trees, None if layers is None else _int32(layers)
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -283,8 +286,15 @@ class NativeDecoder:
             len(logit_rows),
             keeps_all,
             logits.data_ptr(),
+            *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
+            *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
         )
         return logits
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer, one after the other."""
+        self._bind(kv)
+        self._plan.move_tokens(sources.data_ptr(), targets.data_ptr(), len(sources))
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""

@@ -19,10 +19,17 @@ class OneTokenSteps:
 
     positions  [S] of the first tokens
     tables     [S, max_blocks] i64 the block tables; they hold the positions of all steps
+    layers     those that are run, in order; None: all
     """
 
     def __init__(
-        self, decoder: NativeDecoder, kv: KvPool, positions: Sequence[int], tables: NDArray[np.int64], num_steps: int
+        self,
+        decoder: NativeDecoder,
+        kv: KvPool,
+        positions: Sequence[int],
+        tables: NDArray[np.int64],
+        num_steps: int,
+        layers: Sequence[int] | None = None,
     ) -> None:
         first = np.array(positions, dtype=np.int64)
         num_rows, size = len(first), kv.spec.block_size
@@ -35,6 +42,7 @@ class OneTokenSteps:
         self._tokens = np.zeros(num_rows, dtype=np.int64)
         self._starts = np.arange(num_rows + 1, dtype=np.int32)
         self._plan: Any = decoder.plan
+        self._layers = None if layers is None else np.array(layers, dtype=np.int32)
         self._index = 0
         self.logits: Tensor = torch.empty(num_rows, decoder.spec.vocab_size)
         self._addresses = [array.ctypes.data for array in (self._positions, self._slots, self._lengths)]
@@ -63,6 +71,10 @@ class OneTokenSteps:
             num_rows,
             False,
             self._logits_address,
+            0,
+            0,
+            0 if self._layers is None else self._layers.ctypes.data,
+            0 if self._layers is None else len(self._layers),
         )
         self._index += 1
         return self.logits

@@ -7,7 +7,7 @@ import math
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kv.pool import KvPool
@@ -18,30 +18,41 @@ from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES, QuantizationPolicy
 from quire.speculate.draft_model import DraftModelProposer
+from quire.speculate.layer_skip import LayerSkipProposer
+from quire.speculate.lookahead import LookaheadProposer
+from quire.speculate.merged import MergedProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.speculate.suffix import SuffixProposer
+from quire.speculate.target import Target
 
 logger = get_logger(__name__)
 
 
-def build_speculator(config: SpeculativeConfig | None, spec: ModelSpec, memory: MemoryPlan) -> Speculator:
-    """Return a speculator with the proposer of the configuration's method, without a configuration with none.
+def build_speculator(config: SpeculativeConfig, report: ModelReport, target: Target) -> Speculator:
+    """Return a speculator with the proposers of the configuration's methods.
 
-    spec, memory  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
+    report, target  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    if config is None:
-        return Speculator(None, None, spec.vocab_size)
-    proposer: Proposer
-    if config.model is not None:
-        policy = None if config.quantization is None else POLICIES[config.quantization]
-        proposer = _build_draft_model(config.model, policy, spec, memory)
-    elif config.method == "suffix":
-        proposer = SuffixProposer(config)
-    else:
-        proposer = NgramProposer(config)
-    return Speculator(config, proposer, spec.vocab_size)
+    proposers = [_build_proposer(method, config, report, target) for method in config.methods]
+    proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
+    return Speculator(config, proposer, report.spec.vocab_size)
+
+
+def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport, target: Target) -> Proposer:
+    match method:
+        case "draft_model":
+            policy = None if config.quantization is None else POLICIES[config.quantization]
+            return _build_draft_model(str(config.model), policy, report.spec, report.memory)
+        case "self":
+            return LayerSkipProposer(target, config.skipped_layers or ())
+        case "suffix":
+            return SuffixProposer(config)
+        case "lookahead":
+            return LookaheadProposer(config)
+        case _:
+            return NgramProposer(config)
 
 
 def _build_draft_model(

@@ -22,6 +22,7 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenSteps
 from quire.sampling.drafting import DraftDraws, draw_drafts
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.proposer import Proposer
 
 _MAX_CATCH_UP = 512
 """Known tokens of one sequence that are computed in a step at most, before it is drafted."""
@@ -45,7 +46,7 @@ class _Feed:
     first: int
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts by a model, a token a pass, all sequences together.
 
     kv       the pool, of as many blocks as the target's
@@ -77,9 +78,6 @@ class DraftModelProposer:
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         return max(0, min(limit, self._max_len - len(sequence.token_ids)))
-
-    def release(self, sequence: DraftedSequence) -> None:
-        """See Proposer; blocks tell by themselves what they hold."""
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer. A sequence far behind is brought nearer first, and gets no draft."""

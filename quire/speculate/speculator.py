@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, fit_draft
-from quire.speculate.pace import AcceptanceRecord, Pace
-from quire.speculate.proposer import Proposer
+from quire.speculate.pace import Pace
+from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.records import AcceptanceRecord
 
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
@@ -35,15 +38,16 @@ class Speculator:
     def __init__(self, config: SpeculativeConfig | None, proposer: Proposer | None, vocab_size: int) -> None:
         self._max_tokens = 0 if config is None else config.max_tokens
         self._proposer = proposer
-        self._pace = Pace(config.max_tokens) if config is not None and config.adaptive else None
+        self._record = AcceptanceRecord if proposer is None else proposer.record
+        self._pace = Pace(config.max_tokens, self._record) if config is not None and config.adaptive else None
         self._max_drafts = max(self._max_tokens, _MAX_LOGIT_ELEMENTS // vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
         self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
-        self._drafted: dict[
-            SequenceId, tuple[int, bool]
-        ] = {}  # in this step: how many the proposer made, and whether any is in
+        # In this step: how many the proposer made, and whether the first of them is in.
+        self._drafted: dict[SequenceId, tuple[int, bool]] = {}
+        self._drafts: dict[SequenceId, Draft] = {}  # all of this step
         self._begun_s = 0.0
         self._num_drafts = 0
         self._decoded: Sequence[SequenceId] = ()
@@ -67,7 +71,7 @@ class Speculator:
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
         if self._proposer is not None or sequence.sampling.matcher is not None:
-            self._followed[sequence.sequence_id] = _Followed(sequence, AcceptanceRecord(self._max_tokens, _RECENT))
+            self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, _RECENT))
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step, none of them empty."""
@@ -86,20 +90,43 @@ class Speculator:
                 self._drafted[sequence_id] = len(draft), fitting.tokens[:1] == draft.tokens[:1]
             found[sequence_id] = fitting
         self._num_drafts = sum(count for count, _ in self._drafted.values())
-        return {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
+        self._drafts = {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
+        return self._drafts
 
-    def end(
-        self, plan: StepPlan, advanced: Sequence[SequenceId], verified: dict[SequenceId, tuple[int, int]]
-    ) -> dict[SequenceId, int]:
-        """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one."""
+    def observe(self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor) -> None:
+        """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
+
+        paths         of the sequences that got tokens, the drafts that were accepted
+        sequence_ids  whose next tokens were sought: logits [R, vocab_size] are those behind the last known token of each, and
+                      then those behind their drafts
+        """
+        if self._proposer is None or not self._proposer.observes:
+            return
+        outcomes: list[Outcome] = []
+        next_row = len(sequence_ids)
+        for index, sequence_id in enumerate(sequence_ids):
+            draft = self._drafts.get(sequence_id, _NONE)
+            if sequence_id in paths:
+                rows = (index, *range(next_row, next_row + len(draft)))
+                sequence = self._followed[sequence_id].sequence
+                outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits, rows))
+            next_row += len(draft)
+        self._proposer.observe(outcomes)
+
+    def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
+        """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
+
+        paths  of those sequences, the drafts that were accepted
+        """
         if not self._followed:
             return {}
         pace = self._pace
+        advanced = list(paths)
         if pace is not None:
             for sequence_id, (count, is_in) in self._drafted.items():
-                num_accepted = verified.get(sequence_id, (0, 0))[1] if is_in else 0
-                pace.note_verified(self._followed[sequence_id].record, count, min(count, num_accepted))
-            is_usual = verified.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
+                path = paths.get(sequence_id, ()) if is_in else ()
+                pace.note_verified(self._followed[sequence_id].record, count, path)
+            is_usual = self._drafts.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
             if is_usual and len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._decoded = advanced
         self._num_wanted = {} if self._proposer is None else self._choose(self._proposer, advanced)

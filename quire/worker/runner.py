@@ -28,6 +28,7 @@ from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.speculator import Speculator
+from quire.speculate.target import Target
 from quire.speculate.verifier import Candidate, verify
 from quire.worker.constrained import ConstrainedRows
 from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
@@ -74,26 +75,21 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
-    speculator = build_speculator(config.speculative_config, report.spec, report.memory)
-    return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
+    runner = ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config))
+    if config.speculative_config is not None:
+        runner.draft_with(build_speculator(config.speculative_config, report, runner.target))
+    return runner, report
 
 
 class ModelRunner:
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
-    speculator  drafts tokens, which are then verified; None: those alone that a constraint forces
+    What a constraint forces is drafted, and verified; more only if there is a speculator that drafts, see draft_with.
     """
 
-    def __init__(
-        self,
-        decoder: Model,
-        memory: MemoryPlan,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        speculator: Speculator | None = None,
-    ) -> None:
+    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
         self._decoder = decoder
-        self._speculator = speculator or Speculator(None, None, decoder.spec.vocab_size)
+        self._speculator = Speculator(None, None, decoder.spec.vocab_size)
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
@@ -133,11 +129,14 @@ class ModelRunner:
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
         rows = [row for row, _ in ready]
+        paths: dict[SequenceId, tuple[int, ...]] = {}
         if drafts:
-            result = self._verify(plan, rows, _candidates(rows, drafts, constrained), logits, prompt_logprobs)
+            result = self._verify(plan, rows, _candidates(rows, drafts, constrained), logits, prompt_logprobs, paths)
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
-        wishes = self._speculator.end(plan, list(result.sampled), result.verified)
+            paths = dict.fromkeys(result.sampled, ())
+        self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+        wishes = self._speculator.end(plan, paths)
         if wishes:
             result = replace(result, draft_wishes=wishes)
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
@@ -210,8 +209,9 @@ class ModelRunner:
         candidates: list[Candidate],
         logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
+        paths: dict[SequenceId, tuple[int, ...]],
     ) -> StepResult:
-        """Sample as _sample does, and on along the drafts."""
+        """Sample as _sample does, and on along the drafts; `paths` gets the drafts that were accepted of every sequence."""
         result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
         completed: list[SequenceId] = []
         for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
@@ -220,7 +220,8 @@ class ModelRunner:
                 result.errors[sequence_id] = walk.error
                 continue
             row.token_ids += walk.tokens
-            row.num_computed_tokens += len(walk.path)
+            self._batch.accept(row, walk.path)
+            paths[sequence_id] = tuple(walk.path)
             if row.sampling.is_grammar_complete:
                 completed.append(sequence_id)
             result.sampled[sequence_id] = tuple(walk.tokens)
@@ -228,6 +229,9 @@ class ModelRunner:
                 result.logprobs[sequence_id] = tuple(walk.logprobs)
             if len(candidate.draft) > 0:
                 result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
+        moves = self._batch.take_moves()
+        if moves is not None:
+            self._decoder.move_tokens(self._kv, *moves)
         return replace(result, completed=frozenset(completed)) if completed else result
 
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
@@ -249,8 +253,13 @@ class ModelRunner:
             found[row.start.sequence_id] = tuple(entries)
         return found
 
+    @property
+    def target(self) -> Target:
+        """The model and its cache, for who drafts with them."""
+        return Target(self._decoder, self._kv)
+
     def draft_with(self, speculator: Speculator) -> None:
-        """Replace the speculator, which must follow no sequence."""
+        """Draft with a speculator from now on; the one that was there before must follow no sequence."""
         self._speculator = speculator
 
     def draft_forced(self, is_wanted: bool) -> None:

@@ -72,8 +72,8 @@ class Pace:
     def choose(self, offers):
         return [count for _, count in offers]
 
-    def note_verified(self, record, num_drafts, num_accepted):
-        self.verified.append((num_drafts, num_accepted))
+    def note_verified(self, record, num_drafts, path):
+        self.verified.append((num_drafts, len(path)))
 
     def note_step(self, num_sequences, num_drafts, duration_s):
         self.steps.append((num_sequences, num_drafts))
@@ -94,22 +94,22 @@ def start(sampling):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "drafted", "verified", "learnt"),
+    ("sampling", "drafted", "path", "learnt"),
     [
-        (Sampling((), (1, 2)), (1, 2), (2, 2), (3, 2)),
-        (Sampling((), (9,)), (), None, (3, 0)),
-        (Sampling((9,), (9,)), (9,), (1, 1), (3, 0)),
+        (Sampling((), (1, 2)), (1, 2), (0, 1), (3, 2)),
+        (Sampling((), (9,)), (), (), (3, 0)),
+        (Sampling((9,), (9,)), (9,), (0,), (3, 0)),
     ],
     ids=["cut", "refused", "forced otherwise"],
 )
-def test_pace_learns_of_drafts_that_a_constraint_does_not_take(sampling, drafted, verified, learnt):
+def test_pace_learns_of_drafts_that_a_constraint_does_not_take(sampling, drafted, path, learnt):
     speculator, pace = start(sampling)
-    wishes = speculator.end(plan(0), [SequenceId(0)], {})
+    wishes = speculator.end(plan(0), {SequenceId(0): ()})
     assert wishes == {SequenceId(0): 3}
     speculator.begin(plan(1, wishes))
     found = speculator.propose(plan(1, wishes))
     assert found == ({SequenceId(0): Draft.chain(drafted)} if drafted else {})
-    speculator.end(plan(1), [SequenceId(0)], {} if verified is None else {SequenceId(0): verified})
+    speculator.end(plan(1), {SequenceId(0): path})
     assert pace.verified == [learnt]
     speculator.begin(plan(2))
     assert pace.steps == [(1, 0), (1, 3)]
@@ -117,10 +117,10 @@ def test_pace_learns_of_drafts_that_a_constraint_does_not_take(sampling, drafted
 
 def test_steps_with_forced_tokens_alone_tell_the_pace_nothing():
     speculator, pace = start(Sampling((9,), (9,)))
-    speculator.end(plan(0), [SequenceId(0)], {})
+    speculator.end(plan(0), {SequenceId(0): ()})
     speculator._num_wanted.clear()
     speculator.begin(plan(1))
     assert speculator.propose(plan(1, {SequenceId(0): 1})) == {SequenceId(0): Draft.chain((9,))}
-    speculator.end(plan(1), [SequenceId(0)], {SequenceId(0): (1, 1)})
+    speculator.end(plan(1), {SequenceId(0): (0,)})
     speculator.begin(plan(2))
     assert (pace.verified, pace.steps) == ([], [(1, 0)])

@@ -40,20 +40,29 @@ void bind_plan(nb::module_& m) {
         .def("finish", &Plan::finish)
         .def_prop_ro("scratch_bytes", &Plan::scratch_bytes)
         .def("step", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
-                        uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t wanted_rows, i32 num_wanted_rows, i32 num_logit_rows, bool keeps_all, uintptr_t logits) {
+                        uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t wanted_rows, i32 num_wanted_rows, i32 num_logit_rows, bool keeps_all, uintptr_t logits,
+                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers) {
             StepInput in;
             in.token_ids = reinterpret_cast<const i64*>(token_ids);
             in.positions = reinterpret_cast<const i64*>(positions);
             in.slots = reinterpret_cast<const i64*>(slots);
             in.batch = {num_sequences, num_tokens, reinterpret_cast<const i32*>(query_starts), reinterpret_cast<const i32*>(context_lens),
-                        reinterpret_cast<const i32*>(block_tables), table_stride};
+                        reinterpret_cast<const i32*>(block_tables), table_stride, reinterpret_cast<const i32*>(num_drafts),
+                        reinterpret_cast<const u64*>(ancestors)};
             in.wanted_rows = reinterpret_cast<const i32*>(wanted_rows);
             in.num_wanted_rows = num_wanted_rows;
             in.num_logit_rows = num_logit_rows;
             in.keeps_all = keeps_all;
             in.logits = reinterpret_cast<float*>(logits);
+            in.layers = reinterpret_cast<const i32*>(layers);
+            in.num_layers = num_layers;
             p.step(in);
-        }, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
+        }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
+            "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
+            "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
+        .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count) {
+            p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count);
+        }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a)
         .def("logits", [](Plan& p, uintptr_t rows, i32 count, uintptr_t out) {
             p.logits(reinterpret_cast<const i32*>(rows), count, reinterpret_cast<float*>(out));
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "count"_a, "out"_a)

@@ -68,6 +68,9 @@ struct StepInput {
     i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
     float* logits = nullptr;  // [num_logit_rows][vocab]
+    // The layers to run, in order; null: all. Keys and values of the others are not written.
+    const i32* layers = nullptr;
+    i32 num_layers = 0;
 };
 
 class Plan {
@@ -85,6 +88,8 @@ public:
     void logits(const i32* rows, i32 count, float* out);
     // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, or else places in wanted_rows.
     void hidden_states(const i32* rows, i32 count, float* out);
+    // Copy keys and values of tokens to other slots in every layer, one after the other.
+    void move_tokens(const i64* from, const i64* to, i32 count);
     i64 scratch_bytes() const;
 
     Norm final_norm;

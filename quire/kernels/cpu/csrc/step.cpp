@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <string>
 #include <stdexcept>
 
 #include "plan.h"
@@ -364,17 +365,18 @@ struct Stepper {
     }
 
     void layers() {
-        const size_t count = plan.layers_.size();
+        const size_t count = in.layers == nullptr ? plan.layers_.size() : static_cast<size_t>(in.num_layers);
+        const auto layer = [&](size_t i) -> const PlanLayer& { return *plan.layers_[in.layers == nullptr ? i : static_cast<size_t>(in.layers[i])]; };
         for (size_t i = 0; i < count; ++i) {
-            const PlanLayer& l = *plan.layers_[i];
+            const PlanLayer& l = layer(i);
             norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
-                if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
+                if (i > 0) add_normed(layer(i - 1).mlp_out, layer(i - 1).residual_scale, row);
             });
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
         }
-        const PlanLayer& last = *plan.layers_[count - 1];
+        const PlanLayer& last = layer(count - 1);
         each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
     }
 
@@ -430,6 +432,10 @@ void hidden_body(void* argument, Worker& worker) {
 }  // namespace
 
 void Plan::step(const StepInput& input) {
+    if (input.layers != nullptr && input.num_layers < 1) throw std::invalid_argument("a step runs one layer at least");
+    for (i32 i = 0; input.layers != nullptr && i < input.num_layers; ++i)
+        if (input.layers[i] < 0 || input.layers[i] >= static_cast<i32>(layers_.size()))
+            throw std::invalid_argument("there is no layer " + std::to_string(input.layers[i]));
     const std::lock_guard<std::mutex> lock(guard_);
     reserve(input.batch.num_tokens, input.batch);
     Call call = {this, &input, nullptr, 0, nullptr};
@@ -442,6 +448,12 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
     const StepInput none;
     Call call = {this, &none, rows, count, out};
     run_team(num_threads, logits_body, &call);
+}
+
+void Plan::move_tokens(const i64* from, const i64* to, i32 count) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    for (const std::shared_ptr<PlanLayer>& layer : layers_)
+        for (i32 i = 0; i < count; ++i) kernels_used->attention->move(layer->kv, from[i], to[i]);
 }
 
 void Plan::hidden_states(const i32* rows, i32 count, float* out) {
