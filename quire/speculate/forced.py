@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quire.base.ids import SequenceId
 from quire.sampling.row_state import SamplingRow
-from quire.speculate.draft import Draft
+from quire.speculate.draft import ROOT, Draft, DraftBuilder
 
 _MAX_FORCED = 32
 """Forced tokens of a sequence in a step at most."""
@@ -39,10 +39,12 @@ class ForcedTokens:
 def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit: int) -> Draft:
     """Return a draft with what is forced first, and of a proposer's chain what agrees with it and fits the constraint.
 
-    A tree is left as it is: what its constraint does not take is not walked.
+    Of a tree, what agrees with what is forced: what the constraint does not take behind that is not walked.
     """
-    if sampling.matcher is None or not draft.is_chain:
+    if sampling.matcher is None:
         return draft
+    if not draft.is_chain:
+        return _fit_tree(draft, forced, limit) if forced else draft
     num_shared = min(len(forced), len(draft))
     if len(draft) > 0 and draft.tokens[:num_shared] == tuple(forced[:num_shared]):
         num_fitting = sampling.num_fitting(draft.tokens)
@@ -51,3 +53,16 @@ def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit:
     elif not forced:
         return Draft()
     return Draft.chain(tuple(forced[:limit]))
+
+
+def _fit_tree(draft: Draft, forced: Sequence[int], limit: int) -> Draft:
+    whole = DraftBuilder()
+    node = ROOT
+    for token_id in forced[:limit]:
+        node = whole.add(node, token_id)
+    places: dict[int, int] = {ROOT: ROOT}
+    for index, depth in enumerate(draft.depths()):
+        parent, token_id = draft.parents[index], draft.tokens[index]
+        if parent in places and len(whole) < limit and (depth > len(forced) or token_id == forced[depth - 1]):
+            places[index] = whole.add(places[parent], token_id)
+    return whole.build()

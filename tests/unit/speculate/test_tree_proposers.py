@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quire.contracts.speculative import SpeculativeConfig
 from quire.kernels.native import load_native
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
+from quire.speculate.forced import fit_draft
 from quire.speculate.lookahead import LookaheadProposer
 from quire.speculate.merged import MergedProposer
 from quire.speculate.pace import Pace
@@ -118,6 +120,15 @@ def test_builder_gives_equal_tokens_one_place():
     assert tree.add(ROOT, 5) == first
     assert tree.add(first, 5) == 1
     assert tree.build() == Draft((5, 5), (ROOT, 0))
+
+
+def test_forced_tokens_stand_before_what_agrees_of_a_tree():
+    row = SimpleNamespace(matcher=object())
+    tree = Draft((5, 6, 7, 6, 8), (ROOT, ROOT, 0, 0, 3))
+    assert fit_draft(row, tree, (), 9) is tree
+    assert fit_draft(row, tree, (5, 6), 9) == Draft((5, 6, 8), (ROOT, 0, 1))
+    assert fit_draft(row, tree, (5, 6), 2) == Draft((5, 6), (ROOT, 0))
+    assert fit_draft(row, tree, (4,), 9) == Draft((4,), (ROOT,))
 
 
 def test_records_of_trees_fall_from_the_start_on():
