@@ -139,6 +139,18 @@ class LlguidanceMatcher(StateMatcher):
         """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
         return self.state.compute_ff_tokens()
 
+    def narrow(self, words: Any) -> None:
+        """See MaskedMatcher."""
+
+    def fork(self) -> LlguidanceMatcher:
+        """See GrammarMatcher."""
+        return LlguidanceMatcher(self.state.deep_copy(), self._masks, self.end_token_id)
+
+    @property
+    def can_end(self) -> bool:
+        """See GrammarMatcher."""
+        return self.state.is_accepting()
+
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""

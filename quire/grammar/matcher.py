@@ -32,6 +32,33 @@ class MaskedMatcher(GrammarMatcher, Protocol):
         """The bit that says whether the output may end."""
         ...
 
+    @property
+    def state(self) -> Any:
+        """What the source fills a mask from."""
+        ...
+
+    def narrow(self, words: Any) -> None:
+        """Take out of a mask, which its source has filled, what is allowed by that but not by this matcher.
+
+        words  numpy [num_mask_words] i32
+        """
+        ...
+
+    def fork(self) -> MaskedMatcher:
+        """See GrammarMatcher."""
+        ...
+
+
+class ForkedGrammar:
+    """A grammar whose outputs begin where a matcher stands."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def new_matcher(self) -> GrammarMatcher:
+        """See Grammar."""
+        return self._matcher.fork()
+
 
 class StateMatcher:
     """What matchers of all backends share: a state of the backend's own, and who fills its masks."""

@@ -91,6 +91,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     max_open_length: (
         Annotated[int, Meta(ge=1, le=1 << 16, description="Limit of strings and arrays that have none.")] | None
     ) = None
+    fit_max_tokens: (
+        Annotated[bool, Meta(description="Bring JSON to an end within max_tokens, where it can; true without it.")] | None
+    ) = None
     backend: Literal["auto", "llguidance", "xgrammar"] | None = None
 
 
