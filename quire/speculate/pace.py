@@ -69,6 +69,11 @@ class Pace:
         self._num_sequences: int = 0
 
     @property
+    def sleep_left(self) -> int:
+        """Steps until drafts are tried again; 0 while they are."""
+        return self._sleep_left
+
+    @property
     def is_asleep(self) -> bool:
         """Whether the next step has no drafts whatever could be drafted."""
         return self._sleep_left > 0

@@ -20,6 +20,8 @@ from quire.speculate.records import AcceptanceRecord
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
 _RECENT = 0.95
+_FED_BEFORE_WAKING = 48
+"""Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _NONE = Draft()
 
 
@@ -112,6 +114,25 @@ class Speculator:
                 outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits, rows))
             next_row += len(draft)
         self._proposer.observe(outcomes)
+
+    @property
+    def tap_layers(self) -> tuple[int, ...] | None:
+        """What the proposer reads of the model in this step; see Proposer. Nothing, while drafts are long not to be tried."""
+        if self._proposer is None or (self._pace is not None and self._pace.sleep_left > _FED_BEFORE_WAKING):
+            return None
+        return self._proposer.tap_layers
+
+    def feed(self, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
+        """Hand the proposer what it reads; to be called before `end`.
+
+        fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
+        """
+        row = 0
+        for sequence_id, first, count in fed:
+            followed = self._followed.get(sequence_id)
+            if followed is not None and self._proposer is not None:
+                self._proposer.feed(followed.sequence, first, features[row : row + count])
+            row += count
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
