@@ -12,7 +12,7 @@ MIB = 1 << 20
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 _OWN_LABELS = (
     *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
-    *("model_name", "num_kv_blocks", "outcome", "param", "phase", "quantile", "reason", "route", "source", "state"),
+    *("model_name", "num_kv_blocks", "outcome", "param", "phase", "position", "quantile", "reason", "route", "source", "state"),
 )
 
 
