@@ -20,6 +20,8 @@ _TEXT_TOKENS = 6
 """Tokens that are kept free for each string that is still to come."""
 _SPARE_TOKENS = 4
 _MAX_PATIENCE = 64
+_MAX_ENDING = 384
+"""Tokens of an end that is looked for; what needs more is left to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class FittedMatcher:
         if last.forced is not None or self._count < last.until:
             return last
         count, num_left = self._count, self._max_tokens - self._count
-        ending = self._endings.find(self._inner, self._places[-1], num_left)
+        ending = self._endings.find(self._inner, self._places[-1], min(num_left, _MAX_ENDING))
         found = _Look(count, count + min(_MAX_PATIENCE, max(8, num_left // 4))) if ending is None else self._judge(ending)
         self._looks.append(found)
         return found
@@ -164,7 +166,4 @@ class FittedMatcher:
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        if self._inner.is_complete:
-            return True
-        forced = self._looks[-1].forced
-        return forced is not None and self._count - self._looks[-1].count == len(forced) and self._inner.can_end
+        return self._inner.is_complete or (self._looks[-1].is_closing and self._inner.can_end)

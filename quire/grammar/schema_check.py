@@ -28,8 +28,9 @@ _NOT_ENFORCED = (
 KNOWN_KEYWORDS = frozenset(
     (
         *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
-        "pattern", "uniqueItems", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
-        "minItems", "maxItems", "minProperties", "maxProperties", "contentEncoding", "contentMediaType", "contentSchema",
+        "pattern", "uniqueItems", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
+        "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "contentEncoding", "contentMediaType",
+        "contentSchema",
         "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary",
     )
 )  # fmt: skip
