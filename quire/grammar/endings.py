@@ -16,6 +16,8 @@ OUTSIDE, IN_STRING, AFTER_BACKSLASH = range(3)
 """Where in JSON a text stands."""
 
 _NEVER = 99
+_MAX_MASKS = 128
+"""Masks that are filled in search of one end: they cost up to a millisecond each, while a step waits."""
 _MAX_LENGTH = 255
 _CLOSES_STRING = re.compile(rb'"(?:[}\]]*|:)')
 _CLOSES_ITEM = re.compile(rb"[}\]]+")
@@ -83,15 +85,20 @@ class JsonEndings:
         walk = _Walk(matcher.fork(), place)
         words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
         tried: dict[bytes, set[int]] = {}
+        num_masks = 0
         while not walk.matcher.can_end:
             forced = walk.matcher.forced_tokens()
             if not forced:
-                if fill_next([walk.matcher], words) != [None]:
+                num_masks += 1
+                if num_masks > _MAX_MASKS or fill_next([walk.matcher], words) != [None]:
                     return None
                 token_id = self._choose(words, walk.place, tried.setdefault(words.tobytes(), set()))
                 forced = () if token_id is None else (token_id,)
+            place = walk.place
             if not forced or len(walk.tokens) + len(forced) > limit or not all(walk.take(self, one) for one in forced):
                 return None
+            if (walk.place == OUTSIDE) != (place == OUTSIDE):
+                tried.clear()
         return Ending(tuple(walk.tokens), walk.num_texts)
 
     def _choose(self, words: Any, place: int, tried: set[int]) -> int | None:
