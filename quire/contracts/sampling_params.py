@@ -71,7 +71,7 @@ class SamplingParams:
     frequency_penalty    subtracted once per occurrence in the output, [-2, 2]
     logit_bias           token id -> value in [-100, 100] added to its logit
     allowed_token_ids    when given, no other token can be sampled
-    bad_words            words that are never generated; the last token of each is forbidden where it would complete it
+    bad_words            texts that the output never contains, however they are cut into tokens (white space before one aside)
     stop                 strings that end the output, which is cut before them (after, with include_stop_str_in_output)
     stop_token_ids       tokens that end the output, beside the model's own end-of-sequence tokens
     ignore_eos           do not end at the model's end-of-sequence tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ OUTSIDE, IN_STRING, AFTER_BACKSLASH = range(3)
 """Where in JSON a text stands."""
 
 _NEVER = 99
+_MAX_MASKS = 128
+"""Masks that are filled in search of one end: they cost up to a millisecond each, while a step waits."""
 _MAX_LENGTH = 255
 _CLOSES_STRING = re.compile(rb'"(?:[}\]]*|:)')
 _CLOSES_ITEM = re.compile(rb"[}\]]+")
@@ -57,6 +59,7 @@ class JsonEndings:
                 closes_string[token_id] = _CLOSES_STRING.fullmatch(token) is not None
                 closes_item[token_id] = _CLOSES_ITEM.fullmatch(token) is not None
         self._scores = (outside, inside, inside)
+        self._kinds = np.array([_kind(token) for token in self._tokens], dtype=np.int8)
         self._closing = (_pack(closes_item), _pack(closes_string))
 
     def after(self, place: int, token_id: int) -> int:
@@ -79,25 +82,68 @@ class JsonEndings:
 
     def find(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
         """Return how an output can end that stands at `place`; None where no way is found within `limit` tokens."""
-        fork = matcher.fork()
+        walk = _Walk(matcher.fork(), place)
         words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
-        tokens: list[int] = []
-        num_texts = 0
-        while not fork.can_end:
-            if len(tokens) >= limit or fill_next([fork], words) != [None]:
+        tried: dict[bytes, set[int]] = {}
+        num_masks = 0
+        while not walk.matcher.can_end:
+            forced = walk.matcher.forced_tokens()
+            if not forced:
+                num_masks += 1
+                if num_masks > _MAX_MASKS or fill_next([walk.matcher], words) != [None]:
+                    return None
+                token_id = self._choose(words, walk.place, tried.setdefault(words.tobytes(), set()))
+                forced = () if token_id is None else (token_id,)
+            place = walk.place
+            if not forced or len(walk.tokens) + len(forced) > limit or not all(walk.take(self, one) for one in forced):
                 return None
-            bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")[: len(self._tokens)]
-            allowed = np.flatnonzero(bits)
-            if not len(allowed):
-                return None
-            token_id = int(allowed[np.argmin(self._scores[place][allowed])])
-            if fork.advance(token_id) is not None:
-                return None
-            following = self.after(place, token_id)
-            num_texts += place == OUTSIDE and following == IN_STRING
-            place = following
-            tokens.append(token_id)
-        return Ending(tuple(tokens), num_texts)
+            if (walk.place == OUTSIDE) != (place == OUTSIDE):
+                tried.clear()
+        return Ending(tuple(walk.tokens), walk.num_texts)
+
+    def _choose(self, words: Any, place: int, tried: set[int]) -> int | None:
+        """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.
+
+        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come.
+        """
+        bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")[: len(self._tokens)]
+        allowed = np.flatnonzero(bits)
+        if not len(allowed):
+            return None
+        if tried:
+            others = allowed[~np.isin(self._kinds[allowed], list(tried))]
+            allowed = others if len(others) else allowed
+        token_id = int(allowed[np.argmin(self._scores[place][allowed])])
+        tried.add(int(self._kinds[token_id]))
+        return token_id
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The way to an end: the tokens so far, and where they lead."""
+
+    matcher: MaskedMatcher
+    place: int
+    tokens: list[int] = field(default_factory=list[int])
+    num_texts: int = 0
+
+    def take(self, endings: JsonEndings, token_id: int) -> bool:
+        """Go on by a token; return whether it fits."""
+        if self.matcher.advance(token_id) is not None:
+            return False
+        place = endings.after(self.place, token_id)
+        self.num_texts += self.place == OUTSIDE and place == IN_STRING
+        self.place = place
+        self.tokens.append(token_id)
+        return True
+
+
+def _kind(token: bytes) -> int:
+    if token.isdigit():
+        return 0
+    if token.isalpha():
+        return 1
+    return 2 if token.isspace() else 3 + min(token[0] // 16 if token else 0, 15)
 
 
 def _rank(token: bytes, patterns: tuple[re.Pattern[bytes], ...]) -> int:

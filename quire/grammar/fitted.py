@@ -20,19 +20,25 @@ _TEXT_TOKENS = 6
 """Tokens that are kept free for each string that is still to come."""
 _SPARE_TOKENS = 4
 _MAX_PATIENCE = 64
+_MAX_ENDING = 256
+"""Tokens of an end that is looked for, and tokens before the limit from which on it is; what needs more is left to itself."""
+_MAX_FAILURES = 3
+"""How often no end may be found until the output is left to itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
     """What was found after `count` tokens: what to do from there on until after `until` tokens.
 
-    forced  an end that is to be taken; None: not yet
+    forced        an end that is to be taken; None: not yet
+    num_failures  how often in a row no end was found
     """
 
     count: int
     until: int
     is_closing: bool = False
     forced: tuple[int, ...] | None = None
+    num_failures: int = 0
 
 
 class FittedGrammar:
@@ -61,7 +67,7 @@ class FittedMatcher:
         self._endings = endings
         self._max_tokens = max_tokens
         self._places = [OUTSIDE]
-        self._looks = [_Look(-1, 0)]
+        self._looks = [_Look(-1, max(0, max_tokens - _MAX_ENDING))]
         self.end_token_id = inner.end_token_id
 
     @property
@@ -84,8 +90,13 @@ class FittedMatcher:
         if last.forced is not None or self._count < last.until:
             return last
         count, num_left = self._count, self._max_tokens - self._count
-        ending = self._endings.find(self._inner, self._places[-1], num_left)
-        found = _Look(count, count + min(_MAX_PATIENCE, max(8, num_left // 4))) if ending is None else self._judge(ending)
+        ending = self._endings.find(self._inner, self._places[-1], min(num_left, _MAX_ENDING))
+        if ending is not None:
+            found = self._judge(ending)
+        elif last.num_failures + 1 == _MAX_FAILURES:
+            found = _Look(count, self._max_tokens)
+        else:
+            found = _Look(count, count + max(8, num_left // 4), num_failures=last.num_failures + 1)
         self._looks.append(found)
         return found
 
@@ -164,7 +175,4 @@ class FittedMatcher:
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        if self._inner.is_complete:
-            return True
-        forced = self._looks[-1].forced
-        return forced is not None and self._count - self._looks[-1].count == len(forced) and self._inner.can_end
+        return self._inner.is_complete or (self._looks[-1].is_closing and self._inner.can_end)

@@ -30,7 +30,8 @@ KNOWN_KEYWORDS = frozenset(
         *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
         "pattern", "uniqueItems", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
         "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "contentEncoding", "contentMediaType",
-        "contentSchema", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary",
+        "contentSchema",
+        "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary",
     )
 )  # fmt: skip
 """Every keyword of a draft that demands something, or may."""
