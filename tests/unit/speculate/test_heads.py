@@ -19,6 +19,8 @@ from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
 from quire.model.stored_tensors import open_tensors
 from quire.speculate.medusa import likeliest_tree
+from quire.speculate.pace import Pace
+from quire.speculate.records import AcceptanceRecord
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
 MAKERS = {
@@ -312,3 +314,31 @@ def test_the_likeliest_paths_are_drafted_first():
     ]
     assert len(set(found)) == 12
     assert [paths[path] for path in found] == pytest.approx(sorted(paths.values(), reverse=True)[:12])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_heads_draft_beside_a_model_that_torch_runs(tiny_model, tmp_path, monkeypatch, kind):
+    for module in ("quire.model.build", "quire.model.heads.build"):
+        monkeypatch.setattr(f"{module}.load_native", lambda: None)
+    folder = MAKERS[kind](tmp_path / "head")
+    request = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = LLM(str(tiny_model), num_kv_blocks=80)
+    expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, request, use_tqdm=False)]
+    plain.close()
+    llm = start(tiny_model, kind, folder)
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, request, use_tqdm=False)] == expected
+    assert llm.llm_engine.stats.num_draft_tokens > 0
+    llm.close()
+
+
+def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
+    folder = heads.eagle3(tmp_path / "head")
+    llm = start(tiny_model, "eagle3", folder)
+    speculator = llm.llm_engine._runner._speculator
+    pace = Pace(3, AcceptanceRecord)
+    speculator._pace = pace
+    pace._sleep_left = 1000
+    assert speculator.tap_layers is None
+    pace._sleep_left = 10
+    assert speculator.tap_layers == (0, 1)
+    llm.close()
