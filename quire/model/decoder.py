@@ -34,9 +34,11 @@ class Decoder:
         self._parameters = dense
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
-        self._layers = [_Layer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
+        self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
+        self._tap_layers: tuple[int, ...] = ()
+        self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
@@ -55,7 +57,10 @@ class Decoder:
         if spec.num_learned_positions:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
         angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
+        self._taps = []
         for index in range(len(self._layers)) if layers is None else layers:
+            if index in self._tap_layers:
+                self._taps.append(x)
             x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index])
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
 
@@ -98,6 +103,19 @@ class Decoder:
             raise InvariantError("the last step did not keep its rows")
         return self._hidden[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
 
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep the inputs of these layers, low to high, in every step from now on."""
+        self._tap_layers = layers
+
+    def layer_inputs(self, rows: Sequence[int]) -> Tensor:
+        """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        return torch.cat([tap[chosen].float() for tap in self._taps], -1) if self._taps else torch.empty(len(rows), 0)
+
+    def parameter(self, name: str) -> Tensor | None:
+        """Return a parameter by its canonical name, dense; None where the model has none of it."""
+        return self._parameters.get(name)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype."""
@@ -109,7 +127,9 @@ class Decoder:
         return logits
 
 
-class _Layer:
+class DecoderLayer:
+    """One layer; `parameters` under their canonical names, of which it takes those below `prefix`."""
+
     def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
         self.spec = spec
         self._parameters = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
@@ -121,10 +141,12 @@ class _Layer:
         step: AttentionInput,
         k_cache: Tensor,
         v_cache: Tensor,
+        attended: Tensor | None = None,
     ) -> Tensor:
+        """Return the layer's output [T, H]; `attended` is what attention reads where it is not the normed input."""
         spec = self.spec
         rope = spec.attention.rope
-        y = self._norm(x, spec.attn_in, "attn_in")
+        y = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         y = self._attention(y, spec.attention, None if rope is None else angles[rope], step, k_cache, v_cache)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))

@@ -73,6 +73,7 @@ class NativeDecoder:
         self._layers = self._build()
         self._kv: KvPool | None = None
         self._hidden_rows = _NO_ROWS
+        self._num_kept = 0
         self._process = os.getpid()
         if self._parameters:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
@@ -91,8 +92,10 @@ class NativeDecoder:
         spec, plan = self.spec, self._plan
         embedding = self._parameters["embed.weight"]
         embed = self._pack("embed")
+        self.embedding = embed
         is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
         head = self._pack("lm_head") if is_head_own else embed
+        self.head = head
         if not is_head_own:
             self._parameters.pop("lm_head.weight", None)
         del embedding
@@ -290,6 +293,18 @@ class NativeDecoder:
             *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
         )
         return logits
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep the inputs of these layers, low to high, in every step from now on."""
+        self._num_kept = len(layers)
+        self._plan.keep_inputs(list(layers))
+
+    def layer_inputs(self, rows: Sequence[int]) -> Tensor:
+        """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
+        found = torch.empty(len(rows), self._num_kept * self.spec.hidden_size)
+        chosen = _int32(rows)
+        self._plan.layer_inputs(chosen.data_ptr(), len(rows), found.data_ptr())
+        return found
 
     def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
         """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer, one after the other."""

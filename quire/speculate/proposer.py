@@ -37,12 +37,14 @@ class Outcome:
 class Proposer(ABC):
     """Drafts tokens, well or badly: which tokens come out does not depend on them.
 
-    record    how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
-    observes  whether it wants to be told of every step's outcomes
+    record      how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
+    observes    whether it wants to be told of every step's outcomes
+    tap_layers  layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     """
 
     record: type[AcceptanceRecord] = AcceptanceRecord
     observes: bool = False
+    tap_layers: tuple[int, ...] | None = None
 
     def apply(self, plan: StepPlan) -> None:
         """Take in a step's plan before anything is computed; of interest to who keeps something in blocks."""
@@ -50,6 +52,14 @@ class Proposer(ABC):
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Take in what a step computed, before the looks that follow it. Called only if `observes`."""
+        return
+
+    def feed(self, sequence: DraftedSequence, first: int, features: Tensor) -> None:
+        """Take in what the model computed in a step of the tokens at [first, first + N) of a sequence, of accepted ones alone.
+
+        features  [N, F] f32 what `tap_layers` says. Called after the step, before the look; the tokens that follow are known
+                  then, but for those of a sequence that failed. Prefixes that were cached are not computed, and not fed
+        """
         return
 
     @abstractmethod

@@ -20,6 +20,8 @@ from quire.speculate.records import AcceptanceRecord
 _MAX_LOGIT_ELEMENTS = 1 << 24
 """Logits behind drafts that are held at once."""
 _RECENT = 0.95
+_FED_BEFORE_WAKING = 48
+"""Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _NONE = Draft()
 
 
@@ -45,7 +47,8 @@ class Speculator:
         self._forced = ForcedTokens()
         self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
-        self._drafted: set[SequenceId] = set()  # those with drafts of the proposer in this step
+        # In this step: how many the proposer made, and whether the first of them is in.
+        self._drafted: dict[SequenceId, tuple[int, bool]] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
         self._begun_s = 0.0
         self._num_drafts = 0
@@ -84,10 +87,11 @@ class Speculator:
         for sequence_id, count in slots.items():
             draft, forced = found.get(sequence_id, _NONE), self._forced.of(sequence_id)
             fitting = fit_draft(self._followed[sequence_id].sequence.sampling, draft, forced, count)
-            if len(fitting) > len(forced):
-                self._drafted.add(sequence_id)
+            if len(draft) > 0:
+                # Those that a constraint does not take were made in vain, but made.
+                self._drafted[sequence_id] = len(draft), fitting.tokens[:1] == draft.tokens[:1]
             found[sequence_id] = fitting
-        self._num_drafts = sum(map(len, found.values()))
+        self._num_drafts = sum(count for count, _ in self._drafted.values())
         self._drafts = {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
         return self._drafts
 
@@ -113,6 +117,25 @@ class Speculator:
             next_row += len(draft)
         self._proposer.observe(outcomes)
 
+    @property
+    def tap_layers(self) -> tuple[int, ...] | None:
+        """What the proposer reads of the model in this step; see Proposer. Nothing, while drafts are long not to be tried."""
+        if self._proposer is None or (self._pace is not None and self._pace.sleep_left > _FED_BEFORE_WAKING):
+            return None
+        return self._proposer.tap_layers
+
+    def feed(self, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
+        """Hand the proposer what it reads; to be called before `end`.
+
+        fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
+        """
+        row = 0
+        for sequence_id, first, count in fed:
+            followed = self._followed.get(sequence_id)
+            if followed is not None and self._proposer is not None:
+                self._proposer.feed(followed.sequence, first, features[row : row + count])
+            row += count
+
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
 
@@ -123,11 +146,10 @@ class Speculator:
         pace = self._pace
         advanced = list(paths)
         if pace is not None:
-            for sequence_id in self._drafted:
-                if sequence_id in paths:
-                    draft = self._drafts[sequence_id]
-                    pace.note_verified(self._followed[sequence_id].record, len(draft), paths[sequence_id])
-            is_usual = len(self._drafted) == len(self._drafts)  # forced tokens come and go, whatever they cost
+            for sequence_id, (count, is_in) in self._drafted.items():
+                path = paths.get(sequence_id, ()) if is_in else ()
+                pace.note_verified(self._followed[sequence_id].record, count, path)
+            is_usual = self._drafts.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
             if is_usual and len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._decoded = advanced
         self._num_wanted = {} if self._proposer is None else self._choose(self._proposer, advanced)

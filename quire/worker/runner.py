@@ -112,6 +112,10 @@ class ModelRunner:
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
+        hidden_rows = [index for run in runs for index in range(run.first, run.last)]
+        reads_final = self._speculator.tap_layers == ()
+        if reads_final:
+            hidden_rows += range(step.attention.query_starts[-1])
         constrained = ConstrainedRows([row for row, _ in ready], drafts, self._masks)
         try:
             logits = self._decoder.step(
@@ -120,8 +124,8 @@ class ModelRunner:
                 step.attention,
                 self._kv,
                 logit_rows,
-                keeps_all,
-                [index for run in runs for index in range(run.first, run.last)],
+                keeps_all or reads_final,
+                hidden_rows,
             )
         finally:
             constrained.wait()
@@ -135,6 +139,8 @@ class ModelRunner:
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
             paths = dict.fromkeys(result.sampled, ())
+        if self._speculator.tap_layers is not None:
+            self._feed(step, paths, len(hidden_rows))
         self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
         wishes = self._speculator.end(plan, paths)
         if wishes:
@@ -201,6 +207,27 @@ class ModelRunner:
                     DraftedSequence(start.sequence_id, start.request, start.choice, row.token_ids, row.sampling, table)
                 )
         return speculator.propose(plan)
+
+    def _feed(self, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], num_hidden_rows: int) -> None:
+        """Hand the proposer what it reads of the tokens that this step computed: the known ones and the accepted drafts."""
+        rows: list[int] = []
+        fed: list[tuple[SequenceId, int, int]] = []
+        starts = step.attention.query_starts
+        for index, row in enumerate(step.rows):
+            sequence_id = row.start.sequence_id
+            begin, end = starts[index], starts[index + 1]
+            first_draft = end - len(step.drafts.get(sequence_id, _NO_DRAFT))
+            path = paths.get(sequence_id, ())
+            rows += range(begin, first_draft)
+            rows += [first_draft + node for node in path]
+            first = step.attention.context_lens[index] - (end - begin)
+            fed.append((sequence_id, first, first_draft - begin + len(path)))
+        if self._speculator.tap_layers:
+            features = self._decoder.layer_inputs(rows)
+        else:
+            features = self._decoder.hidden_states(num_hidden_rows - starts[-1], num_hidden_rows)
+            features = features if len(rows) == starts[-1] else features[rows]
+        self._speculator.feed(fed, features)
 
     def _verify(
         self,

@@ -22,10 +22,11 @@ MAY_IMPORT = {
     "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "model", "speculate"},
     "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
+    "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
     "bench": {"base", "contracts", "kernels", "text", "model", "speculate", "engine"},
-    "cli": {"base", "contracts", "text", "model", "engine", "serving", "bench"},
+    "cli": {"base", "contracts", "text", "model", "training", "engine", "serving", "bench"},
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}
 DATA_FOLDERS = {"demo_models"}

@@ -1,5 +1,8 @@
 """Speculation changes no token: whoever drafts, however it samples, and whatever happens to the sequences meanwhile."""
 
+from pathlib import Path
+
+import head_checkpoints
 import pytest
 from proposers import PROPOSERS, install
 
@@ -32,6 +35,7 @@ KINDS = (
 ALL = tuple(range(len(PROMPTS)))
 ALL = tuple(range(len(PROMPTS)))
 LENGTH = 26
+HEADS = {"eagle3": head_checkpoints.eagle3, "medusa": head_checkpoints.medusa, "medusa tree": head_checkpoints.medusa}
 COUNT = 5
 CACHES = {"bf16": {"dtype": "bfloat16"}, "f32": {"dtype": "float32"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
 
@@ -79,6 +83,13 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         llm = start(model, cache, **options)
         install(llm, PROPOSERS[kind](COUNT, outputs_by_prompt), COUNT)
         return llm
+    if kind in HEADS:
+        folder = Path(model).parent / f"head-{kind}"
+        if not folder.is_dir():
+            HEADS[kind](folder)
+        config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
+        config |= {"draft_top_k": 3} if kind.endswith("tree") else {}
+        return start(model, cache, speculative_config=config, **options)
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
         return start(model, cache, speculative_config=config, **options)
@@ -106,7 +117,7 @@ def with_model(kind, model):
     return {"model": str(model)} if "model" in kind else {}
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", *CONFIGS)
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa", "medusa tree", *CONFIGS)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -127,7 +138,9 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", *CONFIGS])
+@pytest.mark.parametrize(
+    "kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa tree", *CONFIGS]
+)
 @pytest.mark.parametrize(
     "options",
     [

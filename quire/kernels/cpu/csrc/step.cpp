@@ -142,6 +142,60 @@ struct Stepper {
         });
     }
 
+    float* beside(i64 row) const { return plan.beside_ + row * row_stride(plan.beside_size_); }
+
+    // Rows of a head that drafts: see Entry.
+    void enter() {
+        const i64 hidden = plan.hidden_;
+        const bool is_joined = plan.entry_ == Entry::joined, is_wide = in.feature_size != plan.hidden_;
+        each(in.batch.num_tokens, [&](i64 row) {
+            float* to = beside(row);
+            kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), to);
+            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(to, plan.hidden_, plan.embed_scale_, 0.0f);
+            if (plan.embed_norm.is_present) kernels.elementwise->norm(plan.embed_norm.job, to, to);
+            const float* features = in.features + row * in.feature_size;
+            if (is_joined && plan.feature_norm.is_present)
+                kernels.elementwise->norm(plan.feature_norm.job, features, to + hidden);
+            else if (is_joined)
+                memcpy(to + hidden, features, sizeof(float) * hidden);
+            else if (!is_wide)
+                memcpy(x(row), features, sizeof(float) * hidden);
+        });
+        if (!is_joined && !is_wide) return;
+        if (is_joined)
+            pack_all(plan.fuse_site_, plan.beside_, row_stride(plan.beside_size_));
+        else
+            pack_all(plan.fuse_site_, in.features, in.feature_size);
+        const Packed input = packed(plan.fuse_site_, 0, num_rows);
+        const LinearJob fuse = job(*plan.fuse_, input, Finish::store, plan.x_, hidden_stride());
+        run(&fuse, 1);
+    }
+
+    void enter_or_embed() {
+        if (plan.entry_ == Entry::token)
+            embed();
+        else
+            enter();
+    }
+
+    // What the first attention of an EAGLE-3 head reads: the normed embedding, and beside it the normed features.
+    void pack_beside(const PlanLayer& l) {
+        const i64 hidden = plan.hidden_;
+        each(num_rows, [&](i64 row) {
+            norm_row(l.attn_in, row, beside(row) + hidden);
+            if (plan.is_residual_normed_) memcpy(x(row), beside(row) + hidden, sizeof(float) * hidden);
+        });
+        pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
+    }
+
+    // Keep a row of what layer i reads, if that is wanted.
+    void keep_input(size_t layer, i64 row) const {
+        const std::vector<i32>& kept = plan.kept_layers_;
+        const i64 count = static_cast<i64>(kept.size());
+        for (i64 i = 0; i < count; ++i)
+            if (kept[i] == static_cast<i32>(layer)) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
+    }
+
     // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
     void add_normed(const Norm& norm, float scale, i64 row) const {
         if (!norm.is_present) return;
@@ -369,9 +423,13 @@ struct Stepper {
         const auto layer = [&](size_t i) -> const PlanLayer& { return *plan.layers_[in.layers == nullptr ? i : static_cast<size_t>(in.layers[i])]; };
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = layer(i);
-            norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
-                if (i > 0) add_normed(layer(i - 1).mlp_out, layer(i - 1).residual_scale, row);
-            });
+            if (i == 0 && plan.entry_ == Entry::beside)
+                pack_beside(l);
+            else
+                norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
+                    if (i > 0) add_normed(layer(i - 1).mlp_out, layer(i - 1).residual_scale, row);
+                    keep_input(in.layers == nullptr ? i : static_cast<size_t>(in.layers[i]), row);
+                });
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
@@ -412,7 +470,7 @@ void step_body(void* argument, Worker& worker) {
     const Call& call = *static_cast<Call*>(argument);
     const StepInput& in = *call.input;
     Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
-    stepper.embed();
+    stepper.enter_or_embed();
     stepper.layers();
     if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.wanted_rows : nullptr, in.num_logit_rows, in.logits);
 }
