@@ -88,7 +88,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "draft_model")
         for name in ("method", "skipped_layers"):
             if isinstance(value := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(cast("list[Any]", value)))
         self._check_methods()
         self._check_layers()
         _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)

@@ -75,7 +75,7 @@ def fill_masks(
     num_words = max(matcher.end_token_id for matcher in masked) // 32 + 1
     num_drafted = 0 if drafts is None else sum(len(draft.tokens) for draft in drafts)
     words = np.zeros((len(masked) + num_drafted, num_words), dtype=np.int32)
-    errors = _fill_next(masked, words)
+    errors = fill_next(masked, words)
     is_known = [error is None for error in errors] + [False] * num_drafted
     is_broken = [False] * len(masked)
     owners = list(range(len(masked)))
@@ -90,7 +90,7 @@ def fill_masks(
     return Masks(words, errors, is_known, is_broken)
 
 
-def _fill_next(matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
+def fill_next(matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
     """Fill the first rows, one per matcher; return what went wrong for each."""
     groups: dict[int, tuple[MaskSource, list[int]]] = {}
     for index, matcher in enumerate(matchers):
@@ -103,6 +103,8 @@ def _fill_next(matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None
             words[indices] = part
         for index, error in zip(indices, found, strict=True):
             errors[index] = error
+            if error is None:
+                matchers[index].narrow(words[index])
     return errors
 
 
@@ -140,7 +142,7 @@ class _DraftWalk:
             if self.matcher.is_complete:
                 continue
             row = self.first + node
-            if self.matcher.source.fill([self.matcher], words[row : row + 1]) != [None]:
+            if fill_next([self.matcher], words[row : row + 1]) != [None]:
                 return False
             is_known[row] = True
             waiting += children.get(node, [])[::-1]

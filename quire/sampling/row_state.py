@@ -66,6 +66,7 @@ class SamplingRow:
     is_greedy            temperature 0: the best logit wins, no noise
     log_min_p            logarithm of min_p, -inf where it is 0
     needs_logprob        the log probability of the chosen token is asked for
+    lists_allowed        the most likely tokens are to be those that token_mask allows
     edits_logits         whether a processor changes the logits of this row, now or at some later position
     matcher              where a constrained output stands in its grammar, None without a constraint
     grammar_ending_ids   the tokens that may end such an output, where its grammar lets it end
@@ -88,6 +89,7 @@ class SamplingRow:
         "inverse_temperature",
         "is_greedy",
         "known_counts",
+        "lists_allowed",
         "log_min_p",
         "matcher",
         "needs_logprob",
@@ -115,6 +117,7 @@ class SamplingRow:
         self.inverse_temperature = 1.0 if self.is_greedy else 1.0 / temperature
         self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.needs_logprob = params.needs_logprob
+        self.lists_allowed = request.lists_allowed
         self._prepare_masks(request)
         self.repetition_penalty = min(max(params.repetition_penalty, _MIN_PENALTY), _MAX_PENALTY)
         self.known_counts = TokenCounts(self._in_vocabulary(token_ids)) if params.repetition_penalty != 1 else None
@@ -132,10 +135,10 @@ class SamplingRow:
         self.grammar: Grammar | None = None
         self.matcher: GrammarMatcher | None = None
         self.grammar_ending_ids: tuple[int, ...] = ()
-        if request.params.constraint is None:
-            return
         if request.grammar is None:
-            raise InvariantError(f"request {request.request_id} has a constraint that was not compiled")
+            if request.params.constraint is not None:
+                raise InvariantError(f"request {request.request_id} has a constraint that was not compiled")
+            return
         self.grammar = request.grammar
         self.grammar_ending_ids = tuple(sorted(self._in_vocabulary(request.ending_token_ids)))
         self.restart_grammar()

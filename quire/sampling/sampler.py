@@ -22,7 +22,7 @@ from quire.contracts.step import TokenLogprobs
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus, sample_rows, takes_logits
 from quire.kernels.native import load_native
 from quire.kernels.reference.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel_noise, gumbel_noise_flat, key_columns
-from quire.sampling.logprobs import token_logprobs
+from quire.sampling.logprobs import allowed_logprobs, token_logprobs
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.truncation import Candidates, has_truncation, truncate
@@ -290,7 +290,13 @@ def _add_logprobs(found: list[Sampled], logits: Tensor, rows: Sequence[SamplingR
     """Fill in the log probabilities of the raw logits, rows of an equal number of alternatives together."""
     by_num_top: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        if row.needs_logprob and found[index].token_id is not None:
+        token_id = found[index].token_id
+        if not row.needs_logprob or token_id is None:
+            continue
+        if row.lists_allowed and row.token_mask is not None:
+            logprobs = allowed_logprobs(logits[index], token_id, row.token_mask, row.params.logprobs or 0)
+            found[index] = Sampled(token_id, logprobs)
+        else:
             by_num_top.setdefault(row.params.logprobs or 0, []).append(index)
     for num_top, indices in by_num_top.items():
         for part in _passes(indices, logits.shape[1]):

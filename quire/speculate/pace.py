@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 from quire.speculate.records import AcceptanceRecord
 
@@ -25,18 +24,22 @@ _FLOOR_SLACK = 0.9
 
 
 class StepTimes:
-    """How long recent steps of so many tokens took, in seconds."""
+    """How long recent steps of so many tokens took, in seconds.
+
+    It is their lower quartile: what delays one now and then is not what its tokens cost, be it another program, or the draft
+    model that has to compute first what it has slept through.
+    """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        self._usual: dict[int, float] = {}
 
     def note(self, num_tokens: int, duration_s: float) -> None:
         """Take in a step."""
         key = _size_class(num_tokens)
         recent = self._recent.setdefault(key, deque(maxlen=7))
         recent.append(duration_s)
-        self._medians[key] = median(recent)
+        self._usual[key] = sorted(recent)[(len(recent) - 1) // 4]
 
     def num_known(self, num_tokens: int) -> int:
         """Return how many steps of about so many tokens are remembered."""
@@ -44,7 +47,7 @@ class StepTimes:
 
     def known(self) -> dict[int, float]:
         """Return what is known, by number of tokens."""
-        return self._medians
+        return self._usual
 
 
 def _size_class(num_tokens: int) -> int:

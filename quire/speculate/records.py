@@ -13,7 +13,7 @@ class AcceptanceRecord:
     num_trials  drafts after which it is decided whether they pay
     """
 
-    num_trials = 3
+    num_trials = 4
 
     def __init__(self, max_tokens: int, fading: float) -> None:
         self._fading = fading

@@ -47,7 +47,8 @@ class Speculator:
         self._forced = ForcedTokens()
         self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
-        self._drafted: set[SequenceId] = set()  # those with drafts of the proposer in this step
+        # In this step: how many the proposer made, and whether the first of them is in.
+        self._drafted: dict[SequenceId, tuple[int, bool]] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
         self._begun_s = 0.0
         self._num_drafts = 0
@@ -86,26 +87,29 @@ class Speculator:
         for sequence_id, count in slots.items():
             draft, forced = found.get(sequence_id, _NONE), self._forced.of(sequence_id)
             fitting = fit_draft(self._followed[sequence_id].sequence.sampling, draft, forced, count)
-            if len(fitting) > len(forced):
-                self._drafted.add(sequence_id)
+            if len(draft) > 0:
+                # Those that a constraint does not take were made in vain, but made.
+                self._drafted[sequence_id] = len(draft), fitting.tokens[:1] == draft.tokens[:1]
             found[sequence_id] = fitting
-        self._num_drafts = sum(map(len, found.values()))
+        self._num_drafts = sum(count for count, _ in self._drafted.values())
         self._drafts = {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
         return self._drafts
 
     def observe(self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor) -> None:
         """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
 
-        paths         of the sequences that got tokens, the drafts that were accepted
+        paths         of the sequences that got tokens, the drafts that were accepted; it is told of those with drafts
         sequence_ids  whose next tokens were sought: logits [R, vocab_size] are those behind the last known token of each, and
                       then those behind their drafts
         """
-        if self._proposer is None or not self._proposer.observes:
+        if self._proposer is None or not self._proposer.observes or not self._drafts:
             return
         outcomes: list[Outcome] = []
         next_row = len(sequence_ids)
         for index, sequence_id in enumerate(sequence_ids):
-            draft = self._drafts.get(sequence_id, _NONE)
+            draft = self._drafts.get(sequence_id)
+            if draft is None:
+                continue
             if sequence_id in paths:
                 rows = (index, *range(next_row, next_row + len(draft)))
                 sequence = self._followed[sequence_id].sequence
@@ -142,11 +146,10 @@ class Speculator:
         pace = self._pace
         advanced = list(paths)
         if pace is not None:
-            for sequence_id in self._drafted:
-                if sequence_id in paths:
-                    draft = self._drafts[sequence_id]
-                    pace.note_verified(self._followed[sequence_id].record, len(draft), paths[sequence_id])
-            is_usual = len(self._drafted) == len(self._drafts)  # forced tokens come and go, whatever they cost
+            for sequence_id, (count, is_in) in self._drafted.items():
+                path = paths.get(sequence_id, ()) if is_in else ()
+                pace.note_verified(self._followed[sequence_id].record, count, path)
+            is_usual = self._drafts.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
             if is_usual and len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._decoded = advanced
         self._num_wanted = {} if self._proposer is None else self._choose(self._proposer, advanced)

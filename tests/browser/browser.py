@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -59,19 +60,25 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Wait until a condition is true and return it."""
+        """Wait until a condition is true and return it; an element that the page replaced meanwhile is looked for again."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
-            found = condition()
-            if found:
-                return found
+            with contextlib.suppress(StaleElementReferenceException):
+                found = condition()
+                if found:
+                    return found
             time.sleep(0.03)
         self.shot("timeout")
         raise AssertionError(f"never came: {what}; the page says {self.run('return document.body.innerText')[:2000]!r}")
 
     def all(self, selector: str) -> list[Any]:
-        """Return the visible elements of a CSS selector."""
-        return [element for element in self.driver.find_elements("css selector", selector) if element.is_displayed()]
+        """Return the visible elements of a CSS selector, as they are at one moment."""
+        script = (
+            "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility({ visibilityProperty: true }))"
+        )
+        return self.run(script, selector)
 
     def one(self, selector: str) -> Any:
         """Return the first visible element of a selector, waiting for it."""
@@ -79,9 +86,10 @@ class Browser:
 
     def button(self, name: str) -> Any:
         """Return the first visible button with this text."""
-        return self.until(
-            lambda: next((found for found in self.all("button") if found.text.strip() == name), None), f"button {name}"
-        )
+        script = """
+        return [...document.querySelectorAll("button")].find(
+          (button) => button.textContent.trim() === arguments[0] && button.checkVisibility({ visibilityProperty: true }))"""
+        return self.until(lambda: self.run(script, name), f"button {name}")
 
     def labelled(self, label: str) -> Any:
         """Return the control of a visible label that begins with this text."""
@@ -95,6 +103,21 @@ class Browser:
         from selenium.webdriver.common.action_chains import ActionChains
 
         ActionChains(self.driver).send_keys(*keys).perform()
+
+    def click(self, find: Callable[[], Any]) -> None:
+        """Click what is found, again while the page still moves it or puts another in its place."""
+        from selenium.common.exceptions import ElementClickInterceptedException
+
+        def is_clicked() -> bool:
+            try:
+                element = find()
+                self.run("arguments[0].scrollIntoView({ block: 'center' })", element)
+                element.click()
+            except ElementClickInterceptedException:
+                return False
+            return True
+
+        self.until(is_clicked, "a click")
 
     def hover(self, element: Any) -> None:
         """Point at an element."""
@@ -115,6 +138,11 @@ class Browser:
             if self.run(script, name):
                 return
         raise AssertionError(f"Tab never reaches {name!r}")
+
+    def until_in(self, label: str) -> None:
+        """Wait until the control of this label has the focus."""
+        script = "return document.activeElement.labels?.[0]?.textContent"
+        self.until(lambda: self.run(script) == label, f"the focus in {label}")
 
     def focused(self) -> str:
         """Return the text or the value of what has the focus."""

@@ -60,7 +60,7 @@ def test_stop_ends_the_stream_when_escape_is_pressed(browser, scripted):
 def test_likely_tokens_are_listed_when_a_token_is_pointed_at(browser, server, way):
     browser.open(server.url)
     browser.until(lambda: browser.one("#model").text, "the model")
-    browser.labelled("Token prob").click()
+    browser.click(lambda: browser.labelled("Token prob"))
     browser.labelled("Max tokens").send_keys("20")
     say(browser, "Hello")
     wait_for_answers(browser, 1)
@@ -114,7 +114,7 @@ def test_fault_is_told_and_the_request_can_be_made_again(browser, scripted, faul
         browser.shot("429")
     if isinstance(fault, list):
         assert browser.one(".msg.assistant .text").text == "Half a"
-    browser.button("Try again").click()
+    browser.click(lambda: browser.button("Try again"))
     browser.until(lambda: texts(browser, ".msg.assistant .text") == ["All is well."], "the second answer")
     wait_for_answers(browser, 1)
     assert browser.all(".msg .problem") == []
@@ -157,11 +157,11 @@ def test_history_is_cut_when_a_message_is_edited_or_an_answer_regenerated(browse
     browser.until(lambda: texts(browser, ".msg .text")[-1:] == ["again"], "the new answer")
     wait_for_answers(browser, 2)
     assert [message["content"] for message in scripted.bodies[2]["messages"]] == ["One", "first", "Two"]
-    browser.button("Edit").click()
+    browser.click(lambda: browser.button("Edit"))
     field = browser.one(".msg textarea")
     field.clear()
     field.send_keys("Other")
-    browser.button("Send again").click()
+    browser.click(lambda: browser.button("Send again"))
     browser.until(lambda: texts(browser, ".msg .text") == ["Other", "edited"], "the edited turn")
     assert [message["content"] for message in scripted.bodies[3]["messages"]] == ["Other"]
 
@@ -188,12 +188,12 @@ def test_reasoning_is_folded_and_tool_calls_are_answered_by_hand(browser, script
     wait_for_answers(browser, 1)
     assert scripted.bodies[0]["tools"] == [tool]
     assert "The user wants" not in browser.one(".msg.assistant").text  # folded
-    browser.one(".reasoning summary").click()
+    browser.click(lambda: browser.one(".reasoning summary"))
     assert "The user wants the weather." in browser.one(".reasoning").text
     assert '"city": "Bern"' in browser.one(".call pre").text
     browser.shot("tools")
     browser.labelled("Answer by hand").send_keys("22 degrees")
-    browser.button("Send the result").click()
+    browser.click(lambda: browser.button("Send the result"))
     wait_for_answers(browser, 2)
     assert scripted.bodies[1]["messages"][1:] == [
         {

@@ -14,6 +14,13 @@ PREFIX = "A long time ago there lived an old lion in the deep forest, and all th
 ESCAPE, TAB, ENTER, RIGHT, DOWN, LEFT = "\ue00c", "\ue004", "\ue007", "\ue014", "\ue015", "\ue012"
 
 
+def ask(url, prompt, num_tokens):
+    body = {"model": "demo", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
 class Load:
     """Two requests of one prefix, again and again until the end of the block."""
 
@@ -23,13 +30,8 @@ class Load:
         self.threads = [threading.Thread(target=self.ask, args=(name,)) for name in ("Once", "Then")]
 
     def ask(self, name):
-        body = {"model": "demo", "prompt": PREFIX + name, "max_tokens": 700, "ignore_eos": True}
         while not self.is_over.is_set():
-            request = urllib.request.Request(
-                f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                answer.read()
+            ask(self.url, PREFIX + name, 700)
 
     def __enter__(self):
         for thread in self.threads:
@@ -47,7 +49,7 @@ def complete(browser, text, num_tokens=24):
     browser.labelled("Temperature").send_keys("0")
     browser.labelled("Max tokens").send_keys(str(num_tokens))
     browser.labelled("Text").send_keys(text)
-    browser.button("Continue").click()
+    browser.click(lambda: browser.button("Continue"))
     wait_until_done(browser)
 
 
@@ -90,13 +92,13 @@ def test_token_is_replaced_and_the_text_goes_on_when_another_is_chosen(browser, 
 def test_text_can_be_edited_and_scored(browser, server):
     browser.open(f"{server.url}/#completion")
     complete(browser, "The old", 5)
-    browser.button("Edit text").click()
+    browser.click(lambda: browser.button("Edit text"))
     field = browser.labelled("Text")
     assert field.get_attribute("value") == document_text(browser)
     field.clear()
     field.send_keys("A young fox")
-    browser.labelled("Score").click()
-    browser.button("Continue").click()
+    browser.click(lambda: browser.labelled("Score"))
+    browser.click(lambda: browser.button("Continue"))
     browser.until(lambda: document_text(browser).startswith("A young fox"), "the new text")
     wait_until_done(browser)
     scored = browser.run("return [...document.querySelectorAll('#view-completion .tokens .tok')].map((e) => e.className)")
@@ -108,7 +110,7 @@ def test_text_can_be_edited_and_scored(browser, server):
 def test_engine_view_shows_the_batch_and_shared_blocks_when_two_requests_have_one_prefix(browser, server):
     browser.open(f"{server.url}/#engine", height=1500)
     for selector in ("#card-steps", "#card-kv", "#card-timeline", "#card-rate", "#card-ttft"):
-        browser.one(f"{selector} summary").click()
+        browser.click(lambda selector=selector: browser.one(f"{selector} summary"))
     rows = """
     const rows = [...document.querySelectorAll(`#card-${arguments[0]} tbody tr`)];
     return rows.map((row) => [...row.children].map((cell) => cell.textContent))"""
@@ -136,15 +138,15 @@ def test_engine_view_shows_the_batch_and_shared_blocks_when_two_requests_have_on
       return pixels.some((value) => value > 0);
     })""")
     assert painted == [True] * 5
-    browser.one("canvas.steps").click()
+    browser.click(lambda: browser.one("canvas.steps"))
     browser.press(LEFT)
     browser.until(lambda: browser.one("#card-steps .note").text.startswith("Step "), "the step that is read out")
     browser.one("#card-steps select").send_keys("16")
-    browser.one("canvas.steps").click()
+    browser.click(lambda: browser.one("canvas.steps"))
     browser.press(LEFT)
     browser.until(lambda: " on average " in browser.one("#card-steps .note").text, "the bar that is read out")
     browser.shot("engine-16")
-    browser.button("Pause").click()
+    browser.click(lambda: browser.button("Pause"))
     assert browser.one(".engine-state").text == "Paused"
 
 
@@ -166,6 +168,52 @@ def test_feed_is_slow_when_motion_is_unwanted_and_ends_when_the_view_is_left(bro
     assert browser.run("return getComputedStyle(document.querySelector('button')).transitionDuration") == "0s"
 
 
+def batch_file(folder, num, max_tokens):
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
+    lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n in range(num)]
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return str(path)
+
+
+def test_batch_is_started_watched_and_cancelled(browser, server, tmp_path):
+    browser.open(f"{server.url}/#batches")
+    row = "return [...document.querySelectorAll('#view-batches tbody tr:first-child > *')].map((cell) => cell.textContent)"
+    browser.until(lambda: browser.run(row) == ["None yet."], "the list")
+
+    def start(num, max_tokens):
+        browser.labelled("File").send_keys(batch_file(tmp_path, num, max_tokens))
+        browser.labelled("Route").send_keys("/v1/completions")
+        browser.button("Start").click()
+        browser.until(lambda: "Started batch_" in browser.one("#view-batches .note").text, "the note")
+
+    start(3, 4)
+    browser.until(lambda: browser.run(row)[2:4] == ["completed", " 3 of 3"], "the end of a batch")
+    assert browser.run("return document.querySelector('#view-batches progress').position") == 1
+    browser.run(
+        "const real = URL.createObjectURL; URL.createObjectURL = (blob) => { window.blob = blob; return real.call(URL, blob); }"
+    )
+    browser.button("Answers").click()
+    browser.until(lambda: browser.run("return window.blob !== undefined"), "the answers")
+    text = browser.driver.execute_async_script("window.blob.text().then(arguments[0])")
+    assert [json.loads(line)["response"]["status_code"] for line in text.splitlines()] == [200] * 3
+    start(500, 900)
+    browser.until(lambda: browser.run(row)[2] == "in progress", "a batch that runs")
+    browser.shot("batches")
+    browser.button("Cancel").click()
+    browser.until(lambda: browser.run(row)[2] == "cancelled", "the end of the cancelled batch")
+    assert "500 of 500" in browser.run(row)[3]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"custom_id": "a"}')
+    browser.labelled("File").send_keys(str(bad))
+    browser.button("Start").click()
+    browser.until(lambda: browser.run(row)[2] == "failedline 1: method is required", "the error of a line")
+    browser.open(f"{server.url}/#batches", width=360, height=740)
+    browser.until(lambda: "failed" in browser.one("#view-batches tbody").text, "the list")
+    assert browser.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    browser.shot("phone-batches")
+
+
 def test_key_is_asked_for_and_kept_in_the_tab_alone(browser, guarded_server):
     browser.allowed_errors = ["401"]
     browser.open(guarded_server.url)
@@ -183,8 +231,8 @@ def test_key_is_asked_for_and_kept_in_the_tab_alone(browser, guarded_server):
     ]
     browser.run("location.hash = '#engine'")
     browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
-    browser.button("API key").click()
-    browser.button("Forget").click()
+    browser.click(lambda: browser.button("API key"))
+    browser.click(lambda: browser.button("Forget"))
     assert browser.run("return sessionStorage.length") == 0
 
 
@@ -206,7 +254,7 @@ def test_everything_is_reached_when_there_is_only_a_keyboard(browser, server):
     browser.run("document.activeElement.blur()")
     browser.tab_to("Completion")
     browser.press(ENTER)
-    assert browser.run("return document.activeElement.labels[0].textContent") == "Text"
+    browser.until_in("Text")
     browser.press("A fox and a crow")
     browser.tab_to("Continue")
     browser.press(ENTER)
@@ -216,9 +264,14 @@ def test_everything_is_reached_when_there_is_only_a_keyboard(browser, server):
     browser.tab_to("Engine")
     browser.press(ENTER)
     browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
+    ask(server.url, "Then", 8)  # the steps before were of nobody who looked
     browser.tab_to("Steps of the engine")
-    browser.press(LEFT)
-    browser.until(lambda: browser.one("#card-steps .note").text.startswith("Step "), "the step that is read out")
+
+    def is_read_out():
+        browser.press(LEFT)
+        return browser.one("#card-steps .note").text.startswith("Step ")
+
+    browser.until(is_read_out, "the step that is read out")
     ring = browser.run("const s = getComputedStyle(document.activeElement); return [s.outlineStyle, s.outlineWidth]")
     assert ring == ["solid", "2px"]
 
@@ -228,20 +281,20 @@ def test_page_fits_a_phone(browser, server, dark):
     fits = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     browser.open(server.url, width=360, height=740, dark=dark)
     browser.until(lambda: browser.one("#model").text, "the model")
-    browser.one("#view-chat aside summary").click()
+    browser.click(lambda: browser.one("#view-chat aside summary"))
     browser.labelled("Max tokens").send_keys("40")
-    browser.labelled("Token prob").click()
-    browser.one("#view-chat aside summary").click()
+    browser.click(lambda: browser.labelled("Token prob"))
+    browser.click(lambda: browser.one("#view-chat aside summary"))
     browser.labelled("Message").send_keys("Tell me a story\n")
     browser.until(lambda: "40 tokens" in browser.run("return document.querySelector('.log').textContent"), "the answer")
     assert browser.run(fits)
     browser.shot("phone-chat")
     browser.run("location.hash = '#completion'")
     browser.labelled("Text").send_keys("A_very_long_word_without_any_place_to_break_it_that_is_wider_than_the_phone ")
-    browser.button("Continue").click()
+    browser.click(lambda: browser.button("Continue"))
     browser.until(lambda: browser.all("#view-completion .tokens .tok"), "the tokens")
     wait_until_done(browser)
-    browser.all("#view-completion .tokens .tok")[-1].click()
+    browser.click(lambda: browser.all("#view-completion .tokens .tok")[-1])
     browser.until(lambda: "bytes" in browser.one(".token-card").text, "the card")
     assert browser.run(
         "const box = document.querySelector('.token-card').getBoundingClientRect(); return box.left >= 0 && box.right <= 360"
@@ -252,7 +305,7 @@ def test_page_fits_a_phone(browser, server, dark):
     browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
     browser.shot("phone-engine")
     for summary in browser.all("details.twin summary"):
-        summary.click()
+        browser.click(lambda summary=summary: summary)
     assert browser.run(fits)
 
 

@@ -9,10 +9,15 @@ from quire.serving.link.messages import FromEngine, Heartbeat, StepOutputs
 
 
 class Watchdog:
-    """Judges an engine by what it says. Times are of time.monotonic(), of the moment when a message was read."""
+    """Judges an engine by what it says. Times are of time.monotonic(), of the moment when a message was read.
+
+    Ask for problems often: where nobody has asked for a quarter of the timeout, the server itself stood still (a paused
+    container, a suspended machine), and the engine most likely with it.
+    """
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self._timeout_s = timeout_s
+        self._asked_s = now
         self._heard_s = now
         self._progress_s = now
         self._num_steps = 0
@@ -36,6 +41,11 @@ class Watchdog:
 
     def problem(self, now: float) -> str | None:
         """Return why the engine is to be ended, None while all is well."""
+        stood_still_s = now - self._asked_s
+        self._asked_s = now
+        if stood_still_s > self._timeout_s / 4:
+            self._heard_s = min(self._heard_s + stood_still_s, now)
+            self._progress_s = min(self._progress_s + stood_still_s, now)
         if now - self._heard_s > self._timeout_s:
             return f"it has not answered for {now - self._heard_s:.1f} s (watchdog_timeout_s is {self._timeout_s:g})"
         if now - self._progress_s > self._timeout_s:

@@ -12,7 +12,6 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.engine import llm_engine
 from quire.engine.scheduling import check_invariants
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.llguidance_backend import LlguidanceMatcher
 from quire.grammar.probing import Prober
 from quire.kernels.native import load_native
 
@@ -106,9 +105,8 @@ def compiled():
 def plain(tiny_model):
     """Each request by itself, without drafts, those that are forced included."""
     llm = start(tiny_model, enable_prefix_caching=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LlguidanceMatcher, "forced_tokens", lambda matcher: ())
-        found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
+    llm.llm_engine.draft_forced(False)
+    found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
     assert llm.llm_engine.stats.num_drafts == 0
     llm.close()
     return found

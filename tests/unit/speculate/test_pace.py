@@ -69,3 +69,20 @@ def test_nothing_is_drafted_before_it_is_known_what_a_plain_step_costs():
     pace.note_step(1, 0, 1.0)
     pace.note_step(1, 0, 1.0)
     assert pace.choose(offers) == [4]
+
+
+@pytest.mark.parametrize("delay", [0.0, 20.0])
+def test_delays_of_the_first_drafted_step_do_not_end_what_pays(delay):
+    rng = random.Random(4)
+    pace, record = Pace(4), AcceptanceRecord(4, 0.95)
+    counts, num_drafted, was_drafting = [0], 0, False
+    for _ in range(400):
+        if counts[0]:
+            accepted = next((depth for depth in range(counts[0]) if rng.random() >= 0.75), counts[0])
+            pace.note_verified(record, counts[0], accepted)
+            num_drafted += 1
+        # As long as nothing is drafted, the draft model falls behind.
+        pace.note_step(1, counts[0], 1.0 + 0.1 * counts[0] + delay * (counts[0] > 0 and not was_drafting))
+        was_drafting = counts[0] > 0
+        counts = [0] if pace.is_asleep else pace.choose([(record, 4)])
+    assert num_drafted > 360

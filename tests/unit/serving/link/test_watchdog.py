@@ -20,17 +20,32 @@ def test_idle_engine_that_beats_is_well():
     assert watchdog.silence_s(100.0) == 1.0
 
 
+def ask_until(watchdog, start, end):
+    """Ask every second of [start, end) and return the first problem."""
+    return next(filter(None, (watchdog.problem(float(now)) for now in range(start, end))), None)
+
+
 def test_silence_is_a_problem_only_after_the_timeout():
     watchdog = Watchdog(10.0, 0.0)
     watchdog.note(beat(0, 1), 5.0)  # then a step that lasts
-    assert watchdog.problem(14.9) is None
-    assert "not answered" in watchdog.problem(15.1)
+    assert ask_until(watchdog, 5, 15) is None
+    assert "not answered" in ask_until(watchdog, 15, 17)
+
+
+def test_time_in_which_the_server_itself_stood_still_does_not_count():
+    watchdog = Watchdog(10.0, 0.0)
+    watchdog.note(beat(0, 1), 5.0)
+    assert ask_until(watchdog, 5, 8) is None
+    assert watchdog.problem(500.0) is None  # nobody asked for that long
+    assert ask_until(watchdog, 501, 507) is None
+    assert "not answered for" in ask_until(watchdog, 508, 512)
 
 
 def test_beats_without_steps_are_a_problem_while_requests_wait():
     watchdog = Watchdog(10.0, 0.0)
     watchdog.note(beat(7, 0), 1.0)
     watchdog.note(beat(7, 2), 2.0)
+    assert watchdog.problem(2.0) is None
     for now in range(3, 12):
         assert watchdog.problem(float(now)) is None
         watchdog.note(beat(7, 2), float(now))
@@ -45,7 +60,7 @@ def test_outputs_count_as_progress_only_with_a_step():
         watchdog.note(beat(0, 1), 1.0)
         watchdog.note(message, 9.0)
         watchdog.note(beat(0, 1), 10.5)
-        assert (watchdog.problem(11.5) is None) == is_well
+        assert (ask_until(watchdog, 1, 13) is None) == is_well
 
 
 def test_delays_double_up_to_the_limit_and_end():
