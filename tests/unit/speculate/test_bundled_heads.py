@@ -31,10 +31,15 @@ def generate(llm):
 def acceptance(llm):
     """Run the prompts; return the share of accepted drafts by position."""
     stats = llm.llm_engine.stats
-    before = stats.num_drafts, list(stats.accepted_per_pos) or [0, 0, 0]
+    num_before, before = stats.num_drafts, _three(stats.accepted_per_pos)
     outputs = generate(llm)
-    accepted = [now - then for now, then in zip(stats.accepted_per_pos, before[1], strict=True)]
-    return [count / (stats.num_drafts - before[0]) for count in accepted], outputs
+    accepted = [now - then for now, then in zip(_three(stats.accepted_per_pos), before, strict=True)]
+    return [count / (stats.num_drafts - num_before) for count in accepted], outputs
+
+
+def _three(counts):
+    """The counts of three positions; there are none of positions where nothing was accepted yet."""
+    return [*counts, 0, 0, 0][:3]
 
 
 @pytest.mark.parametrize("head", BUNDLED_HEADS)
