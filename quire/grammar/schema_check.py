@@ -15,7 +15,7 @@ from typing import Any, cast
 from quire.grammar.errors import GrammarError, escape_pointer
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-_MORE_FORMATS = frozenset(("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"))
+_MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
