@@ -52,7 +52,9 @@ class Reach:
 
 
 LLGUIDANCE = Reach(_NOT_ENFORCED, _FORMATS, False)
-XGRAMMAR = Reach(tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS | _MORE_FORMATS, True)
+XGRAMMAR = Reach(
+    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS - {"date", "date-time"} | _MORE_FORMATS, True
+)
 
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
 _LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")
