@@ -259,17 +259,35 @@ struct Stepper {
         run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
     }
 
-    void activate(const PlanLayer& l) {
+    // Whether the activation can be written as the input of the last layer of the block: no scale of a group has to be found first.
+    static bool is_packed_at_once(const PlanLayer& l, bool is_joint) {
+        const InputForm& form = l.down_site.forms[0];
+        return (!l.gate || is_joint) && l.down_site.forms.size() == 1 && form.kind == Format::bf16 && form.columns == nullptr && form.k == l.up->weight.n;
+    }
+
+    // Return the input of the last layer: what the activation wrote, or else is packed here.
+    Packed activate(const PlanLayer& l) {
         const i64 inner = row_stride(l.up->weight.n);
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
         const bool is_joint = l.gate && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
         LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
         first.second = is_joint ? &l.up->weight : nullptr;
         first.activation = l.activation;
+        Packed result = packed(l.down_site, l.down_form, num_rows);
+        if (is_packed_at_once(l, is_joint)) {
+            // Not where the rows are that the layer reads.
+            result.data = reinterpret_cast<u32*>(plan.inner_);
+            first.packed = &result;
+            run(&first, 1);
+            return result;
+        }
         run(&first, 1);
-        if (!l.gate || is_joint) return;
-        const LinearJob second = job(*l.up, up_input, Finish::multiply, plan.inner_, inner);
-        run(&second, 1);
+        if (l.gate && !is_joint) {
+            const LinearJob second = job(*l.up, up_input, Finish::multiply, plan.inner_, inner);
+            run(&second, 1);
+        }
+        pack_all(l.down_site, plan.inner_, inner);
+        return result;
     }
 
     void feed_forward(const PlanLayer& l) {
@@ -278,10 +296,7 @@ struct Stepper {
             mixture(l);
             return;
         }
-        activate(l);
-        const i64 inner = row_stride(l.up->weight.n);
-        pack_all(l.down_site, plan.inner_, inner);
-        run_to_residual(*l.down, packed(l.down_site, l.down_form, num_rows), l.mlp_out, l.residual_scale);
+        run_to_residual(*l.down, activate(l), l.mlp_out, l.residual_scale);
     }
 
     // Sort the (row, choice) pairs by expert, rows in order: expert e has places [expert_start_[e], expert_start_[e + 1]).
