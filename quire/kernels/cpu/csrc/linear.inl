@@ -517,29 +517,32 @@ void run_unit(const Unit& unit) {
     }
 }
 
-// Panels of a unit: many where the weight has many, so that threads seldom meet and streams are long, yet eight units or so a thread.
-QUIRE_INLINE i32 unit_panels(const LinearJob& job, int num_threads) {
-    if (job.input->m > max_rows(job.weight->format)) return 8;
-    const i32 share = panels_of(*job.weight) / (8 * num_threads) / 4 * 4;
-    const i32 most = job.finish == Finish::gate ? 8 : 16;
-    return share < 4 ? (job.finish == Finish::gate ? 2 : 4) : share < most ? share : most;
+// Panels of a unit of work: those that a tile computes side by side, as long as a sequence of units is one stream from memory.
+QUIRE_INLINE i32 unit_panels(const LinearJob& job) {
+    const i32 width = panels_for(*job.weight, job.input->tile_rows);
+    return job.finish == Finish::gate && width > 1 ? width / 2 : width;
 }
+
+QUIRE_INLINE i64 num_units(const LinearJob& job) { return job.input->m > 0 ? ceil_div(panels_of(*job.weight), unit_panels(job)) : 0; }
+
+// Panels that a thread takes at once: long streams while there is much to do.
+constexpr i32 MAX_UNIT_PANELS = 16;
 
 void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
     i64 total = 0;
-    for (i32 j = 0; j < num_jobs; ++j)
-        if (jobs[j].input->m > 0) total += ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j], worker.size));
-    for (i64 unit = next(worker, total, 1); unit < total; unit = next(worker, total, 1)) {
-        i64 left = unit;
-        i32 j = 0;
-        for (;; ++j) {
-            if (jobs[j].input->m == 0) continue;
-            const i64 units = ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j], worker.size));
-            if (left < units) break;
-            left -= units;
+    for (i32 j = 0; j < num_jobs; ++j) total += num_units(jobs[j]);
+    for (;;) {
+        const Range range = next_of_share(worker, total, num_jobs > 0 ? MAX_UNIT_PANELS / unit_panels(jobs[0]) : 1);
+        if (range.first == range.last) return;
+        i64 start = 0;
+        for (i32 j = 0; j < num_jobs && start < range.last; ++j) {
+            const i64 units = num_units(jobs[j]), first = range.first > start ? range.first - start : 0;
+            const i64 last = range.last - start < units ? range.last - start : units;
+            start += units;
+            if (first >= last) continue;
+            const i32 width = unit_panels(jobs[j]), panels = panels_of(*jobs[j].weight);
+            run_unit({worker, jobs[j], static_cast<i32>(first) * width, smaller(panels, static_cast<i32>(last) * width) - static_cast<i32>(first) * width});
         }
-        const i32 step = unit_panels(jobs[j], worker.size), first = static_cast<i32>(left) * step, panels = panels_of(*jobs[j].weight);
-        run_unit({worker, jobs[j], first, step < panels - first ? step : panels - first});
     }
 }
 

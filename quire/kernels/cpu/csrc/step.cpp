@@ -33,11 +33,11 @@ struct Stepper {
     Worker& worker;
     i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
 
-    // Call body(item) for every item, shared by the team in runs of `grain`, and wait for all.
+    // Call body(item) for every item and wait for all. A thread has the same share of rows every time: what it wrote is in its caches.
     template <class Body>
-    void each(i64 count, Body body, i64 grain = 1) {
-        for (i64 first = next(worker, count, grain); first < count; first = next(worker, count, grain))
-            for (i64 item = first; item < first + grain && item < count; ++item) body(item);
+    void each(i64 count, Body body) {
+        for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
+            for (i64 item = range.first; item < range.last; ++item) body(item);
         barrier(worker);
     }
 
@@ -111,7 +111,7 @@ struct Stepper {
             before(row);
             norm_row(norm, row, plan.normed_ + row * hidden_stride());
             if (num_rows == 1) pack(site, row, plan.normed_);
-        }, pack_grain(site));
+        });
         if (num_rows > 1) pack_all(site, plan.normed_, hidden_stride());
     }
 
@@ -161,13 +161,11 @@ struct Stepper {
         run(&j, 1);
     }
 
-    // Ask for the cache lines that the new tokens go to: a token touches many, and the products before that are long.
-    void fetch_cache(const PlanLayer& l) const {
-        const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width;
-        for (i64 item = worker.rank; item < static_cast<i64>(in.batch.num_tokens) * l.num_kv_heads; item += worker.size) {
-            const i64 slot = in.slots[item / l.num_kv_heads];
-            const i32 head = static_cast<i32>(item % l.num_kv_heads), offset = static_cast<i32>(slot % l.kv.block_size);
-            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, offset) * width;
+    // Ask for the cache lines that a new token goes to, of some heads: they are many.
+    void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
+        const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width, slot = in.slots[row];
+        for (i32 head = first_head; head < first_head + num_heads; ++head) {
+            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, static_cast<i32>(slot % l.kv.block_size)) * width;
             for (i64 line = 0; line < run; line += 64) {
                 __builtin_prefetch(static_cast<const u8*>(l.kv.keys) + at + line, 1, 2);
                 __builtin_prefetch(static_cast<const u8*>(l.kv.values) + at + line, 1, 2);
@@ -178,7 +176,6 @@ struct Stepper {
     void project(const PlanLayer& l) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const i64 width = row_stride(qkv_size(l));
-        if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l);
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
         const LinearJob jobs[3] = {job(*l.q, q, Finish::store, plan.qkv_, width), job(*l.k, k, Finish::store, plan.qkv_ + q_size, width),
                                    job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width)};
@@ -195,18 +192,19 @@ struct Stepper {
                 kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
             });
         }
-        // A few rows are cut by heads, so that all threads have some.
+        // Fewer rows than threads could share are cut by heads.
         const i32 parts = in.batch.num_tokens < 4 * worker.size ? l.num_kv_heads : 1;
         const i32 kv_heads = l.num_kv_heads / parts, heads = l.num_heads / parts;
         each(static_cast<i64>(in.batch.num_tokens) * parts, [&](i64 item) {
             const i64 row = item / parts;
             const i32 part = static_cast<i32>(item % parts);
+            if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
             turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[row]);
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
-        }, parts == 1 ? RUN : 1);
+        });
     }
 
     // Norm, where heads have one of their own, and rotate heads that follow one another.
