@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -31,6 +32,8 @@ _NO_ROWS = torch.empty(0, dtype=torch.int32)
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
 _PROGRESS_DELAY_S = 3.0
+_OWN_REFERENCES = 2
+"""To an array that nobody else holds: the attribute, and the argument of the function that counts."""
 
 
 def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
@@ -73,6 +76,7 @@ class NativeDecoder:
         self._layers = self._build()
         self._kv: KvPool | None = None
         self._hidden_rows = _NO_ROWS
+        self._logits = np.empty(0, np.float32)
         self._process = os.getpid()
         if self._parameters:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
@@ -258,7 +262,7 @@ class NativeDecoder:
         self._hidden_rows = rows[len(logit_rows) :] if keeps_all else _NO_ROWS
         if hidden_rows and not keeps_all:
             self._hidden_rows = _int32(range(len(logit_rows), rows.shape[0]))
-        logits = torch.empty(len(logit_rows), self.spec.vocab_size)
+        logits = self._new_logits(len(logit_rows))
         self._plan.num_threads = torch.get_num_threads()
         self._plan.step(
             token_ids.data_ptr(),
@@ -277,6 +281,14 @@ class NativeDecoder:
             logits.data_ptr(),
         )
         return logits
+
+    def _new_logits(self, count: int) -> Tensor:
+        """Return an uninitialised [count, vocab_size] f32, in the memory of the step before unless somebody still holds that:
+        the system takes longer to find new pages than the head to fill them."""
+        size = count * self.spec.vocab_size
+        if self._logits.size < size or sys.getrefcount(self._logits) > _OWN_REFERENCES:
+            self._logits = np.empty(size, np.float32)
+        return torch.from_numpy(self._logits[:size]).view(count, self.spec.vocab_size)
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""

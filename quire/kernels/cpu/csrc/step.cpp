@@ -50,9 +50,11 @@ struct Stepper {
     float* own_row() const { return plan.row_ + worker.rank * hidden_stride(); }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
-    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other.
+    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. One row is packed by every
+    // thread for itself: that takes less than to wait for another and to fetch what it wrote.
     Packed packed(const Site& site, i32 form_index, i32 rows) const {
-        i64 words = 0, groups = 0;
+        i64 words = rows == 1 ? worker.rank * own_stride(plan.packed_words_) : 0;
+        i64 groups = rows == 1 ? worker.rank * own_stride(plan.packed_groups_) : 0;
         for (i32 i = 0; i < form_index; ++i) {
             words += static_cast<i64>(steps_of(site.forms[i].kind, site.forms[i].k)) * rows;
             groups += static_cast<i64>(groups_of(site.forms[i].k, site.forms[i].group)) * rows;
@@ -81,9 +83,10 @@ struct Stepper {
             kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
     }
 
-    // Pack all rows. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
+    // Pack all rows, and wait for them. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
     void pack_all(const Site& site, const float* values, i64 stride) {
-        bool is_cut = num_rows > 1 && num_rows <= MAX_CUT_ROWS;
+        if (num_rows == 1) return pack(site, 0, values);
+        bool is_cut = num_rows <= MAX_CUT_ROWS;
         for (const InputForm& form : site.forms) is_cut = is_cut && (form.input_group == 0 || CUT_INPUTS % form.input_group == 0);
         if (!is_cut) {
             const i64 rows = pack_grain(site);
@@ -104,15 +107,18 @@ struct Stepper {
         });
     }
 
-    // Norm every row into normed_, after what `before` does to it, and pack it. One row is packed where it is normed: it is one part.
-    template <class Before>
-    void norm_and_pack(const Site& site, const Norm& norm, Before before) {
-        each(num_rows, [&](i64 row) {
-            before(row);
-            norm_row(norm, row, plan.normed_ + row * hidden_stride());
-            if (num_rows == 1) pack(site, row, plan.normed_);
-        });
-        if (num_rows > 1) pack_all(site, plan.normed_, hidden_stride());
+    // Norm every row into normed_, after the result of the block before has joined it, and pack it. One row is normed by every thread
+    // for itself, unless others read it from normed_.
+    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared) {
+        const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr && before->is_present;
+        if (!is_own || has_before) {
+            each(num_rows, [&](i64 row) {
+                if (has_before) add_normed(*before, scale, row);
+                if (!is_own) norm_row(norm, row, plan.normed_ + row * hidden_stride());
+            });
+        }
+        if (is_own) norm_row(norm, 0, own_row());
+        pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
     }
 
     static LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) {
@@ -289,7 +295,7 @@ struct Stepper {
     }
 
     void feed_forward(const PlanLayer& l) {
-        norm_and_pack(l.mlp_site, l.mlp_in, [&](i64 row) { add_normed(l.attn_out, l.residual_scale, row); });
+        norm_and_pack(l.mlp_site, l.mlp_in, &l.attn_out, l.residual_scale, l.router != nullptr);
         if (l.router) {
             mixture(l);
             return;
@@ -380,15 +386,14 @@ struct Stepper {
         const size_t count = plan.layers_.size();
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = *plan.layers_[i];
-            norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
-                if (i > 0) add_normed(plan.layers_[i - 1]->mlp_out, plan.layers_[i - 1]->residual_scale, row);
-            });
+            const PlanLayer* before = i > 0 ? plan.layers_[i - 1].get() : nullptr;
+            norm_and_pack(l.attn_site, l.attn_in, before ? &before->mlp_out : nullptr, before ? before->residual_scale : 1.0f, false);
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
         }
         const PlanLayer& last = *plan.layers_[count - 1];
-        each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
+        if (last.mlp_out.is_present) each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
     }
 
     // Hidden states after the final norm of `count` rows of x_.
@@ -399,8 +404,12 @@ struct Stepper {
     // Logits of `count` rows of x_; rows null: the first ones.
     void logits(const i32* rows, i32 count, float* out) {
         num_rows = count;
-        each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
-        pack_all(plan.head_site_, plan.normed_, hidden_stride());
+        const auto norm_to = [&](i64 i, float* to) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], to); };
+        if (count == 1)
+            norm_to(0, own_row());
+        else
+            each(count, [&](i64 i) { norm_to(i, plan.normed_ + i * hidden_stride()); });
+        pack_all(plan.head_site_, count == 1 ? own_row() : plan.normed_, hidden_stride());
         const Packed input = packed(plan.head_site_, 0, count);
         const LinearJob head = job(*plan.head_, input, Finish::store, out, plan.vocab_);
         run(&head, 1);
@@ -454,7 +463,7 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
     const StepInput none;
     Call call = {this, &none, rows, count, out};
-    run_team(num_threads, logits_body, &call);
+    run_team(std::min(num_threads, row_threads_), logits_body, &call);
 }
 
 void Plan::hidden_states(const i32* rows, i32 count, float* out) {

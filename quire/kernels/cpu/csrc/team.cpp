@@ -26,8 +26,8 @@ struct Team {
 
 namespace {
 
-constexpr int COUNT_BITS = 20;
-constexpr u64 MAX_COUNT = (1u << COUNT_BITS) - 1;
+constexpr int COUNT_BITS = 22;
+constexpr u64 MAX_COUNT = (u64{1} << COUNT_BITS) - 1;
 
 constexpr int SPINS_BEFORE_YIELD = 4000;
 
@@ -76,6 +76,7 @@ i64 next(Worker& worker, i64 count, i64 grain) {
 
 namespace {
 
+// Take up to half of what is left of a thread's share, from one of its ends.
 Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) {
     const i64 start = share_start(count, rank, team.size), end = share_start(count, rank + 1, team.size);
     u64* shared = &team.shares[rank].word;
@@ -86,7 +87,8 @@ Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) 
         const i64 left = end - start - front - back;
         if (left <= 0) return {0, 0};
         const i64 half = (left + 1) / 2, taken = half < most ? half : most;
-        const u64 now = phase << (2 * COUNT_BITS) | static_cast<u64>(front + (is_front ? taken : 0)) << COUNT_BITS | static_cast<u64>(back + (is_front ? 0 : taken));
+        const u64 new_front = static_cast<u64>(front + (is_front ? taken : 0)), new_back = static_cast<u64>(back + (is_front ? 0 : taken));
+        const u64 now = phase << (2 * COUNT_BITS) | new_front << COUNT_BITS | new_back;
         if (!__atomic_compare_exchange_n(shared, &word, now, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
         return is_front ? Range{start + front, start + front + taken} : Range{end - back - taken, end - back};
     }
@@ -105,7 +107,7 @@ Range next_of_share(Worker& worker, i64 count, i64 most) {
 
 void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {
     Team team = {};
-    team.shares.resize(num_threads);
+    team.shares.resize(num_threads > 1 ? num_threads : 1);
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp single
