@@ -1,5 +1,6 @@
 """Shared fixtures, and what all tests run with: one thread, as two that spin against other processes are far slower."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,12 @@ torch.set_num_threads(1)
 # The same examples in every run: what fails in one place fails everywhere.
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
+
+
+def pytest_collection_finish():
+    """Spare the collector ten thousand tests and the libraries that they import: it would walk through all of it ever again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

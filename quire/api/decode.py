@@ -9,8 +9,11 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from quire.api.json_size import check_size
 from quire.base.errors import RequestError
 
+LARGE_BYTES = 64 << 10
+"""Longer bodies are worth a look at their size before, and a thread."""
 MAX_MESSAGE_LENGTH = 1000
 MAX_IGNORED = 64  # names of unknown fields that are told back
 _WHERE = re.compile(r" - at (`key` in )?`(\$[^`]*)`$")
@@ -56,27 +59,32 @@ def unless(*allowed: object, reason: str) -> Refusal:
     return lambda value: None if any(value is one or (value == one and type(value) is type(one)) for one in allowed) else reason
 
 
-def decode_body(data: bytes, struct_type: type[T]) -> tuple[T, tuple[str, ...]]:
+def decode_body(data: bytes, struct_type: type[T], name: str = "the body") -> tuple[T, tuple[str, ...]]:
     """Return the body, and the top-level fields in it that are not known. Raises RequestError (BodyError), whatever is sent.
 
-    Of a key that stands twice the last value counts.
+    Of a key that stands twice the last value counts. Errors of the whole call it `name`.
     """
+    if len(data) > LARGE_BYTES:
+        try:
+            check_size(data)
+        except ValueError as error:
+            raise BodyError(f"{name} {error}; send several requests") from None
     try:
         fields = _field_decoder().decode(data)
         known = _known_fields(struct_type)
         _refuse(fields, struct_type)
         body = _decoder(struct_type).decode(data)
     except RecursionError:
-        raise BodyError("the body is nested too deeply", code="invalid_json") from None
+        raise BodyError(f"{name} is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError as error:
-        raise BodyError(f"the body is not valid UTF-8: {error.reason}", code="invalid_json") from None
+        raise BodyError(f"{name} is not valid UTF-8: {error.reason}", code="invalid_json") from None
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), name) from None
     except ValueError as error:
-        raise BodyError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise BodyError(f"{name} is not valid JSON: {error}", code="invalid_json") from None
     if issubclass(struct_type, Body):
         cast(Body, body).check()
-    ignored = [shorten(name, 100) for name in fields if name not in known]
+    ignored = [shorten(field, 100) for field in fields if field not in known]
     return body, tuple(ignored[:MAX_IGNORED])
 
 
@@ -134,7 +142,7 @@ def _refuse(fields: Mapping[str, msgspec.Raw], struct_type: type[msgspec.Struct]
             raise BodyError(f"{name}: {reason}", name, "unsupported_parameter")
 
 
-def _explain(message: str) -> BodyError:
+def _explain(message: str, name: str) -> BodyError:
     """Turn msgspec's words, `... - at `$.messages[0].role``, into ours."""
     path = ""
     if found := _WHERE.search(message):
@@ -149,5 +157,5 @@ def _explain(message: str) -> BodyError:
         message = f"{message}; the model takes text parts alone"
     message = message.replace("`", "")
     if not path:
-        return BodyError(f"the body is invalid: {message[:1].lower()}{message[1:]}")
+        return BodyError(f"{name} is invalid: {message[:1].lower()}{message[1:]}")
     return BodyError(f"{path}: {message[:1].lower()}{message[1:]}", path)

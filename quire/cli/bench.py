@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.cli import bench_serve, options
@@ -39,6 +41,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_speculate(speculate)
     speculate.set_defaults(run=run_speculate)
+    constrained = kinds.add_parser(
+        "constrained", **options.PARSER, help="outputs under a JSON schema: time per token and character against free decoding"
+    )
+    _add_constrained(constrained)
+    constrained.set_defaults(run=run_constrained)
     kernels = kinds.add_parser("kernels", **options.PARSER, help="single native kernels beside what the machine can do")
     _add_kernels(kernels)
     kernels.set_defaults(run=run_kernels)
@@ -99,6 +106,23 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adaptive", action=argparse.BooleanOptionalAction, default=True, help="draft as many tokens as pay; else always all"
     )
+    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+
+
+def _add_constrained(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
+    parser.add_argument("--text", type=Path, required=True, help="file of UTF-8 text, whose passages are the prompts")
+    parser.add_argument("--words", type=int, default=64, help="words of a passage")
+    parser.add_argument("--schema", type=Path, help="JSON schema of the outputs; an order in a shop, if not given")
+    parser.add_argument(
+        "--white-space", action=argparse.BooleanOptionalAction, default=True, help="allow white space, as JSON does"
+    )
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 16), help="requests at once")
+    parser.add_argument("--output-len", type=int, default=384, help="tokens of an output at most")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
     options.add_engine_options(parser)
     options.add_common_options(parser)
@@ -170,6 +194,35 @@ def run_speculate(args: argparse.Namespace) -> int:
     )
     record = measure_speculation(options.engine_config(args), trial)
     return _report(record.describe(), record.to_json(), args.output_json)
+
+
+def run_constrained(args: argparse.Namespace) -> int:
+    """Measure and print what constraints cost, and what the tokens save that they force."""
+    from quire.bench.constrained import SCHEMA, ConstrainedTrial, measure_constrained
+    from quire.bench.speculate import continuing_prompts
+
+    _check_output(args.output_json)
+    trial = ConstrainedTrial(
+        schema=SCHEMA if args.schema is None else _read_schema(args.schema),
+        batch_sizes=tuple(args.batch_sizes),
+        prompts=continuing_prompts(_read_text(args.text), max(args.batch_sizes), args.words),
+        max_tokens=args.output_len,
+        temperature=args.temperature,
+        num_rounds=args.num_iters,
+        is_compact=not args.white_space,
+    )
+    record = measure_constrained(options.engine_config(args), trial)
+    return _report(record.describe(), record.to_json(), args.output_json)
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        schema = json.loads(_read_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"{path} must hold a JSON schema, an object, got {type(schema).__name__}")
+    return schema
 
 
 def run_kernels(args: argparse.Namespace) -> int:

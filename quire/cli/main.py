@@ -12,7 +12,7 @@ import quire
 from quire.base.errors import QuireError
 from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
-from quire.cli import batch, bench, chat, generate, inspect, quantize, serve
+from quire.cli import batch, bench, calibrate_layers, chat, generate, inspect, quantize, serve, train_draft
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, generate, chat, batch, inspect, quantize, bench):
+    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, train_draft, bench):
         module.add_parser(commands)
     return parser
 

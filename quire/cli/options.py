@@ -43,6 +43,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prefixes")
     group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
     group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
+    group.add_argument(
+        "--fit-structured-outputs", action=argparse.BooleanOptionalAction, help="bring JSON to an end within max_tokens"
+    )
     group.add_argument("--max-logprobs", type=int, help="limit of what requests may ask for; -1: none")
     group.add_argument("--seed", type=int, help="same seed, same output")
     group.add_argument("--device", help="auto or cpu")
@@ -51,7 +54,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         "--speculative",
         metavar="JSON",
-        help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model',
+        help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model, '
+        "lookahead, self, or a list of several to be merged",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
 

@@ -59,9 +59,22 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
         "--slow-reader-bytes", type=int, default=256 << 10, help="unread bytes of a stream; over it it is aborted"
     )
     group.add_argument("--slow-reader-timeout", type=float, default=30.0, help="seconds that a stream may wait to be read")
+    group.add_argument(
+        "--keep-alive-comments", type=float, default=10.0, help="seconds of silence in a stream until a comment is sent"
+    )
     group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
+    _add_watching_options(parser)
+
+
+def _add_watching_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("watching")
+    group.add_argument("--metrics", action=argparse.BooleanOptionalAction, default=True, help="serve /metrics")
+    group.add_argument("--metric-labels", nargs="+", default=(), metavar="NAME=VALUE", help="labels of every metric")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
-    group.add_argument("--otlp-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
+    group.add_argument("--otlp-endpoint", "--otlp-traces-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
+    group.add_argument(
+        "--goodput", nargs="+", default=(), metavar="KEY:MS", help="objectives, like ttft:500 tpot:50 e2el:10000"
+    )
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -73,10 +86,9 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drain-grace", type=float, default=0.0, help="seconds to go on listening after SIGTERM")
     group.add_argument("--drain-timeout", type=float, default=25.0, help="seconds that running requests get after SIGTERM")
     group.add_argument("--watchdog-timeout", type=float, default=60.0, help="seconds without progress until a restart")
-    group.add_argument("--max-restarts", type=int, default=5, help="of the engine in ten minutes, before giving up")
-    group.add_argument(
-        "--goodput", nargs="+", default=(), metavar="KEY:MS", help="objectives, like ttft:500 tpot:50 e2el:10000"
-    )
+    group.add_argument("--start-timeout", type=float, default=900.0, help="seconds that the engine may take to load")
+    group.add_argument("--max-restarts", type=int, default=5, help="of the engine in --restart-window, before giving up")
+    group.add_argument("--restart-window", type=float, default=600.0, help="seconds in which restarts are counted")
 
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +130,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         body_timeout_s=args.body_timeout,
         slow_reader_bytes=args.slow_reader_bytes,
         slow_reader_s=args.slow_reader_timeout,
+        keep_alive_comment_s=args.keep_alive_comments,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,
         max_queue_wait_s=args.max_queue_wait,
@@ -125,15 +138,29 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         drain_grace_s=args.drain_grace,
         drain_timeout_s=args.drain_timeout,
         watchdog_timeout_s=args.watchdog_timeout,
+        start_timeout_s=args.start_timeout,
         max_restarts=args.max_restarts,
+        restart_window_s=args.restart_window,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         enable_page=args.page,
+        enable_metrics=args.metrics,
+        metric_labels=_read_labels(args.metric_labels),
         strict=args.strict,
         otlp_endpoint=args.otlp_endpoint,
         log_format=args.log_format,
         **_read_objectives(args.goodput),
     )
+
+
+def _read_labels(pairs: tuple[str, ...] | list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or name in found:
+            raise ConfigError(f"--metric-labels takes NAME=VALUE, each name once, got {pair!r}")
+        found[name] = value
+    return found
 
 
 def _read_objectives(pairs: tuple[str, ...] | list[str]) -> dict[str, Any]:
@@ -158,5 +185,5 @@ def _read_keys(given: list[str] | None, path: Path | None) -> tuple[Any, ...]:
     if any(not text.strip() for text in texts):
         raise ConfigError("--api-key: a key must not be empty")
     names = ["default"] if len(texts) == 1 else [f"key-{number}" for number in range(1, len(texts) + 1)]
-    keys = [ApiKey(name, hash_key(text), is_admin=True) for name, text in zip(names, texts, strict=True)]
+    keys = [ApiKey(name, hash_key(text), is_admin=True, may_hurry=True) for name, text in zip(names, texts, strict=True)]
     return (*keys, *(read_key_file(path) if path is not None else ()))

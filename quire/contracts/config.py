@@ -82,6 +82,7 @@ class EngineConfig:
     kv_cache_memory_bytes   size of the KV pool in bytes; None: what the memory plan finds
     enable_prefix_caching   reuse the KV of equal prefixes
     scheduling_policy       "fcfs" or "priority"
+    fit_structured_outputs  bring outputs that are JSON to an end within max_tokens; a request may say otherwise
     max_logprobs            the most logprobs and prompt_logprobs that a request may ask for; -1: the whole vocabulary too
     seed                    of requests that bring no seed of their own
     device                  "auto" or "cpu"
@@ -105,6 +106,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    fit_structured_outputs: bool = True
     max_logprobs: int = 20
     seed: int = 0
     device: str = "auto"
@@ -131,7 +133,7 @@ class EngineConfig:
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(_is_int(self.max_logprobs, -1), "max_logprobs", self.max_logprobs, "an integer >= -1")
-        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "fit_structured_outputs"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
         _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")

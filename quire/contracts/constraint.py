@@ -44,11 +44,12 @@ class Constraint:
     kind                    json_object: any JSON object, source is empty; choice: a JSON list of strings; grammar: Lark, or
                             GBNF where a rule has ::=; structural_tag: JSON, see quire/grammar/structural_tag.py
     source                  the schema (JSON), expression, grammar or list
-    backend                 who compiles it; "auto": llguidance, which enforces more
+    backend                 who compiles it; "auto": llguidance, and where it refuses a schema, xgrammar if it enforces that
     whitespace_pattern      what may stand where JSON allows white space, as a regular expression; None: one space, or a line
                             break with indentation
     disable_any_whitespace  none at all
     max_open_length         characters of strings and items of arrays where a JSON schema sets no limit of its own; None: none
+    fit_max_tokens          bring JSON to an end within the tokens that the output may have, where it can
     param                   the field of the request that it came from, for errors
     """
 
@@ -58,6 +59,7 @@ class Constraint:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     max_open_length: int | None = None
+    fit_max_tokens: bool = field(default=True, compare=False)
     param: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
@@ -90,8 +92,9 @@ class Constraint:
             raise RequestError(
                 f"{self.param}: max_open_length must be an integer from 1 to {MAX_OPEN_LENGTH}, got {limit!r}", self.param
             )
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise RequestError(f"{self.param}: disable_any_whitespace must be true or false", self.param)
+        for name in ("disable_any_whitespace", "fit_max_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{self.param}: {name} must be true or false", self.param)
         if pattern is None:
             return
         if not isinstance(pattern, str) or not pattern or len(pattern.encode()) > MAX_REGEX_BYTES:
@@ -133,7 +136,7 @@ class StructuredOutputsParams:
     structural_tag                  a dict, or JSON as text
     disable_any_whitespace          no white space in JSON
     disable_additional_properties   objects of the schema get no properties that it does not name
-    whitespace_pattern, max_open_length, backend  as in Constraint
+    whitespace_pattern, max_open_length, fit_max_tokens, backend  as in Constraint
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -146,6 +149,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     max_open_length: int | None = None
+    fit_max_tokens: bool = True
     backend: GrammarBackend = "auto"
 
     def __post_init__(self) -> None:
@@ -177,6 +181,7 @@ class StructuredOutputsParams:
             whitespace_pattern=self.whitespace_pattern,
             disable_any_whitespace=self.disable_any_whitespace,
             max_open_length=self.max_open_length,
+            fit_max_tokens=self.fit_max_tokens,
             param=where,
         )
 
@@ -222,6 +227,27 @@ class GrammarMatcher(Protocol):
 
     def advance(self, token_id: int) -> str | None:
         """Take in a token; return what went wrong, None where nothing did."""
+        ...
+
+    def retreat(self, num_tokens: int) -> str | None:
+        """Give back the last tokens; return what went wrong, None where nothing did."""
+        ...
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """Return how many of these tokens could be taken in, one after the other; None where it cannot go on any more."""
+        ...
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return the tokens that have to come next, as far as it sees: masks let through nothing else."""
+        ...
+
+    def fork(self) -> GrammarMatcher:
+        """Return another that stands here."""
+        ...
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the output matches."""
         ...
 
     @property

@@ -25,7 +25,9 @@ class Request:
     eos_token_ids        the model's end-of-sequence tokens
     bad_word_token_ids   every token sequence that spells a bad word
     arrival_time_s       of time.monotonic(); orders requests of equal priority together with the order of arrival
-    grammar              params.constraint compiled; None until the engine has done so
+    grammar              params.constraint compiled, without what params.bad_words bans; None until the engine has done so
+    lists_allowed        of the most likely tokens, list those alone that the grammar allows; their log probabilities are those
+                         among all
     cache_salt           requests share cached prefixes only with requests of the same salt
     """
 
@@ -40,6 +42,7 @@ class Request:
     arrival_time_s: float = 0.0
     cache_salt: str = field(default="")
     grammar: Grammar | None = field(default=None, compare=False, repr=False)
+    lists_allowed: bool = False
 
     @property
     def priority(self) -> int:

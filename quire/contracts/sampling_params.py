@@ -71,7 +71,7 @@ class SamplingParams:
     frequency_penalty    subtracted once per occurrence in the output, [-2, 2]
     logit_bias           token id -> value in [-100, 100] added to its logit
     allowed_token_ids    when given, no other token can be sampled
-    bad_words            words that are never generated; the last token of each is forbidden where it would complete it
+    bad_words            texts that the output never contains, however they are cut into tokens (white space before one aside)
     stop                 strings that end the output, which is cut before them (after, with include_stop_str_in_output)
     stop_token_ids       tokens that end the output, beside the model's own end-of-sequence tokens
     ignore_eos           do not end at the model's end-of-sequence tokens
@@ -211,15 +211,22 @@ class BeamSearchParams:
     max_tokens      output tokens at most
     ignore_eos      do not end hypotheses at end-of-sequence tokens
     length_penalty  hypotheses rank by cumulative log probability / (number of output tokens ** length_penalty)
+    structured_outputs  what every hypothesis has to look like; the probabilities stay the model's own, over all tokens
     """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_flag("ignore_eos", self.ignore_eos)
         _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be a StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
+                "structured_outputs",
+            )

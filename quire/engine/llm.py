@@ -100,9 +100,9 @@ class LLM:
         """Return for every prompt the beam_width best continuations, best first."""
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be a BeamSearchParams, got {type(params).__name__}", "params")
-        plain = SamplingParams(temperature=0.0)
-        requests = [self._make(prompt, plain) for prompt in _as_prompts(prompts)]
-        return search_beams(self, requests, params)
+        asked = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, structured_outputs=params.structured_outputs)
+        requests = [self._make(prompt, asked) for prompt in _as_prompts(prompts)]
+        return search_beams(self, _with_grammars(self.llm_engine, requests), params)
 
     def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests for tokens, validated already, and return their last outputs in order."""

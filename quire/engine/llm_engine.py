@@ -28,7 +28,7 @@ from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_record import StepRecord, describe_plan
-from quire.grammar.compiler import Compilation, GrammarCompiler
+from quire.grammar.compiler import Compilation, GrammarCompiler, Use
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
@@ -164,12 +164,22 @@ class LLMEngine:
             self._streams[request.request_id] = stream
 
     def start_compilation(self, request: Request) -> Compilation | None:
-        """Begin to compile the constraint of a request, None for one without; `submit` does so, too.
+        """Begin to compile what limits the output of a request, None where nothing does; `submit` does so, too.
 
         May be called from other threads, to wait for the result there.
         """
-        constraint = request.params.constraint
-        return None if constraint is None or request.grammar is not None else self.grammars.start(constraint)
+        params = request.params
+        if (params.constraint is None and not params.bad_words) or request.grammar is not None:
+            return None
+        return self.grammars.start(params.constraint, tuple(params.bad_words or ()), self._use_of(request))
+
+    def _use_of(self, request: Request) -> Use:
+        params, constraint = request.params, request.params.constraint
+        max_tokens = None
+        if self.config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
+            room = self.scheduler.config.max_model_len - len(request.prompt_token_ids)
+            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return Use(request.prompt_token_ids if params.bad_words else (), max_tokens)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""
@@ -294,6 +304,12 @@ class LLMEngine:
         stream.metrics.finished_time = time.monotonic()
         output = stream.take()
         return [] if output is None else [output]
+
+    def draft_forced(self, is_wanted: bool) -> None:
+        """Say whether the tokens that constraints force are drafted, as is the default; for measurements, between requests."""
+        if self.has_unfinished_requests():
+            raise ConfigError("draft_forced needs an engine without unfinished requests")
+        self._runner.draft_forced(is_wanted)
 
     def draft_with(self, proposer: Proposer) -> None:
         """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""

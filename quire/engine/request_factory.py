@@ -72,9 +72,6 @@ class RequestFactory:
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_params(params)
         seed = mix_seed(self._rules.seed, index) if params.seed is None else params.seed % 2**64
-        bad_words = ()
-        if params.bad_words:
-            bad_words = self._need_tokenizer("bad_words").bad_word_token_ids(params.bad_words)
         return Request(
             request_id=RequestId(request_id),
             prompt_token_ids=token_ids,
@@ -82,7 +79,6 @@ class RequestFactory:
             seed=seed,
             prompt=text,
             eos_token_ids=self._rules.eos_token_ids,
-            bad_word_token_ids=bad_words,
             arrival_time_s=time.monotonic(),
             cache_salt=cache_salt,
         )
@@ -174,8 +170,9 @@ class RequestFactory:
                     name,
                 )
         self._check_priority(params.priority)
-        if params.stop:
-            self._need_tokenizer("stop")
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                self._need_tokenizer(name)
         if params.constraint is not None:
             self._need_tokenizer(params.constraint.param)
 

@@ -6,12 +6,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.constraint import Constraint, Grammar
+from quire.grammar.banned import BannedGrammar
+from quire.grammar.endings import JsonEndings
 from quire.grammar.errors import GrammarError
+from quire.grammar.fitted import FittedGrammar
+from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
+from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
 from quire.grammar.vocabulary import Vocabulary
 
@@ -21,12 +27,44 @@ _NUM_THREADS = 4
 _MAX_CACHED = 256
 
 
-class Compilation:
-    """A constraint that is being compiled, or has been."""
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is compiled once and kept: a constraint, phrases that are banned, or both."""
 
-    def __init__(self, future: Future[Grammar], constraint: Constraint) -> None:
+    constraint: Constraint | None
+    bad_words: tuple[str, ...] = ()
+
+    @property
+    def is_json(self) -> bool:
+        """Whether all of an output is JSON."""
+        return self.constraint is not None and self.constraint.kind in ("json_schema", "json_object")
+
+    def explain(self, error: GrammarError) -> RequestError:
+        """Return what a request with this is told."""
+        if self.constraint is None:
+            return RequestError(f"bad_words: {error}", "bad_words")
+        return error.for_request(self.constraint)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a grammar has to know of the request that it is for.
+
+    prompt_token_ids  in which a banned phrase may begin
+    max_tokens        within which JSON is brought to an end; None: it is not
+    """
+
+    prompt_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+
+
+class Compilation:
+    """A demand that is being compiled, or has been."""
+
+    def __init__(self, future: Future[Grammar], demand: Demand, finish: Callable[[Grammar], Grammar]) -> None:
         self._future = future
-        self._constraint = constraint
+        self._demand = demand
+        self._finish = finish
 
     @property
     def is_done(self) -> bool:
@@ -36,11 +74,11 @@ class Compilation:
     def result(self) -> Grammar:
         """Return the grammar, when it is there. Raises RequestError, naming the constraint's field, where there is none."""
         try:
-            return self._future.result()
+            return self._finish(self._future.result())
         except GrammarError as error:
-            raise error.for_request(self._constraint) from None
+            raise self._demand.explain(error) from None
         except CancelledError:
-            raise RequestError("the engine has been closed", self._constraint.param) from None
+            raise self._demand.explain(GrammarError("the engine has been closed")) from None
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have something called when it is done, from some thread; at once where it is."""
@@ -62,26 +100,39 @@ class GrammarCompiler:
         self._max_cached = max_cached
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="quire-grammar")
         self._lock = threading.Lock()
-        self._found: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
+        self._found: OrderedDict[Demand, Future[Grammar]] = OrderedDict()
         self._backend_lock = threading.Lock()
         self._backends: dict[str, Backend] = {}
+        self._vocabulary: Vocabulary | None = None
+        self._index: TokenIndex | None = None
+        self._endings: JsonEndings | None = None
         self._is_closed = False
         self.num_compiled = 0
+        self.num_sent_on = 0  # schemas that xgrammar has taken where llguidance did not
 
-    def start(self, constraint: Constraint) -> Compilation:
+    def start(self, constraint: Constraint | None, bad_words: tuple[str, ...] = (), use: Use | None = None) -> Compilation:
         """Begin to compile, unless that was done before. Raises RequestError after `close`."""
+        demand = Demand(constraint, bad_words)
         with self._lock:
-            future = self._found.get(constraint)
+            future = self._found.get(demand)
             if future is None:
                 if self._is_closed:
-                    raise RequestError("the engine has been closed", constraint.param)
-                future = self._threads.submit(self._compile, constraint)
-                self._found[constraint] = future
+                    raise demand.explain(GrammarError("the engine has been closed"))
+                future = self._threads.submit(self._compile, demand)
+                self._found[demand] = future
                 if len(self._found) > self._max_cached:
                     self._found.popitem(last=False)
             else:
-                self._found.move_to_end(constraint)
-        return Compilation(future, constraint)
+                self._found.move_to_end(demand)
+        return Compilation(future, demand, lambda grammar: self._finish(grammar, demand, Use() if use is None else use))
+
+    def _finish(self, grammar: Grammar, demand: Demand, use: Use) -> Grammar:
+        """Return the grammar for a request."""
+        if isinstance(grammar, BannedGrammar) and use.prompt_token_ids:
+            grammar = grammar.behind(use.prompt_token_ids)
+        if demand.is_json and use.max_tokens is not None:
+            grammar = FittedGrammar(grammar, self._get_endings(), use.max_tokens)
+        return grammar
 
     def warm(self) -> None:
         """Read the vocabulary and start a process now. Without llguidance nothing happens: requests are then told."""
@@ -105,26 +156,83 @@ class GrammarCompiler:
         for backend in self._backends.values():
             backend.close()
 
-    def _compile(self, constraint: Constraint) -> Grammar:
+    def _compile(self, demand: Demand) -> Grammar:
         try:
-            grammar = self._get_backend("xgrammar" if constraint.backend == "xgrammar" else "llguidance").compile(constraint)
+            if demand.constraint is None:
+                grammar: Grammar = FreeGrammar(self._get_vocabulary())
+            else:
+                grammar = self._compile_constraint(demand.constraint)
+            if demand.bad_words:
+                grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
+            if demand.is_json:
+                self._get_endings()  # which takes a while for the first time
         except (UnsupportedError, RequestError) as error:
             raise GrammarError(str(error)) from None
         with self._lock:
             self.num_compiled += 1
         return grammar
 
+    def _compile_constraint(self, constraint: Constraint) -> Grammar:
+        """Compile by the backend that is asked for; a schema that llguidance refuses, by the other one, if that enforces it."""
+        if constraint.backend == "xgrammar":
+            return self._get_backend("xgrammar").compile(constraint)
+        try:
+            return self._get_backend("llguidance").compile(constraint)
+        except GrammarError as error:
+            if constraint.backend != "auto" or constraint.kind != "json_schema" or not _enforces(constraint):
+                raise
+            try:
+                grammar = self._get_backend("xgrammar").compile(constraint)
+            except (GrammarError, UnsupportedError) as other:
+                logger.debug("xgrammar has not compiled a schema that llguidance refuses: %s", other)
+                raise error from None
+        with self._lock:
+            self.num_sent_on += 1
+        return grammar
+
+    def _ban(self, words: tuple[str, ...]) -> BannedPhrases:
+        vocabulary = self._get_vocabulary()
+        with self._backend_lock:
+            if self._index is None:
+                self._index = TokenIndex(vocabulary)
+        return BannedPhrases(((word.lstrip() or word) for word in words), vocabulary, self._index)
+
+    def _get_endings(self) -> JsonEndings:
+        vocabulary = self._get_vocabulary()
+        with self._backend_lock:
+            if self._endings is None:
+                self._endings = JsonEndings(vocabulary)
+            return self._endings
+
+    def _get_vocabulary(self) -> Vocabulary:
+        with self._backend_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            return self._vocabulary
+
     def _get_backend(self, name: str) -> Backend:
+        vocabulary = self._get_vocabulary()
         with self._backend_lock:
             if name not in self._backends:
                 try:
-                    self._backends[name] = _make_backend(name, self._read_vocabulary(), self.prober)
+                    self._backends[name] = _make_backend(name, vocabulary, self.prober)
                 except ImportError as error:
                     raise UnsupportedError(
                         f"the backend {name!r} of constraints is not installed ({error}): pip install 'quire[grammar]' "
                         "for llguidance, xgrammar for the other one"
                     ) from None
             return self._backends[name]
+
+
+def _enforces(constraint: Constraint) -> bool:
+    """Return whether xgrammar enforces all of a schema."""
+    from quire.grammar.xgrammar_backend import check_for_xgrammar
+
+    try:
+        check_for_xgrammar(constraint)
+    except GrammarError:
+        return False
+    return constraint.whitespace_pattern is None
 
 
 def _make_backend(name: str, vocabulary: Vocabulary, prober: Prober) -> Backend:

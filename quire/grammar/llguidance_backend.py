@@ -9,7 +9,7 @@ from typing import Any, cast
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.llguidance_source import llguidance_source
-from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.vocabulary import Vocabulary
 
@@ -29,7 +29,7 @@ class LlguidanceBackend:
         self._limits = make_limits()
         self._masks = _Masks(LLExecutor(min(_MAX_MASK_THREADS, os.cpu_count() or 1)))
 
-    def compile(self, constraint: Constraint) -> LlguidanceGrammar:
+    def compile(self, constraint: Constraint) -> BackendGrammar:
         """See Backend. Whether a grammar can be compiled depends on the vocabulary only by the special tokens that it names."""
         vocabulary = self._vocabulary
         special = sorted(vocabulary.special_token_ids)
@@ -38,7 +38,7 @@ class LlguidanceBackend:
             {"backend": "llguidance", "size": vocabulary.size, "special": special, "spelled": spelled}, constraint
         )
         matcher = compile_source(self._tokenizer, llguidance_source(constraint, vocabulary), self._limits)
-        return LlguidanceGrammar(matcher, self._masks, vocabulary.end_token_id)
+        return BackendGrammar(matcher.deep_copy, LlguidanceMatcher, self._masks, vocabulary.end_token_id)
 
     def close(self) -> None:
         """See Backend."""
@@ -113,39 +113,43 @@ class _Masks:
         ]
 
 
-class LlguidanceGrammar:
-    """A compiled grammar; see contracts.constraint.Grammar."""
-
-    def __init__(self, matcher: Any, masks: _Masks, end_token_id: int) -> None:
-        self._matcher = matcher
-        self._masks = masks
-        self._end_token_id = end_token_id
-
-    def new_matcher(self) -> LlguidanceMatcher:
-        """See Grammar."""
-        return LlguidanceMatcher(self._matcher.deep_copy(), self._masks, self._end_token_id)
-
-
-class LlguidanceMatcher:
+class LlguidanceMatcher(StateMatcher):
     """See MaskedMatcher."""
 
-    __slots__ = ("_masks", "end_token_id", "state")
-
-    def __init__(self, state: Any, masks: _Masks, end_token_id: int) -> None:
-        self.state = state
-        self._masks = masks
-        self.end_token_id = end_token_id
-
-    @property
-    def source(self) -> MaskSource:
-        """See MaskedMatcher."""
-        return self._masks
+    __slots__ = ()
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
         if self.state.consume_token(token_id):
             return None
         return f"the grammar does not take token {token_id}: {' '.join(self.state.get_error().split())[:_MAX_MESSAGE]}"
+
+    def retreat(self, num_tokens: int) -> str | None:
+        """See GrammarMatcher."""
+        return (
+            None if self.state.rollback(num_tokens) else f"the grammar cannot go back: {self.state.get_error()[:_MAX_MESSAGE]}"
+        )
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher."""
+        count = self.state.validate_tokens(list(token_ids))
+        return None if self.state.is_error() else count
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
+        return self.state.compute_ff_tokens()
+
+    def narrow(self, words: Any) -> None:
+        """See MaskedMatcher."""
+
+    def fork(self) -> LlguidanceMatcher:
+        """See GrammarMatcher."""
+        return LlguidanceMatcher(self.state.deep_copy(), self._masks, self.end_token_id)
+
+    @property
+    def can_end(self) -> bool:
+        """See GrammarMatcher."""
+        return self.state.is_accepting()
 
     @property
     def is_complete(self) -> bool:

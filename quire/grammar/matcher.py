@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quire.contracts.constraint import Constraint, Grammar, GrammarMatcher
@@ -31,6 +31,73 @@ class MaskedMatcher(GrammarMatcher, Protocol):
     def end_token_id(self) -> int:
         """The bit that says whether the output may end."""
         ...
+
+    @property
+    def state(self) -> Any:
+        """What the source fills a mask from."""
+        ...
+
+    def narrow(self, words: Any) -> None:
+        """Take out of a mask, which its source has filled, what is allowed by that but not by this matcher.
+
+        words  numpy [num_mask_words] i32
+        """
+        ...
+
+    def fork(self) -> MaskedMatcher:
+        """See GrammarMatcher."""
+        ...
+
+
+class ForkedGrammar:
+    """A grammar whose outputs begin where a matcher stands."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def new_matcher(self) -> GrammarMatcher:
+        """See Grammar."""
+        return self._matcher.fork()
+
+
+class StateMatcher:
+    """What matchers of all backends share: a state of the backend's own, and who fills its masks."""
+
+    __slots__ = ("_masks", "end_token_id", "state")
+
+    def __init__(self, state: Any, masks: MaskSource, end_token_id: int) -> None:
+        self.state = state
+        self._masks = masks
+        self.end_token_id = end_token_id
+
+    @property
+    def source(self) -> MaskSource:
+        """See MaskedMatcher."""
+        return self._masks
+
+
+class BackendGrammar:
+    """A compiled grammar; see contracts.constraint.Grammar.
+
+    new_state  returns a state of the backend at the beginning
+    kind       of the matchers
+    """
+
+    def __init__(
+        self,
+        new_state: Callable[[], Any],
+        kind: Callable[[Any, MaskSource, int], MaskedMatcher],
+        masks: MaskSource,
+        end_token_id: int,
+    ) -> None:
+        self._new_state = new_state
+        self._kind = kind
+        self._masks = masks
+        self._end_token_id = end_token_id
+
+    def new_matcher(self) -> MaskedMatcher:
+        """See Grammar."""
+        return self._kind(self._new_state(), self._masks, self._end_token_id)
 
 
 class Backend(Protocol):

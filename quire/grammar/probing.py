@@ -54,9 +54,8 @@ class Prober:
 
         setup  what the process has to know of the vocabulary
         """
-        fields = {
-            name: getattr(constraint, name) for name in ("kind", "source", "whitespace_pattern", "disable_any_whitespace")
-        }
+        names = ("kind", "source", "whitespace_pattern", "disable_any_whitespace", "max_open_length")
+        fields = {name: getattr(constraint, name) for name in names}
         message = json.dumps({"setup": setup, "constraint": fields})
         process = self._take()
         try:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from quire.grammar.errors import GrammarError, escape_pointer
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+_MORE_FORMATS = frozenset(("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"))
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
@@ -23,12 +25,41 @@ _NOT_ENFORCED = (
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
     "extends", "divisibleBy",
 )  # fmt: skip
+KNOWN_KEYWORDS = frozenset(
+    (
+        *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
+        "pattern", "uniqueItems", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
+        "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "contentEncoding", "contentMediaType",
+        "contentSchema",
+        "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary",
+    )
+)  # fmt: skip
+"""Every keyword of a draft that demands something, or may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a backend enforces.
+
+    missing   keywords that it does not
+    formats   those that it does
+    counts_closed  it counts the properties of closed objects, also where not all are required
+    """
+
+    missing: tuple[str, ...]
+    formats: frozenset[str]
+    counts_closed: bool
+
+
+LLGUIDANCE = Reach(_NOT_ENFORCED, _FORMATS, False)
+XGRAMMAR = Reach(tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS | _MORE_FORMATS, True)
+
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
 _LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")
 """Drafts in which nothing beside a $ref counts."""
 
 
-def check_schema(schema: object) -> object:
+def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
     """Return the schema without what has no effect; raise GrammarError, with a JSON pointer, for what cannot be enforced."""
     if isinstance(schema, dict):
         fields = cast("dict[str, Any]", schema)
@@ -43,7 +74,7 @@ def check_schema(schema: object) -> object:
     has_lone_references = _is_draft(cleaned, _LONE_REFERENCES)
     for pointer, inner in iter_schemas(cleaned, ""):
         _drop_idle(inner, has_lone_references)
-        _check_one(inner, pointer, is_new_draft)
+        _check_one(inner, pointer, is_new_draft, reach)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
     return cleaned
 
@@ -130,15 +161,15 @@ def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[
         yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
 
 
-def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool) -> None:
-    for key in _NOT_ENFORCED:
+def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool, reach: Reach) -> None:
+    for key in reach.missing:
         if key in schema:
             raise GrammarError(f"{key} cannot be enforced: leave it out", f"{pointer}/{key}")
     if "uniqueItems" in schema:
         raise GrammarError("uniqueItems cannot be enforced: leave it out", f"{pointer}/uniqueItems")
     known_format = schema.get("format")
-    if known_format is not None and known_format not in _FORMATS:
-        allowed = ", ".join(sorted(_FORMATS))
+    if known_format is not None and known_format not in reach.formats:
+        allowed = ", ".join(sorted(reach.formats))
         raise GrammarError(f"format {known_format!r} cannot be enforced; allowed are {allowed}", f"{pointer}/format")
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
@@ -147,7 +178,8 @@ def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool) -> None
         _check_pattern(pattern, f"{pointer}/patternProperties/{escape_pointer(pattern)}")
     if isinstance(schema.get("items"), list) and is_new_draft:
         raise GrammarError("items must be a schema; a list of them is prefixItems since draft 2020-12", f"{pointer}/items")
-    _check_counts(schema, pointer)
+    if not (reach.counts_closed and schema.get("additionalProperties") is False and "patternProperties" not in schema):
+        _check_counts(schema, pointer)
 
 
 def _check_pattern(pattern: str, pointer: str) -> None:

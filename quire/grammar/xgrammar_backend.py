@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import threading
@@ -14,24 +15,25 @@ import numpy as np
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
-from quire.grammar.schema_check import check_schema, close_ends, iter_schemas
+from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends, iter_schemas
 from quire.grammar.vocabulary import Vocabulary
 
 _ENFORCED = frozenset(
     (
         "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "enum",
         "const", "anyOf", "$ref", "$defs", "definitions", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
-        "exclusiveMaximum",
+        "exclusiveMaximum", "format", "pattern", "minProperties", "maxProperties", "propertyNames",
     )
 )  # fmt: skip
-_ANNOTATIONS = frozenset(
-    (
-        "$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly",
-        "writeOnly",
-    )
-)  # fmt: skip
+_BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
+_SAFE_PATTERN = re.compile(
+    r"\^?(?:[\w ,:/@%-]|\\[d./-]|[().|?*+]|\{\d+(?:,\d*)?\}"
+    r"|\[\^?(?:\\[d./-]|[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[\w ,:/@.])+-?\])*\$?",
+    re.ASCII,
+)
+"""Patterns that cannot let through a quotation mark or a backslash, which xgrammar would not escape."""
 _MAX_WHITESPACE = 24
 
 
@@ -48,13 +50,13 @@ class XgrammarBackend:
         self._info = make_tokenizer_info(tokens)
         self._masks = _Masks(tokens)
 
-    def compile(self, constraint: Constraint) -> XgrammarGrammar:
+    def compile(self, constraint: Constraint) -> BackendGrammar:
         """See Backend."""
-        from xgrammar import CompiledGrammar
+        from xgrammar import CompiledGrammar, GrammarMatcher
 
         answer = self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint)
         compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
-        return XgrammarGrammar(compiled, self._masks, self._end_token_id)
+        return BackendGrammar(lambda: GrammarMatcher(compiled), XgrammarMatcher, self._masks, self._end_token_id)
 
     def close(self) -> None:
         """See Backend."""
@@ -110,22 +112,37 @@ class ProbedXgrammar:
 
 def check_for_xgrammar(constraint: Constraint) -> Any:
     """Return the schema; raise GrammarError, with a JSON pointer, for what xgrammar would not enforce."""
-    schema = close_ends(check_schema(constraint.parsed()), constraint.max_open_length)
+    schema = close_ends(check_schema(constraint.parsed(), XGRAMMAR), constraint.max_open_length)
     if schema is False:
         raise GrammarError("the schema false allows nothing", "")
     for pointer, inner in iter_schemas(schema):
-        for key in inner:
-            if key not in _ENFORCED | _ANNOTATIONS:
+        for key in list(inner):
+            if key not in KNOWN_KEYWORDS:
+                del inner[key]  # it means nothing
+            elif key not in _ENFORCED:
                 raise GrammarError(f"{key} is not enforced by xgrammar: use backend 'auto'", f"{pointer}/{key}")
-        properties: Any = inner.get("properties")
-        named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
-        if set(cast("list[str]", inner.get("required") or ())) - named:
-            raise GrammarError("xgrammar forgets required names that are not among the properties", f"{pointer}/required")
-        if "anyOf" in inner and inner.keys() - _ANNOTATIONS - {"anyOf", "$defs", "definitions"}:
-            raise GrammarError("xgrammar forgets what stands beside anyOf", f"{pointer}/anyOf")
-        if "$ref" in inner and inner.keys() - _ANNOTATIONS - {"$ref", "$defs", "definitions"}:
-            raise GrammarError("xgrammar forgets what stands beside $ref", f"{pointer}/$ref")
+        _check_beside(inner, pointer)
     return schema
+
+
+def _check_beside(schema: dict[str, Any], pointer: str) -> None:
+    """Refuse what xgrammar forgets in silence beside other keywords."""
+    properties: Any = schema.get("properties")
+    named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
+    if set(cast("list[str]", schema.get("required") or ())) - named:
+        raise GrammarError("xgrammar forgets required names that are not among the properties", f"{pointer}/required")
+    for key in ("anyOf", "$ref"):
+        if key in schema and schema.keys() - {key, "$defs", "definitions"}:
+            raise GrammarError(f"xgrammar forgets what stands beside {key}", f"{pointer}/{key}")
+    if "propertyNames" in schema and schema.keys() - _BESIDE_NAMES:
+        raise GrammarError("xgrammar forgets propertyNames beside properties", f"{pointer}/propertyNames")
+    if schema.keys() >= {"format", "pattern"} or ("format" in schema and schema.keys() & {"minLength", "maxLength"}):
+        raise GrammarError("xgrammar forgets lengths and patterns beside format", f"{pointer}/format")
+    pattern = schema.get("pattern")
+    if pattern is not None and (not isinstance(pattern, str) or not _SAFE_PATTERN.fullmatch(pattern)):
+        raise GrammarError("the pattern may let through what xgrammar does not escape", f"{pointer}/pattern")
+    if pattern is not None and schema.keys() & {"minLength", "maxLength"}:
+        raise GrammarError("xgrammar forgets lengths beside pattern", f"{pointer}/pattern")
 
 
 def _whitespace(constraint: Constraint) -> dict[str, Any]:
@@ -164,39 +181,43 @@ class _Masks:
             return self._possible & found if is_written else self._possible.copy()
 
 
-class XgrammarGrammar:
-    """A compiled grammar; see contracts.constraint.Grammar."""
-
-    def __init__(self, compiled: Any, masks: _Masks, end_token_id: int) -> None:
-        self._compiled = compiled
-        self._masks = masks
-        self._end_token_id = end_token_id
-
-    def new_matcher(self) -> XgrammarMatcher:
-        """See Grammar."""
-        from xgrammar import GrammarMatcher
-
-        return XgrammarMatcher(GrammarMatcher(self._compiled), self._masks, self._end_token_id)
-
-
-class XgrammarMatcher:
+class XgrammarMatcher(StateMatcher):
     """See MaskedMatcher."""
 
-    __slots__ = ("_masks", "end_token_id", "state")
-
-    def __init__(self, state: Any, masks: _Masks, end_token_id: int) -> None:
-        self.state = state
-        self._masks = masks
-        self.end_token_id = end_token_id
-
-    @property
-    def source(self) -> MaskSource:
-        """See MaskedMatcher."""
-        return self._masks
+    __slots__ = ()
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
         return None if self.state.accept_token(token_id) else f"the grammar does not take token {token_id}"
+
+    def retreat(self, num_tokens: int) -> str | None:
+        """See GrammarMatcher."""
+        self.state.rollback(num_tokens)
+        return None
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher."""
+        count = 0
+        while count < len(token_ids) and self.state.accept_token(token_ids[count]):
+            count += 1
+        self.state.rollback(count)
+        return count
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher; a text that is forced may be told in several ways, between which the model decides."""
+        return ()
+
+    def narrow(self, words: Any) -> None:
+        """See MaskedMatcher."""
+
+    def fork(self) -> XgrammarMatcher:
+        """See GrammarMatcher."""
+        return XgrammarMatcher(self.state.fork(), self._masks, self.end_token_id)
+
+    @property
+    def can_end(self) -> bool:
+        """See GrammarMatcher."""
+        return self.state.is_completed()
 
     @property
     def is_complete(self) -> bool:
@@ -204,5 +225,5 @@ class XgrammarMatcher:
         if not self.state.is_completed():
             return False
         word, bit = divmod(self.end_token_id, 32)
-        words = self._masks.next_of(self.state).view(np.uint32)
+        words = cast("_Masks", self._masks).next_of(self.state).view(np.uint32)
         return np.count_nonzero(words) == 1 and int(words[word]) == 1 << bit

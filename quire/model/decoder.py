@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
-from quire.kernels.reference.attention import AttentionInput, attend, store_kv
+from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
 from quire.kernels.reference.moe import mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
@@ -34,13 +34,17 @@ class Decoder:
         self._parameters = dense
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
-        self._layers = [_Layer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
+        self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
+        self._tap_layers: tuple[int, ...] = ()
+        self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, layers: Sequence[int] | None = None
+    ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other
@@ -53,8 +57,11 @@ class Decoder:
         if spec.num_learned_positions:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
         angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
-        for index, layer in enumerate(self._layers):
-            x = layer.forward(x, angles, step, kv.k[index], kv.v[index])
+        self._taps = []
+        for index in range(len(self._layers)) if layers is None else layers:
+            if index in self._tap_layers:
+                self._taps.append(x)
+            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index])
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
 
     def step(
@@ -66,16 +73,23 @@ class Decoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`.
 
         keeps_all    logits_at may ask for other rows before the next step
         hidden_rows  other rows, of which hidden_states may ask for some
+        layers       the layers to run, in order; None: all. The KV of the others is left as it is
         """
-        hidden = self.forward(token_ids, positions, step, kv)
+        hidden = self.forward(token_ids, positions, step, kv, layers)
         self._hidden = hidden if keeps_all or hidden_rows else None
         self._hidden_rows = hidden_rows or []
         return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
+        for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
+            move_kv(k_cache, v_cache, sources, targets)
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits of rows [first, last) of the last step, which kept all."""
@@ -89,6 +103,19 @@ class Decoder:
             raise InvariantError("the last step did not keep its rows")
         return self._hidden[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
 
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep the inputs of these layers, low to high, in every step from now on."""
+        self._tap_layers = layers
+
+    def layer_inputs(self, rows: Sequence[int]) -> Tensor:
+        """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        return torch.cat([tap[chosen].float() for tap in self._taps], -1) if self._taps else torch.empty(len(rows), 0)
+
+    def parameter(self, name: str) -> Tensor | None:
+        """Return a parameter by its canonical name, dense; None where the model has none of it."""
+        return self._parameters.get(name)
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype."""
@@ -100,7 +127,9 @@ class Decoder:
         return logits
 
 
-class _Layer:
+class DecoderLayer:
+    """One layer; `parameters` under their canonical names, of which it takes those below `prefix`."""
+
     def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
         self.spec = spec
         self._parameters = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
@@ -112,10 +141,12 @@ class _Layer:
         step: AttentionInput,
         k_cache: Tensor,
         v_cache: Tensor,
+        attended: Tensor | None = None,
     ) -> Tensor:
+        """Return the layer's output [T, H]; `attended` is what attention reads where it is not the normed input."""
         spec = self.spec
         rope = spec.attention.rope
-        y = self._norm(x, spec.attn_in, "attn_in")
+        y = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         y = self._attention(y, spec.attention, None if rope is None else angles[rope], step, k_cache, v_cache)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))

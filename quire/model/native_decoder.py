@@ -76,6 +76,7 @@ class NativeDecoder:
         self._layers = self._build()
         self._kv: KvPool | None = None
         self._hidden_rows = _NO_ROWS
+        self._num_kept = 0
         self._logits = np.empty(0, np.float32)
         self._process = os.getpid()
         if self._parameters:
@@ -95,8 +96,10 @@ class NativeDecoder:
         spec, plan = self.spec, self._plan
         embedding = self._parameters["embed.weight"]
         embed = self._pack("embed")
+        self.embedding = embed
         is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
         head = self._pack("lm_head") if is_head_own else embed
+        self.head = head
         if not is_head_own:
             self._parameters.pop("lm_head.weight", None)
         del embedding
@@ -230,6 +233,23 @@ class NativeDecoder:
             )
         self._kv = kv
 
+    @property
+    def plan(self) -> Any:
+        """The native plan; `prepare` comes before a step of it."""
+        return self._plan
+
+    def prepare(self, kv: KvPool, longest: int) -> None:
+        """Get ready for steps with these keys and values, and sequences of at most so many tokens."""
+        if os.getpid() != self._process:
+            raise InvariantError(
+                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
+            )
+        self._bind(kv)
+        known = min([angles.count for angles in self._angles], default=longest)
+        if longest > known:
+            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        self._plan.num_threads = torch.get_num_threads()
+
     def step(
         self,
         token_ids: Tensor,
@@ -239,6 +259,7 @@ class NativeDecoder:
         logit_rows: list[int],
         keeps_all: bool = False,
         hidden_rows: list[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
         """Compute the tokens of one step, store their KV, and return the logits [R, vocab_size] f32 of some rows.
 
@@ -246,16 +267,10 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
+        layers                the layers to run, in order; None: all. The KV of the others is left as it is
         """
-        if os.getpid() != self._process:
-            raise InvariantError(
-                "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
-            )
-        self._bind(kv)
-        longest = max(step.context_lens)
-        known = min([angles.count for angles in self._angles], default=longest)
-        if longest > known:
-            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        self.prepare(kv, max(step.context_lens))
+        trees, kept = step.trees, None if layers is None else _int32(layers)
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -263,7 +278,6 @@ class NativeDecoder:
         if hidden_rows and not keeps_all:
             self._hidden_rows = _int32(range(len(logit_rows), rows.shape[0]))
         logits = self._new_logits(len(logit_rows))
-        self._plan.num_threads = torch.get_num_threads()
         self._plan.step(
             token_ids.data_ptr(),
             positions.data_ptr(),
@@ -279,6 +293,8 @@ class NativeDecoder:
             len(logit_rows),
             keeps_all,
             logits.data_ptr(),
+            *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
+            *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
         )
         return logits
 
@@ -289,6 +305,23 @@ class NativeDecoder:
         if self._logits.size < size or sys.getrefcount(self._logits) > _OWN_REFERENCES:
             self._logits = np.empty(size, np.float32)
         return torch.from_numpy(self._logits[:size]).view(count, self.spec.vocab_size)
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """Keep the inputs of these layers, low to high, in every step from now on."""
+        self._num_kept = len(layers)
+        self._plan.keep_inputs(list(layers))
+
+    def layer_inputs(self, rows: Sequence[int]) -> Tensor:
+        """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
+        found = torch.empty(len(rows), self._num_kept * self.spec.hidden_size)
+        chosen = _int32(rows)
+        self._plan.layer_inputs(chosen.data_ptr(), len(rows), found.data_ptr())
+        return found
+
+    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
+        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer, one after the other."""
+        self._bind(kv)
+        self._plan.move_tokens(sources.data_ptr(), targets.data_ptr(), len(sources))
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""

@@ -6,6 +6,8 @@ from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeS
 
 _CHUNK_TOKENS, _TILE_ROWS, _TILE_HEADS = 256, 48, 32
 """Of attention (csrc/attention_tile.inl): cached tokens whose softmax is taken at once, rows and heads of a tile."""
+_TREE_TOKENS = 64
+"""Tokens of a draft tree: so much farther apart the rows of a tile may stand."""
 _TILES_A_THREAD = 4
 """Tiles that cost less than a thread's work divided by this are not cut, so that fewer than this for each thread are."""
 _FIRST_POSITIONS = 4096
@@ -70,13 +72,13 @@ def _packed_words(spec: ModelSpec, size: int) -> int:
 
 
 def _tile_bytes(attention: AttentionSpec) -> int:
-    """Return what one thread needs for a tile: rows, scores, some runs of keys and values, and two results."""
+    """Return what one thread needs for a tile: rows, scores, runs of keys and values, a path of a tree, and two results."""
     return (64 << 10) + 2048 * (attention.head_dim + 16)
 
 
 def _cut_bytes(attention: AttentionSpec, max_model_len: int) -> int:
     """Return the results of the chunks of a tile whose chunks are shared by threads."""
-    seen = max_model_len if attention.window is None else min(max_model_len, attention.window + _TILE_ROWS)
+    seen = max_model_len if attention.window is None else min(max_model_len, attention.window + _TILE_ROWS + _TREE_TOKENS)
     return (-(-seen // _CHUNK_TOKENS) + 1) * _TILE_ROWS * (attention.head_dim + 16 + 2) * 4
 
 

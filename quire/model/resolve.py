@@ -10,6 +10,8 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, shard_number
 
 BUNDLED_MODELS = ("demo", "demo-draft", "demo-moe")
+BUNDLED_HEADS = ("demo-eagle3", "demo-medusa", "demo-mtp")
+"""Heads that draft for `demo`."""
 
 _CONFIGURATION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
@@ -18,8 +20,8 @@ _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file; downloads it where it is a hub id that is not in the local cache.
 
-    model     one of BUNDLED_MODELS, else an existing folder or .gguf file, else a hub id; a folder that holds one .gguf file
-              and no other weights stands for the file
+    model     one of BUNDLED_MODELS or BUNDLED_HEADS, else an existing folder or .gguf file, else a hub id; a folder that holds
+              one .gguf file and no other weights stands for the file
     revision  branch, tag or commit, for a hub id only
     Raises ConfigError.
     """
@@ -32,7 +34,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
 
 def _bundled_folder(model: str) -> Path | None:
-    if model not in BUNDLED_MODELS:
+    if model not in (*BUNDLED_MODELS, *BUNDLED_HEADS):
         return None
     folder = Path(quire.__file__).parent / "demo_models" / model
     if not folder.is_dir():

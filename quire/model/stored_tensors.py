@@ -29,7 +29,7 @@ def open_tensors(folder: Path) -> Mapping[str, Tensor | StoredWeight]:
         return open_gguf_tensors(folder)
     for name in (_SAFETENSORS, _PICKLED):
         if (folder / name).is_file():
-            return _open_file(folder / name)
+            return open_file(folder / name)
         if (folder / f"{name}.index.json").is_file():
             return _open_shards(folder, folder / f"{name}.index.json")
     present = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth"))
@@ -67,7 +67,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
         _refuse_links_out(folder, folder / shard)
     tensors: dict[str, Tensor] = {}
     for shard in tqdm(shards, "opening shards", delay=_PROGRESS_DELAY_S, disable=None):
-        opened = _open_file(folder / shard)
+        opened = open_file(folder / shard)
         strays = [name for name, home in shard_of.items() if home == shard and name not in opened]
         if strays:
             raise ModelFormatError(f"{folder / shard} lacks tensors that {index.name} says are in it: {listing(strays)}")
@@ -85,7 +85,8 @@ def _refuse_links_out(folder: Path, file: Path) -> None:
         )
 
 
-def _open_file(file: Path) -> dict[str, Tensor]:
+def open_file(file: Path) -> dict[str, Tensor]:
+    """Return stored name -> tensor of one safetensors or torch file. Raises ModelFormatError."""
     return _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickled(file)
 
 

@@ -20,11 +20,35 @@ def draw_drafts(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence
     logits     [R, V] any float type
     positions  [R] of the tokens to draw, at or behind those of the rows
     """
-    native = load_native() if takes_logits(logits) else None
-    if native is None:
-        return _draw_in_torch(logits, rows, positions)
-    options = [_options(row, position) for row, position in zip(rows, positions, strict=True)]
-    found = sample_rows(native, logits, range(len(rows)), options)
+    return DraftDraws(rows, positions).draw(logits)
+
+
+class DraftDraws:
+    """Draws the drafts of one position after the other, as draw_drafts does.
+
+    positions  [R] of the first tokens to draw
+    """
+
+    def __init__(self, rows: Sequence[SamplingRow], positions: Sequence[int]) -> None:
+        self._rows, self._positions = rows, list(positions)
+        self._options = [_options(row, position) for row, position in zip(rows, positions, strict=True)]
+        self._is_drawn = not all(row.is_greedy for row in rows)  # else there is no noise, and no position is read
+
+    def draw(self, logits: Tensor) -> list[int]:
+        """Return a token per row, and go on to the next position."""
+        native = load_native() if takes_logits(logits) else None
+        if native is None:
+            found = _draw_in_torch(logits, self._rows, self._positions)
+        else:
+            found = _tokens(sample_rows(native, logits, range(len(self._rows)), self._options))
+        self._positions = [position + 1 for position in self._positions]
+        if self._is_drawn:
+            pairs = zip(self._options, self._positions, strict=True)
+            self._options = [options._replace(position=position) for options, position in pairs]
+        return found
+
+
+def _tokens(found: Sequence[tuple[int, SampleStatus]]) -> list[int]:
     # A draft model may fail without harm: any token does as a draft.
     return [token_id if status is SampleStatus.FINE else 0 for token_id, status in found]
 

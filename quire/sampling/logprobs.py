@@ -43,6 +43,22 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     return found
 
 
+def allowed_logprobs(logits: Tensor, token_id: int, token_mask: Tensor, num_top: int) -> TokenLogprobs:
+    """Return the log probabilities at one row, of the most likely tokens those that a mask allows; they may be fewer.
+
+    logits      [V] any float type, not changed; the log probabilities are those among all tokens
+    token_mask  [at least ceil(V / 32)] i32, a bit per token, the lowest first
+    """
+    whole = logits.to(torch.float32)
+    logprobs = torch.log_softmax(whole, dim=0)
+    is_allowed = ((token_mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1).bool().flatten()[: len(whole)]
+    allowed = is_allowed.to(logits.device).nonzero()[:, 0]
+    order = torch.sort(whole[allowed], descending=True, stable=True).indices[:num_top]
+    best = allowed[order]
+    top = tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))
+    return TokenLogprobs(token_id, float(logprobs[token_id]), 1 + int((whole > whole[token_id]).sum()), top)
+
+
 def _native_logprobs(native: ModuleType, logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     chosen, top_ids, top_values = logprobs_of_rows(native, logits, token_ids, num_top)
     id_lists, value_lists = top_ids.tolist(), top_values.tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.mixing import mix_seed
-from quire.contracts.constraint import GrammarMatcher
+from quire.contracts.constraint import Grammar, GrammarMatcher
 from quire.contracts.request import Request
 
 # 1 / temperature and the repetition penalty are kept within these, so that no product with a finite logit is NaN.
@@ -66,9 +66,11 @@ class SamplingRow:
     is_greedy            temperature 0: the best logit wins, no noise
     log_min_p            logarithm of min_p, -inf where it is 0
     needs_logprob        the log probability of the chosen token is asked for
+    lists_allowed        the most likely tokens are to be those that token_mask allows
     edits_logits         whether a processor changes the logits of this row, now or at some later position
     matcher              where a constrained output stands in its grammar, None without a constraint
     grammar_ending_ids   the tokens that may end such an output, where its grammar lets it end
+    grammar              the constraint of the request
     grammar_error        why the grammar cannot go on; the sequence is then to be ended
     token_mask           [ceil(vocab_size / 32)] i32, a bit per token, the lowest first: 0 forbids it at the next position. The
                          owner sets it for each step
@@ -81,11 +83,13 @@ class SamplingRow:
         "bias_values",
         "edits_logits",
         "ending_ids",
+        "grammar",
         "grammar_ending_ids",
         "grammar_error",
         "inverse_temperature",
         "is_greedy",
         "known_counts",
+        "lists_allowed",
         "log_min_p",
         "matcher",
         "needs_logprob",
@@ -113,6 +117,7 @@ class SamplingRow:
         self.inverse_temperature = 1.0 if self.is_greedy else 1.0 / temperature
         self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.needs_logprob = params.needs_logprob
+        self.lists_allowed = request.lists_allowed
         self._prepare_masks(request)
         self.repetition_penalty = min(max(params.repetition_penalty, _MIN_PENALTY), _MAX_PENALTY)
         self.known_counts = TokenCounts(self._in_vocabulary(token_ids)) if params.repetition_penalty != 1 else None
@@ -127,16 +132,23 @@ class SamplingRow:
     def _start_grammar(self, request: Request) -> None:
         self.token_mask: Tensor | None = None
         self.grammar_error: str | None = None
+        self.grammar: Grammar | None = None
         self.matcher: GrammarMatcher | None = None
         self.grammar_ending_ids: tuple[int, ...] = ()
-        if request.params.constraint is None:
-            return
         if request.grammar is None:
-            raise InvariantError(f"request {request.request_id} has a constraint that was not compiled")
-        self.matcher = request.grammar.new_matcher()
+            if request.params.constraint is not None:
+                raise InvariantError(f"request {request.request_id} has a constraint that was not compiled")
+            return
+        self.grammar = request.grammar
         self.grammar_ending_ids = tuple(sorted(self._in_vocabulary(request.ending_token_ids)))
-        for token_id in self.output_token_ids:
-            self._advance_grammar(token_id)
+        self.restart_grammar()
+
+    def restart_grammar(self) -> None:
+        """Make the matcher anew from the output."""
+        if self.grammar is not None:
+            self.matcher = self.grammar.new_matcher()
+            for token_id in self.output_token_ids:
+                self._advance_grammar(token_id)
 
     def _advance_grammar(self, token_id: int) -> None:
         is_ending = token_id in self.grammar_ending_ids
@@ -147,6 +159,21 @@ class SamplingRow:
     def is_grammar_complete(self) -> bool:
         """Whether the output matches its grammar, and nothing but an end can follow."""
         return self.matcher is not None and self.grammar_error is None and self.matcher.is_complete
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return the tokens that the constraint forces next, as far as it sees; nothing else can be sampled there."""
+        if self.matcher is None or self.grammar_error is not None or self.is_grammar_complete:
+            return ()
+        return self.matcher.forced_tokens()
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens the constraint lets follow, one after the other."""
+        if self.matcher is None:
+            return len(token_ids)
+        count = None if self.grammar_error is not None else self.matcher.num_fitting(token_ids)
+        if count is None and self.grammar_error is None:
+            self.restart_grammar()  # looking ahead must not change what is allowed
+        return count or 0
 
     def _prepare_masks(self, request: Request) -> None:
         params = self.params

@@ -22,7 +22,7 @@ from quire.contracts.step import TokenLogprobs
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus, sample_rows, takes_logits
 from quire.kernels.native import load_native
 from quire.kernels.reference.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel_noise, gumbel_noise_flat, key_columns
-from quire.sampling.logprobs import token_logprobs
+from quire.sampling.logprobs import allowed_logprobs, token_logprobs
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.truncation import Candidates, has_truncation, truncate
@@ -83,6 +83,27 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
             _sample_in_torch(logits, rows, sorted(set(range(len(rows))) - set(fitting)), found)
     _add_logprobs(found, logits, rows)
     return found
+
+
+def sample_ahead(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> list[int] | None:
+    """Return what `sample` would at positions ahead, where that does not depend on the tokens up to there; else None.
+
+    logits     [R, V], see `sample`
+    rows       [R] the same row may stand behind several logits
+    positions  [R] of the tokens
+    """
+    native = load_native() if takes_logits(logits) else None
+    if native is None or any(not _is_plain(row) for row in rows):
+        return None
+    options = [_draw_options(row)._replace(position=position) for row, position in zip(rows, positions, strict=True)]
+    found = sample_rows(native, logits, range(len(rows)), options)
+    fine = SampleStatus.FINE
+    return [token_id for token_id, _ in found] if all(status is fine for _, status in found) else None
+
+
+def _is_plain(row: SamplingRow) -> bool:
+    is_drawn_natively = row.is_greedy or row.params.typical_p >= 1
+    return is_drawn_natively and not row.edits_logits and row.matcher is None and not row.needs_logprob
 
 
 def _sample_natively(
@@ -269,7 +290,13 @@ def _add_logprobs(found: list[Sampled], logits: Tensor, rows: Sequence[SamplingR
     """Fill in the log probabilities of the raw logits, rows of an equal number of alternatives together."""
     by_num_top: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        if row.needs_logprob and found[index].token_id is not None:
+        token_id = found[index].token_id
+        if not row.needs_logprob or token_id is None:
+            continue
+        if row.lists_allowed and row.token_mask is not None:
+            logprobs = allowed_logprobs(logits[index], token_id, row.token_mask, row.params.logprobs or 0)
+            found[index] = Sampled(token_id, logprobs)
+        else:
             by_num_top.setdefault(row.params.logprobs or 0, []).append(index)
     for num_top, indices in by_num_top.items():
         for part in _passes(indices, logits.shape[1]):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.base.errors import ConfigError
 
 MIB = 1 << 20
+_LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
+_OWN_LABELS = (
+    *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
+    *("model_name", "num_kv_blocks", "outcome", "param", "phase", "position", "quantile", "reason", "route", "source", "state"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +26,7 @@ class ApiKey:
     requests_per_minute  None for no limit
     tokens_per_minute    prompt and output tokens; None for no limit
     weight               share of the engine beside other keys under load
+    may_hurry            its requests may ask for the service tier "priority"; else they get "default", and are told so
     """
 
     name: str
@@ -29,6 +36,7 @@ class ApiKey:
     tokens_per_minute: int | None = None
     weight: float = 1.0
     is_admin: bool = False
+    may_hurry: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,8 @@ class ServerConfig:
     reasoning_parser      likewise
     strict                refuse unknown fields of a body instead of naming them in x-quire-ignored-params
     slo_ttft_s            a request within all given thresholds counts as SLO-met (goodput)
+    metric_labels         names and values that every metric has beside its own
+    keep_alive_comment_s  a stream that is silent for so long gets a comment, so that nobody between takes it for dead
     """
 
     host: str = "127.0.0.1"
@@ -118,6 +128,12 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        for name in self.metric_labels:
+            if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
+                raise ConfigError(
+                    f"metric_labels: {name!r} must have letters, digits and _ and begin with a letter, and not be one of "
+                    f"{', '.join(_OWN_LABELS)}, which metrics have already"
+                )
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be 'text' or 'json', got {self.log_format!r}")
         if len({key.name for key in self.api_keys}) < len(self.api_keys):

@@ -27,6 +27,7 @@ class ServerContext:
 
     failure      why the server gives up, where phase is "failed"
     signing_key  of this process, for what clients hold for it and send back
+    keeps_responses  False: responses are never stored, and say so
     """
 
     config: ServerConfig
@@ -39,6 +40,7 @@ class ServerContext:
     responses: ResponseStore | None = None
     phase: Phase = "starting"
     failure: str | None = None
+    keeps_responses: bool = True
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 
-from quire.api.decode import decode_body
+from quire.api.decode import LARGE_BYTES, decode_body
 from quire.base.errors import RequestError
 from quire.serving.answers import Answer
 from quire.serving.config import ServerConfig
@@ -65,7 +66,10 @@ class Call:
         """Return the JSON body as a `kind`. Raises ApiError: 400, 408, 413 or 415, naming the field."""
         data = await self.raw_json()
         try:
-            body, ignored = decode_body(data, kind)
+            if len(data) > LARGE_BYTES:
+                body, ignored = await asyncio.to_thread(decode_body, data, kind)
+            else:
+                body, ignored = decode_body(data, kind)
         except RequestError as error:
             raise invalid(str(error), error.param, getattr(error, "code", "invalid_value")) from None
         if ignored and self.config.strict:

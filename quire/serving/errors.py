@@ -29,6 +29,7 @@ _TYPES = {
     504: ("timeout", "timeout_error"),
     OVERLOADED_STATUS: ("server_error", "overloaded_error"),
 }
+_LENGTH_FIELDS = ("prompt", "max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_MESSAGE_LENGTH = 2000
 MAX_RETRY_AFTER_S = 120  # clients take a longer wait as "do not retry"
 
@@ -133,7 +134,8 @@ def deadline_exceeded(while_queued: bool) -> ApiError:
 def from_quire_error(error: QuireError) -> ApiError:
     """Return a 400 for what the client can change, else a 500."""
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if "max_model_len" in str(error) and error.param == "prompt" else "invalid_value"
+        is_too_long = error.param in _LENGTH_FIELDS and "max_model_len" in str(error)
+        code = "context_length_exceeded" if is_too_long else "invalid_value"
         return ApiError(400, str(error), code=code, param=error.param)
     if isinstance(error, UnsupportedError):
         return ApiError(400, str(error), code="unsupported_value")

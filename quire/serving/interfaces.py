@@ -21,11 +21,13 @@ class Owner:
     name         of the API key, as the server's operator called it; "anonymous" without keys
     cache_salt   keeps this tenant's prefix cache apart from all others'
     is_admin     may see the live view with everybody's requests
+    may_hurry    may ask for the class "interactive"
     """
 
     name: str
     cache_salt: str
     is_admin: bool = False
+    may_hurry: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,44 +3,90 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Literal
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kv.pool import KvPool
-from quire.model.build import build_model, runs_natively
+from quire.model.build import Model, build_model, runs_natively
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
+from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
+from quire.quant.policy import POLICIES, QuantizationPolicy
 from quire.speculate.draft_model import DraftModelProposer
+from quire.speculate.head_proposer import HeadProposer
+from quire.speculate.layer_skip import LayerSkipProposer
+from quire.speculate.lookahead import LookaheadProposer
+from quire.speculate.medusa import MedusaProposer
+from quire.speculate.merged import MergedProposer
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.speculate.suffix import SuffixProposer
+from quire.speculate.target import Target
 
 logger = get_logger(__name__)
 
 
-def build_speculator(config: SpeculativeConfig, spec: ModelSpec, memory: MemoryPlan) -> Speculator:
-    """Return a speculator with the proposer of the configuration's method.
+def build_speculator(config: SpeculativeConfig, report: ModelReport, target: Target) -> Speculator:
+    """Return a speculator with the proposers of the configuration's methods.
 
-    spec, memory  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
+    report, target  of the model that verifies. Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    proposer: Proposer
-    if config.model is not None:
-        proposer = _build_draft_model(config.model, spec, memory)
-    elif config.method == "suffix":
-        proposer = SuffixProposer(config)
-    else:
-        proposer = NgramProposer(config)
-    return Speculator(config, proposer, spec.vocab_size)
+    proposers = [_build_proposer(method, config, report, target) for method in config.methods]
+    proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
+    return Speculator(config, proposer, report.spec.vocab_size)
 
 
-def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> DraftModelProposer:
+def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport, target: Target) -> Proposer:
+    match method:
+        case "draft_model":
+            policy = None if config.quantization is None else POLICIES[config.quantization]
+            return _build_draft_model(str(config.model), policy, report.spec, report.memory)
+        case "eagle" | "eagle3":
+            return _build_layer_head(method, resolve_model(str(config.model)), config, report, target.model)
+        case "mtp" | "deepseek_mtp":
+            folder = report.folder if config.model is None else resolve_model(config.model)
+            return _build_layer_head("mtp", folder, config, report, target.model)
+        case "medusa":
+            return MedusaProposer(read_parallel_head(resolve_model(str(config.model)), report.spec), config.draft_top_k)
+        case "self":
+            return LayerSkipProposer(target, config.skipped_layers or ())
+        case "suffix":
+            return SuffixProposer(config)
+        case "lookahead":
+            return LookaheadProposer(config)
+        case _:
+            return NgramProposer(config)
+
+
+def _build_layer_head(
+    kind: Literal["eagle", "eagle3", "mtp"], folder: Path, config: SpeculativeConfig, report: ModelReport, model: Model
+) -> HeadProposer:
+    head = read_layer_head(folder, kind, report.spec)
+    if head.tap_layers:
+        model.keep_inputs(head.tap_layers)
+    memory = report.memory
+    block_size = memory.kv.block_size
+    is_half = runs_natively(report.spec, block_size) and head.body.dtype == "float16"
+    kv = KvSpec.of(head.body, block_size, "float32" if is_half else head.body.dtype)
+    num_weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in head.parameters.values())
+    _check_fits(str(folder), num_weight_bytes, kv.bytes_per_block * memory.num_kv_blocks, memory)
+    max_len = min(head.body.max_positions, memory.max_model_len)
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    return HeadProposer(build_head(head, model, max_len, policy), head, KvPool(kv, memory.num_kv_blocks), max_len)
+
+
+def _build_draft_model(
+    model: str, policy: QuantizationPolicy | None, target: ModelSpec, memory: MemoryPlan
+) -> DraftModelProposer:
     folder = resolve_model(model, None)
     spec = read_model_spec(folder, "auto")
     if spec.vocab_size != target.vocab_size:
@@ -53,13 +99,18 @@ def _build_draft_model(model: str, target: ModelSpec, memory: MemoryPlan) -> Dra
     kv = KvSpec.of(spec, block_size, "float32" if is_half else spec.dtype)
     num_weight_bytes = sum(map(math.prod, parameter_shapes(spec).values())) * DTYPE_BYTES[spec.dtype]
     num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
+    _check_fits(model, num_weight_bytes, num_kv_bytes, memory)
+    max_len = min(spec.max_positions, memory.max_model_len)
+    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size, policy)
+    return DraftModelProposer(decoder, KvPool(kv, memory.num_kv_blocks), max_len)
+
+
+def _check_fits(name: str, num_weight_bytes: int, num_kv_bytes: int, memory: MemoryPlan) -> None:
+    """Refuse what drafts where it does not fit beside the model. Raises ConfigError."""
     left = memory.available_bytes - memory.weight_bytes - memory.activation_bytes - memory.kv_bytes
     if num_weight_bytes + num_kv_bytes > left:
         raise ConfigError(
             f"the draft model does not fit: its weights take {format_bytes(num_weight_bytes)} and its KV cache "
             f"{format_bytes(num_kv_bytes)}, but beside the model {format_bytes(max(0, left))} are left; lower num_kv_blocks"
         )
-    logger.info("draft model %s: weights %s, KV cache %s", model, format_bytes(num_weight_bytes), format_bytes(num_kv_bytes))
-    max_len = min(spec.max_positions, memory.max_model_len)
-    decoder = build_model(spec, open_parameters(folder, spec), max_len, block_size)
-    return DraftModelProposer(decoder, KvPool(kv, memory.num_kv_blocks), max_len)
+    logger.info("draft model %s: weights %s, KV cache %s", name, format_bytes(num_weight_bytes), format_bytes(num_kv_bytes))

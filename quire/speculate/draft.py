@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.request import Request
+from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
 from quire.sampling.row_state import SamplingRow
 
 ROOT = -1
 """The parent of the first drafts: the last known token."""
+
+_CHAIN = tuple(range(ROOT, MAX_SPECULATIVE_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +31,20 @@ class Draft:
     parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.tokens) > MAX_SPECULATIVE_TOKENS:
+            raise InvariantError(f"a draft has at most {MAX_SPECULATIVE_TOKENS} tokens, not {len(self.tokens)}")
         if len(self.tokens) != len(self.parents) or any(not ROOT <= p < i for i, p in enumerate(self.parents)):
             raise InvariantError(f"a draft of {len(self.tokens)} tokens cannot have the parents {self.parents}")
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...]) -> Draft:
         """Return a draft without branches."""
-        return cls(tokens, tuple(range(-1, len(tokens) - 1)))
+        return cls(tokens, _CHAIN[: len(tokens)])
 
     @property
     def is_chain(self) -> bool:
         """Whether every token follows the one before it."""
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+        return self.parents == _CHAIN[: len(self.parents)]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,6 +62,44 @@ class Draft:
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
+
+    def ancestors(self) -> list[int]:
+        """Return for each token a bit for every token on the way to it, itself included: bit i is that of token i."""
+        found: list[int] = []
+        for index, parent in enumerate(self.parents):
+            found.append((0 if parent == ROOT else found[parent]) | 1 << index)
+        return found
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Return the indices of the tokens on the way to `node`, itself included."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+
+class DraftBuilder:
+    """Puts a draft together, token by token; equal tokens behind the same one are one."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, parent: int, token_id: int) -> int:
+        """Return the index of the token token_id behind `parent`, which is appended if there is none."""
+        return self._nodes.setdefault((parent, token_id), len(self._nodes))
+
+    @property
+    def nodes(self) -> list[tuple[int, int]]:
+        """The parent and the token of all that was added, in that order."""
+        return list(self._nodes)
+
+    def build(self) -> Draft:
+        """Return what was added, in that order; at most MAX_SPECULATIVE_TOKENS."""
+        return Draft(tuple(token_id for _, token_id in self._nodes), tuple(parent for parent, _ in self._nodes))
 
 
 @dataclass(slots=True, eq=False)

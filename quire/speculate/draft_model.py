@@ -7,7 +7,8 @@ the block is shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +18,11 @@ from quire.contracts.step import StepPlan
 from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.build import Model
-from quire.sampling.drafting import draw_drafts
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_steps import OneTokenSteps
+from quire.sampling.drafting import DraftDraws, draw_drafts
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.proposer import Proposer
 
 _MAX_CATCH_UP = 512
 """Known tokens of one sequence that are computed in a step at most, before it is drafted."""
@@ -42,7 +46,7 @@ class _Feed:
     first: int
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts by a model, a token a pass, all sequences together.
 
     kv       the pool, of as many blocks as the target's
@@ -75,12 +79,9 @@ class DraftModelProposer:
         """See Proposer."""
         return max(0, min(limit, self._max_len - len(sequence.token_ids)))
 
-    def release(self, sequence: DraftedSequence) -> None:
-        """See Proposer; blocks tell by themselves what they hold."""
-
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer. A sequence far behind is brought nearer first, and gets no draft."""
-        drafts: dict[int, list[int]] = {index: [] for index in range(len(wanted))}
+        drafts: list[list[int]] = [[] for _ in wanted]
         feeds: list[_Feed] = []
         going: list[int] = []
         for index, (sequence, _) in enumerate(wanted):
@@ -89,26 +90,54 @@ class DraftModelProposer:
             feeds.append(_Feed(sequence, tokens, first))
             if first + len(tokens) == len(sequence.token_ids):
                 going.append(index)
-        logits = self._forward(feeds, [index for index in range(len(feeds)) if index in set(going)])
+        if any(len(feed.tokens) > 1 for feed in feeds):
+            found = self._catch_up(feeds, going)
+            for index, token_id in zip(going, found, strict=True):
+                drafts[index].append(token_id)
+        while going := [index for index in going if len(drafts[index]) < wanted[index][1]]:
+            num_steps = min(wanted[index][1] - len(drafts[index]) for index in going)
+            self._draft_on([(wanted[index][0], drafts[index]) for index in going], num_steps)
+        return [Draft.chain(tuple(tokens)) for tokens in drafts]
+
+    def _catch_up(self, feeds: list[_Feed], going: list[int]) -> list[int]:
+        """Compute the known tokens of all, and return the first drafts of those whose last one was among them."""
+        logits = self._forward(feeds, going)
         for feed in feeds:
             self._note_done(feed.sequence, feed.first + len(feed.tokens))
-        while going:
-            rows = [wanted[index][0] for index in going]
-            positions = [len(row.token_ids) + len(drafts[index]) for row, index in zip(rows, going, strict=True)]
-            for index, token_id in zip(going, draw_drafts(logits, [row.sampling for row in rows], positions), strict=True):
-                drafts[index].append(token_id)
-            going = [index for index in going if len(drafts[index]) < wanted[index][1]]
-            if going:
-                logits = self._feed_drafts([(wanted[index][0], drafts[index][-1]) for index in going])
-        return [Draft.chain(tuple(tokens)) for tokens in drafts.values()]
+        rows = [feeds[index].sequence for index in going]
+        return draw_drafts(logits, [row.sampling for row in rows], [len(row.token_ids) for row in rows]) if rows else []
 
-    def _feed_drafts(self, last: list[tuple[DraftedSequence, int]]) -> torch.Tensor:
-        feeds: list[_Feed] = []
-        for sequence, token_id in last:
-            memo: _Memo = sequence.memo
-            feeds.append(_Feed(sequence, [token_id], memo.ahead_from + len(memo.ahead)))
-            memo.ahead.append(token_id)
-        return self._forward(feeds, list(range(len(feeds))))
+    def _draft_on(self, rows: list[tuple[DraftedSequence, list[int]]], num_steps: int) -> None:
+        """Draft num_steps more tokens of each row behind its known ones and its drafts; the last of these has no KV yet."""
+        sequences = [sequence for sequence, _ in rows]
+        firsts = [len(sequence.token_ids) + len(tokens) - 1 for sequence, tokens in rows]
+        run = self._stepper(sequences, firsts, num_steps)
+        draws = DraftDraws([sequence.sampling for sequence in sequences], [first + 1 for first in firsts])
+        for _ in range(num_steps):
+            last = [tokens[-1] if tokens else sequence.token_ids[-1] for sequence, tokens in rows]
+            found = draws.draw(run(last))
+            for (sequence, tokens), fed, token_id in zip(rows, last, found, strict=True):
+                if tokens:
+                    sequence.memo.ahead.append(fed)
+                else:
+                    self._note_done(sequence, len(sequence.token_ids))
+                tokens.append(token_id)
+
+    def _stepper(
+        self, sequences: list[DraftedSequence], firsts: list[int], num_steps: int
+    ) -> Callable[[Sequence[int]], torch.Tensor]:
+        """Return what computes a token of each sequence, from the positions `firsts` on, and returns the logits behind them."""
+        if isinstance(self._model, NativeDecoder):
+            tables = np.stack([sequence.table for sequence in sequences])
+            return OneTokenSteps(self._model, self._kv, firsts, tables, num_steps).run
+        offsets = itertools.count()
+
+        def run(token_ids: Sequence[int]) -> torch.Tensor:
+            offset = next(offsets)
+            fed = zip(sequences, token_ids, firsts, strict=True)
+            return self._forward([_Feed(one, [token_id], first + offset) for one, token_id, first in fed], range(len(firsts)))
+
+        return run
 
     def _note_accepted(self, sequence: DraftedSequence) -> int:
         """Return the position of the first known token to compute; at least the last one is."""
@@ -141,7 +170,7 @@ class DraftModelProposer:
             filled[block_id] = max(filled[block_id], min(size, num_done - index * size))
         memo.num_done, memo.ahead_from, memo.ahead = num_done, num_done, []
 
-    def _forward(self, feeds: list[_Feed], wanted: list[int]) -> torch.Tensor:
+    def _forward(self, feeds: list[_Feed], wanted: Sequence[int]) -> torch.Tensor:
         """Compute tokens; return the logits behind the last one of each feed in `wanted`."""
         starts = [0]
         token_ids: list[int] = []

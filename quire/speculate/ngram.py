@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.contracts.speculative import SpeculativeConfig
-from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.occurrences import OccurrenceIndex
+from quire.speculate.proposer import Proposer
 
 _MAX_PLACES = 16
 
@@ -19,14 +19,11 @@ class _Memo:
     found: tuple[int, ...] = field(default=())
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts what followed the latest of the longest equal runs of tokens in prompt and output."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._min_match, self._max_match = config.prompt_lookup_min, config.prompt_lookup_max
-
-    def apply(self, plan: StepPlan) -> None:
-        """See Proposer; nothing is kept in blocks."""
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
@@ -41,9 +38,6 @@ class NgramProposer:
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         return [Draft.chain(sequence.memo.found[:limit]) for sequence, limit in wanted]
-
-    def release(self, sequence: DraftedSequence) -> None:
-        """See Proposer; the sequence's memo goes with it."""
 
 
 def _continuation(tokens: list[int], place: int, limit: int) -> tuple[int, ...]:

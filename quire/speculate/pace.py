@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+
+from quire.speculate.records import AcceptanceRecord
 
 _NEEDED_GAIN = 1.03
 _EVER = 0.98
-_PRIOR_WEIGHT = 4.0
 _FIRST_SLEEP, _LONGEST_SLEEP = 32, 1024
-_NUM_TRIALS = 3
 _STEPS_BETWEEN_PLAIN = 96
 _FEW_PLAIN = 2
 _STEPS_BETWEEN_FLOORS = 8
@@ -24,50 +23,23 @@ _CHEAP_RANKING = 32
 _FLOOR_SLACK = 0.9
 
 
-class AcceptanceRecord:
-    """How often the draft at each depth was accepted, where the one before it was; the past fades."""
-
-    def __init__(self, max_tokens: int, fading: float) -> None:
-        self._fading = fading
-        self._shares: list[float] | None = None
-        self.trials = [0.0] * max_tokens
-        self.hits = [0.0] * max_tokens
-
-    def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a chain of num_drafts tokens of which the first num_accepted were accepted."""
-        self._shares = None
-        for depth in range(min(num_drafts, num_accepted + 1)):
-            self.trials[depth] = self.trials[depth] * self._fading + 1.0
-            self.hits[depth] = self.hits[depth] * self._fading + (depth < num_accepted)
-
-    def rates(self) -> list[float]:
-        """Return the estimated share of acceptances at each depth; three in four where nothing is known."""
-        return [(hits + 0.75) / (trials + 1.0) for hits, trials in zip(self.hits, self.trials, strict=True)]
-
-    def shares(self, prior: Sequence[float]) -> list[float]:
-        """Return the probability that the drafts up to each depth are all accepted; as of the last note."""
-        if self._shares is None:
-            product = 1.0
-            self._shares = []
-            for hits, trials, rate in zip(self.hits, self.trials, prior, strict=True):
-                product *= (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT)
-                self._shares.append(product)
-        return self._shares
-
-
 class StepTimes:
-    """How long recent steps of so many tokens took, in seconds."""
+    """How long recent steps of so many tokens took, in seconds.
+
+    It is their lower quartile: what delays one now and then is not what its tokens cost, be it another program, or the draft
+    model that has to compute first what it has slept through.
+    """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        self._usual: dict[int, float] = {}
 
     def note(self, num_tokens: int, duration_s: float) -> None:
         """Take in a step."""
         key = _size_class(num_tokens)
         recent = self._recent.setdefault(key, deque(maxlen=7))
         recent.append(duration_s)
-        self._medians[key] = median(recent)
+        self._usual[key] = sorted(recent)[(len(recent) - 1) // 4]
 
     def num_known(self, num_tokens: int) -> int:
         """Return how many steps of about so many tokens are remembered."""
@@ -75,7 +47,7 @@ class StepTimes:
 
     def known(self) -> dict[int, float]:
         """Return what is known, by number of tokens."""
-        return self._medians
+        return self._usual
 
 
 def _size_class(num_tokens: int) -> int:
@@ -86,17 +58,23 @@ def _size_class(num_tokens: int) -> int:
 class Pace:
     """Chooses the number of drafts of every sequence in the next step."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
         self._max_tokens = max_tokens
         self._plain, self._drafted = StepTimes(), StepTimes()
-        self._ever = AcceptanceRecord(max_tokens, _EVER)
+        self._ever = record(max_tokens, _EVER)
         self._sleep = _FIRST_SLEEP
         self._sleep_left = 0
-        self._trials_left = _NUM_TRIALS
+        self._num_trials = record.num_trials
+        self._trials_left = self._num_trials
         self._steps_since_plain = 0
         self._floor = 0.0  # the least share for which a draft is taken
         self._steps_to_floor = 0
         self._num_sequences: int = 0
+
+    @property
+    def sleep_left(self) -> int:
+        """Steps until drafts are tried again; 0 while they are."""
+        return self._sleep_left
 
     @property
     def is_asleep(self) -> bool:
@@ -113,10 +91,10 @@ class Pace:
             self._drafted.note(num_sequences + num_drafts, duration_s)
             self._steps_since_plain += 1
 
-    def note_verified(self, record: AcceptanceRecord, num_drafts: int, num_accepted: int) -> None:
-        """Take in how the draft of a sequence fared."""
-        record.note(num_drafts, num_accepted)
-        self._ever.note(num_drafts, num_accepted)
+    def note_verified(self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int]) -> None:
+        """Take in how the draft of a sequence fared: the indices of what was accepted."""
+        record.note(num_drafts, path)
+        self._ever.note(num_drafts, path)
 
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
         """Return how many drafts to take of each sequence, given its record and how many it could have."""
@@ -157,7 +135,7 @@ class Pace:
         best = self._best_count(num_sequences, ranked)
         if best == 0:
             self._sleep_left, self._sleep = self._sleep, min(2 * self._sleep, _LONGEST_SLEEP)
-            self._trials_left = _NUM_TRIALS
+            self._trials_left = self._num_trials
             return False
         self._sleep = max(_FIRST_SLEEP, self._sleep // 2)
         # Shares move a little until the next decision.

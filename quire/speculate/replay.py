@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.proposer import Proposer
 
 Outputs = Mapping[tuple[int, ...], Sequence[int]]
 """Prompt -> the tokens that plain decoding gave."""
 
 
-class ReplayProposer:
+class ReplayProposer(Proposer):
     """Drafts what plain decoding gave, each token right with probability `share`; what is behind a wrong one does not matter.
 
     outputs  of prompts that have one choice
@@ -21,9 +21,6 @@ class ReplayProposer:
     def __init__(self, outputs: Outputs, share: float, vocab_size: int, seed: int = 0) -> None:
         self._outputs, self._share, self._vocab_size = outputs, share, vocab_size
         self._random = random.Random(seed)
-
-    def apply(self, plan: StepPlan) -> None:
-        """See Proposer; nothing is kept in blocks."""
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
@@ -37,6 +34,3 @@ class ReplayProposer:
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         return [Draft.chain(sequence.memo[:limit]) for sequence, limit in wanted]
-
-    def release(self, sequence: DraftedSequence) -> None:
-        """See Proposer; the sequence's memo goes with it."""

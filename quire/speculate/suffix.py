@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.contracts.speculative import SpeculativeConfig
-from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.occurrences import OccurrenceIndex
+from quire.speculate.proposer import Proposer
 
 _MAX_PLACES = 64
 _END = -1
@@ -63,7 +63,7 @@ class _Responses:
         self.index.extend(self.text)
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Drafts by vote. Responses are kept per cache_salt, so that no tenant's drafts hold another's text."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -71,9 +71,6 @@ class SuffixProposer:
         self._by_salt: dict[str, _Responses] = {}
         self._order: OrderedDict[int, str] = OrderedDict()  # salts of the responses, the oldest first
         self._num_seen = 0
-
-    def apply(self, plan: StepPlan) -> None:
-        """See Proposer; nothing is kept in blocks."""
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""

@@ -15,8 +15,11 @@ from torch import Tensor
 from quire.contracts.request import Request
 from quire.contracts.step import TokenLogprobs
 from quire.sampling.row_state import SamplingRow
-from quire.sampling.sampler import sample
+from quire.sampling.sampler import sample, sample_ahead
 from quire.speculate.draft import ROOT, Draft
+
+_MAX_DRAWN_ELEMENTS = 1 << 18
+"""Logits up to which tokens are drawn that may not be needed: a call for each level takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Walk]:
     logits  [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these
     """
     walks = [Walk() for _ in candidates]
+    if logits.numel() <= _MAX_DRAWN_ELEMENTS and _walk_drawn(logits, candidates, walks):
+        return walks
     active = list(range(len(candidates)))
     part = logits[: len(candidates)]
     while active:
@@ -87,6 +92,30 @@ def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Walk]:
     for candidate in candidates:
         candidate.sampling.token_mask = None
     return walks
+
+
+def _walk_drawn(logits: Tensor, candidates: Sequence[Candidate], walks: list[Walk]) -> bool:
+    """Draw all tokens at once, also those that no walk will reach; return False where they depend on each other."""
+    rows = [candidate.sampling for candidate in candidates]
+    positions = [row.position for row in rows]
+    for candidate, position in zip(candidates, positions[:], strict=True):
+        rows += [candidate.sampling] * len(candidate.draft)
+        positions += [position + depth for depth in candidate.draft.depths()]
+    drawn = sample_ahead(logits, rows, positions)
+    if drawn is None:
+        return False
+    for index, (candidate, walk) in enumerate(zip(candidates, walks, strict=True)):
+        row: int | None = index
+        while row is not None:
+            token_id = drawn[row]
+            walk.tokens.append(token_id)
+            candidate.sampling.append(token_id)
+            node = candidate.draft.child(walk.path[-1] if walk.path else ROOT, token_id)
+            row = None
+            if node is not None and not _is_ended(candidate, token_id):
+                walk.path.append(node)
+                row = candidate.first_draft_row + node
+    return True
 
 
 def _fail(walk: Walk, error: str | None) -> None:

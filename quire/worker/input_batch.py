@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionInput, TreeInput
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import Draft
 from quire.worker.pooling import Pooler
@@ -122,6 +122,8 @@ class InputBatch:
         self._token_ids = np.zeros(max_num_tokens, dtype=np.int64)
         self._positions = np.zeros(max_num_tokens, dtype=np.int64)
         self._slots = np.zeros(max_num_tokens, dtype=np.int64)
+        self._sources: list[int] = []
+        self._targets: list[int] = []
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan changes: sequences that ended or start, and their block tables."""
@@ -165,7 +167,7 @@ class InputBatch:
         return self._tables[row.table]
 
     def build(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft] = NO_DRAFTS) -> StepInput:
-        """Return the tensors of the step; drafts, as chains, stand in the slots behind the last known token."""
+        """Return the tensors of the step; drafts stand in the slots behind the last known token, in order."""
         rows = [self._rows[sequence_id] for sequence_id in plan.num_scheduled_tokens]
         counts = list(plan.num_scheduled_tokens.values())
         num_known = counts
@@ -192,11 +194,53 @@ class InputBatch:
         tables = self._tables[[row.table for row in rows], : max([row.num_blocks for row in rows])]
         block_index, offset = np.divmod(positions, self._block_size)
         slots[:] = tables[index, block_index] * self._block_size + offset
+        trees = self._place_trees(rows, starts, drafts, positions) if drafts else None
         self._token_ids[:num_tokens] = token_ids
         context_lens = [first + count for first, count in zip(positions_of_first, counts, strict=True)]
-        attention = AttentionInput(torch.from_numpy(slots), starts, context_lens, torch.from_numpy(tables))
+        attention = AttentionInput(torch.from_numpy(slots), starts, context_lens, torch.from_numpy(tables), trees)
         token_tensor, position_tensor = torch.from_numpy(self._token_ids[:num_tokens]), torch.from_numpy(positions)
         return StepInput(token_tensor, position_tensor, attention, rows, drafts, bool(self._prompt_rows))
+
+    def _place_trees(
+        self, rows: list[Row], starts: list[int], drafts: Mapping[SequenceId, Draft], positions: NDArray[np.int64]
+    ) -> TreeInput | None:
+        """Say what the tokens of drafts with branches see, and set their positions, which slots must not follow."""
+        if all(draft.is_chain for draft in drafts.values()):
+            return None
+        num_drafts = np.zeros(len(rows), dtype=np.int32)
+        ancestors = np.zeros(starts[-1], dtype=np.uint64)
+        for index, row in enumerate(rows):
+            draft = drafts.get(row.start.sequence_id, _NONE)
+            if draft.is_chain:
+                continue
+            end = starts[index + 1]
+            first = end - len(draft)
+            num_drafts[index] = len(draft)
+            ancestors[first:end] = np.array(draft.ancestors(), dtype=np.uint64)
+            positions[first:end] = positions[first - 1] + np.array(draft.depths())
+        return TreeInput(torch.from_numpy(num_drafts), torch.from_numpy(ancestors.view(np.int64)))
+
+    def accept(self, row: Row, path: Sequence[int]) -> None:
+        """Count drafts as computed, those with the indices `path`, in rising order: what take_moves returns must follow."""
+        for place, index in enumerate(path):
+            if place != index:
+                self._sources.append(self._slot(row, row.num_computed_tokens + index))
+                self._targets.append(self._slot(row, row.num_computed_tokens + place))
+        row.num_computed_tokens += len(path)
+
+    def _slot(self, row: Row, position: int) -> int:
+        return int(self._tables[row.table, position // self._block_size]) * self._block_size + position % self._block_size
+
+    def take_moves(self) -> tuple[Tensor, Tensor] | None:
+        """Return the slots [N] i64 whose KV is to be moved, and where to, so that what was accepted stands in one row.
+
+        In order, no source is written before it is read: a target is never behind its source, nor behind the one before.
+        """
+        if not self._sources:
+            return None
+        moves = torch.tensor(self._sources), torch.tensor(self._targets)
+        self._sources, self._targets = [], []
+        return moves
 
     def advance(self, step: StepInput) -> None:
         """Count the known tokens of the step as computed; whoever accepts drafts counts them."""

@@ -28,9 +28,10 @@ from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.speculator import Speculator
+from quire.speculate.target import Target
 from quire.speculate.verifier import Candidate, verify
 from quire.worker.constrained import ConstrainedRows
-from quire.worker.input_batch import NO_DRAFTS, InputBatch, PooledRun, Row, StepInput
+from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
 from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
 
 logger = get_logger(__name__)
@@ -74,27 +75,21 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
-    speculative = config.speculative_config
-    speculator = None if speculative is None else build_speculator(speculative, report.spec, report.memory)
-    return ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config), speculator), report
+    runner = ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config))
+    if config.speculative_config is not None:
+        runner.draft_with(build_speculator(config.speculative_config, report, runner.target))
+    return runner, report
 
 
 class ModelRunner:
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
-    speculator  drafts tokens, which are then verified; None: every step gives a sequence one token
+    What a constraint forces is drafted, and verified; more only if there is a speculator that drafts, see draft_with.
     """
 
-    def __init__(
-        self,
-        decoder: Model,
-        memory: MemoryPlan,
-        max_num_seqs: int,
-        max_num_tokens: int,
-        speculator: Speculator | None = None,
-    ) -> None:
+    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
         self._decoder = decoder
-        self._speculator = speculator
+        self._speculator = Speculator(None, None, decoder.spec.vocab_size)
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
@@ -107,7 +102,7 @@ class ModelRunner:
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
-        drafts = NO_DRAFTS if self._speculator is None else self._propose(self._speculator, plan)
+        drafts = self._propose(self._speculator, plan)
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {})
         step = self._batch.build(plan, drafts)
@@ -117,7 +112,11 @@ class ModelRunner:
             logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
         keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         runs = step.pooled_rows() if step.wants_prompt else []
-        constrained = ConstrainedRows([row for row, _ in ready], self._masks)
+        hidden_rows = [index for run in runs for index in range(run.first, run.last)]
+        reads_final = self._speculator.tap_layers == ()
+        if reads_final:
+            hidden_rows += range(step.attention.query_starts[-1])
+        constrained = ConstrainedRows([row for row, _ in ready], drafts, self._masks)
         try:
             logits = self._decoder.step(
                 step.token_ids,
@@ -125,8 +124,8 @@ class ModelRunner:
                 step.attention,
                 self._kv,
                 logit_rows,
-                keeps_all,
-                [index for run in runs for index in range(run.first, run.last)],
+                keeps_all or reads_final,
+                hidden_rows,
             )
         finally:
             constrained.wait()
@@ -134,12 +133,18 @@ class ModelRunner:
         pooled, errors = self._pool(runs)
         self._batch.advance(step)
         rows = [row for row, _ in ready]
+        paths: dict[SequenceId, tuple[int, ...]] = {}
         if drafts:
-            result = self._verify(plan, rows, drafts, logits, prompt_logprobs)
+            result = self._verify(plan, rows, _candidates(rows, drafts, constrained), logits, prompt_logprobs, paths)
         else:
             result = self._sample(plan, rows, logits, prompt_logprobs)
-        if self._speculator is not None:
-            result = replace(result, draft_wishes=self._speculator.end(plan, list(result.sampled), result.verified))
+            paths = dict.fromkeys(result.sampled, ())
+        if self._speculator.tap_layers is not None:
+            self._feed(step, paths, len(hidden_rows))
+        self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+        wishes = self._speculator.end(plan, paths)
+        if wishes:
+            result = replace(result, draft_wishes=wishes)
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
 
     def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
@@ -203,21 +208,37 @@ class ModelRunner:
                 )
         return speculator.propose(plan)
 
+    def _feed(self, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], num_hidden_rows: int) -> None:
+        """Hand the proposer what it reads of the tokens that this step computed: the known ones and the accepted drafts."""
+        rows: list[int] = []
+        fed: list[tuple[SequenceId, int, int]] = []
+        starts = step.attention.query_starts
+        for index, row in enumerate(step.rows):
+            sequence_id = row.start.sequence_id
+            begin, end = starts[index], starts[index + 1]
+            first_draft = end - len(step.drafts.get(sequence_id, _NO_DRAFT))
+            path = paths.get(sequence_id, ())
+            rows += range(begin, first_draft)
+            rows += [first_draft + node for node in path]
+            first = step.attention.context_lens[index] - (end - begin)
+            fed.append((sequence_id, first, first_draft - begin + len(path)))
+        if self._speculator.tap_layers:
+            features = self._decoder.layer_inputs(rows)
+        else:
+            features = self._decoder.hidden_states(num_hidden_rows - starts[-1], num_hidden_rows)
+            features = features if len(rows) == starts[-1] else features[rows]
+        self._speculator.feed(fed, features)
+
     def _verify(
         self,
         plan: StepPlan,
         rows: list[Row],
-        drafts: Mapping[SequenceId, Draft],
+        candidates: list[Candidate],
         logits: torch.Tensor,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
+        paths: dict[SequenceId, tuple[int, ...]],
     ) -> StepResult:
-        """Sample as _sample does, and on along the drafts."""
-        candidates: list[Candidate] = []
-        next_row = len(rows)
-        for row in rows:
-            draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
-            candidates.append(Candidate(row.start.request, row.sampling, draft, next_row))
-            next_row += len(draft)
+        """Sample as _sample does, and on along the drafts; `paths` gets the drafts that were accepted of every sequence."""
         result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
         completed: list[SequenceId] = []
         for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
@@ -226,7 +247,8 @@ class ModelRunner:
                 result.errors[sequence_id] = walk.error
                 continue
             row.token_ids += walk.tokens
-            row.num_computed_tokens += len(walk.path)
+            self._batch.accept(row, walk.path)
+            paths[sequence_id] = tuple(walk.path)
             if row.sampling.is_grammar_complete:
                 completed.append(sequence_id)
             result.sampled[sequence_id] = tuple(walk.tokens)
@@ -234,6 +256,9 @@ class ModelRunner:
                 result.logprobs[sequence_id] = tuple(walk.logprobs)
             if len(candidate.draft) > 0:
                 result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
+        moves = self._batch.take_moves()
+        if moves is not None:
+            self._decoder.move_tokens(self._kv, *moves)
         return replace(result, completed=frozenset(completed)) if completed else result
 
     def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
@@ -255,9 +280,18 @@ class ModelRunner:
             found[row.start.sequence_id] = tuple(entries)
         return found
 
+    @property
+    def target(self) -> Target:
+        """The model and its cache, for who drafts with them."""
+        return Target(self._decoder, self._kv)
+
     def draft_with(self, speculator: Speculator) -> None:
-        """Replace the speculator, which must follow no sequence."""
+        """Draft with a speculator from now on; the one that was there before must follow no sequence."""
         self._speculator = speculator
+
+    def draft_forced(self, is_wanted: bool) -> None:
+        """Say whether the tokens that constraints force are drafted; no sequence may be followed."""
+        self._speculator.drafts_forced = is_wanted
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
@@ -268,3 +302,14 @@ class ModelRunner:
         """Release the weights and the KV pool."""
         self._masks.close()
         del self._decoder, self._kv
+
+
+def _candidates(rows: list[Row], drafts: Mapping[SequenceId, Draft], constrained: ConstrainedRows) -> list[Candidate]:
+    """Return what is to be verified, where the logits behind the drafts come after those of the rows, in their order."""
+    found: list[Candidate] = []
+    next_row = len(rows)
+    for row in rows:
+        draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
+        found.append(Candidate(row.start.request, row.sampling, draft, next_row, constrained.masks_of(row)))
+        next_row += len(draft)
+    return found

@@ -168,6 +168,52 @@ def test_feed_is_slow_when_motion_is_unwanted_and_ends_when_the_view_is_left(bro
     assert browser.run("return getComputedStyle(document.querySelector('button')).transitionDuration") == "0s"
 
 
+def batch_file(folder, num, max_tokens):
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
+    lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body} for n in range(num)]
+    path = folder / "in.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return str(path)
+
+
+def test_batch_is_started_watched_and_cancelled(browser, server, tmp_path):
+    browser.open(f"{server.url}/#batches")
+    row = "return [...document.querySelectorAll('#view-batches tbody tr:first-child > *')].map((cell) => cell.textContent)"
+    browser.until(lambda: browser.run(row) == ["None yet."], "the list")
+
+    def start(num, max_tokens):
+        browser.labelled("File").send_keys(batch_file(tmp_path, num, max_tokens))
+        browser.labelled("Route").send_keys("/v1/completions")
+        browser.button("Start").click()
+        browser.until(lambda: "Started batch_" in browser.one("#view-batches .note").text, "the note")
+
+    start(3, 4)
+    browser.until(lambda: browser.run(row)[2:4] == ["completed", " 3 of 3"], "the end of a batch")
+    assert browser.run("return document.querySelector('#view-batches progress').position") == 1
+    browser.run(
+        "const real = URL.createObjectURL; URL.createObjectURL = (blob) => { window.blob = blob; return real.call(URL, blob); }"
+    )
+    browser.button("Answers").click()
+    browser.until(lambda: browser.run("return window.blob !== undefined"), "the answers")
+    text = browser.driver.execute_async_script("window.blob.text().then(arguments[0])")
+    assert [json.loads(line)["response"]["status_code"] for line in text.splitlines()] == [200] * 3
+    start(500, 900)
+    browser.until(lambda: browser.run(row)[2] == "in progress", "a batch that runs")
+    browser.shot("batches")
+    browser.button("Cancel").click()
+    browser.until(lambda: browser.run(row)[2] == "cancelled", "the end of the cancelled batch")
+    assert "500 of 500" in browser.run(row)[3]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"custom_id": "a"}')
+    browser.labelled("File").send_keys(str(bad))
+    browser.button("Start").click()
+    browser.until(lambda: browser.run(row)[2] == "failedline 1: method is required", "the error of a line")
+    browser.open(f"{server.url}/#batches", width=360, height=740)
+    browser.until(lambda: "failed" in browser.one("#view-batches tbody").text, "the list")
+    assert browser.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    browser.shot("phone-batches")
+
+
 def test_key_is_asked_for_and_kept_in_the_tab_alone(browser, guarded_server):
     browser.allowed_errors = ["401"]
     browser.open(guarded_server.url)

@@ -82,19 +82,33 @@ class ServerProcess:
         found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False).stdout
         return int(found.split()[0]) if found.split() else None
 
+    @contextlib.contextmanager
+    def frozen_engine(self):
+        """Hold the engine's process still: what is in flight stays so, however long the test takes."""
+        pid = self.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def metric(self, name, **labels):
         """Return the sum of a metric over the series that have the labels."""
-        total = 0.0
+        return self.metrics(name, **labels)[0]
+
+    def metrics(self, *names, **labels):
+        """Return the sums of several metrics at one moment."""
+        totals = dict.fromkeys(names, 0.0)
         for line in self.get("/metrics").text.splitlines():
             series, _, value = line.rpartition(" ")
-            if series.split("{")[0] == name and all(f'{key}="{wanted}"' in series for key, wanted in labels.items()):
-                total += float(value)
-        return total
+            name = series.split("{")[0]
+            if name in totals and all(f'{key}="{wanted}"' in series for key, wanted in labels.items()):
+                totals[name] += float(value)
+        return [totals[name] for name in names]
 
     def is_idle(self):
         """Whether nothing runs or waits, and no sequence holds a block."""
-        names = ("quire:num_requests_running", "quire:num_requests_waiting", "quire:kv_cache_usage_perc")
-        return all(self.metric(name) == 0 for name in names)
+        return not any(self.metrics("quire:num_requests_running", "quire:num_requests_waiting", "quire:kv_cache_usage_perc"))
 
     def stop(self, number=signal.SIGTERM, timeout_s=60):
         """Send a signal and return the exit status."""

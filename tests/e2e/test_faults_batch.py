@@ -61,6 +61,7 @@ def kill_when(server, condition):
     server.kill()
 
 
+@pytest.mark.slow
 def test_batch_has_every_line_once_when_the_server_is_killed_while_it_runs(tmp_path):
     options = ("--data-dir", str(tmp_path), "--no-page")
     with serving(*options) as server:

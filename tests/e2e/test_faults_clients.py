@@ -11,7 +11,7 @@ from tests.e2e.server_process import serving
 from tests.e2e.wire import Wire, assert_recovered, completion, exchange, read_answer, request_bytes
 
 SLOW_READER_S = 1.5
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.0
 LONG_PROMPT = [5 + n % 3000 for n in range(1000)]
 MIB = 1 << 20
 MAX_ERROR_BYTES = 4 << 10
@@ -33,6 +33,11 @@ def num_aborted(server, reason="disconnect"):
     return server.metric("quire:stream_aborts_total", reason=reason)
 
 
+def num_unread(server):
+    """Return how many streams were ended as unread: by what piled up, or, where the engine is slow, by the blocked socket."""
+    return num_aborted(server, "slow_reader") + num_aborted(server)
+
+
 def num_open(server):
     return server.metric("quire:num_requests_running") + server.metric("quire:num_requests_waiting")
 
@@ -45,9 +50,18 @@ def leave_all(server, wires, how):
             getattr(wire, how)()
 
 
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-@pytest.mark.parametrize("is_streaming", [True, False], ids=["stream", "unary"])
-def test_work_stops_when_clients_go(server, expected, how, is_streaming):
+@pytest.mark.parametrize(
+    "is_streaming, how",
+    [
+        (True, "close"),
+        (False, "reset"),
+        (True, "half-close"),
+        pytest.param(False, "close", marks=pytest.mark.slow),
+        pytest.param(True, "reset", marks=pytest.mark.slow),
+        pytest.param(False, "half-close", marks=pytest.mark.slow),
+    ],
+)
+def test_work_stops_when_clients_go(server, expected, is_streaming, how):
     """Of 60 requests 32 run, the others wait in the queue."""
     aborted = num_aborted(server)
 
@@ -60,7 +74,7 @@ def test_work_stops_when_clients_go(server, expected, how, is_streaming):
             await wires[0].read_event()
         generated = await asyncio.to_thread(server.metric, "quire:generation_tokens_total")
         leave_all(server, wires, how)
-        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 60, 20)
+        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 60)
         return generated
 
     generated = asyncio.run(go())
@@ -76,7 +90,7 @@ def test_work_stops_when_clients_go_during_prefill(server, expected):
         wires = await asyncio.gather(*[Wire.send(server, "/v1/completions", body) for body in bodies])
         await asyncio.to_thread(server.wait_for, lambda: num_open(server) == 40)
         leave_all(server, wires, "reset")
-        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 40, 20)
+        await asyncio.to_thread(server.wait_for, lambda: num_aborted(server) == aborted + 40)
 
     asyncio.run(go())
     assert_recovered(server, expected)
@@ -96,7 +110,7 @@ def never_read(server, max_tokens, num):
 
 
 def test_one_stream_goes_on_when_others_never_read(server, expected):
-    slow, others = num_aborted(server, "slow_reader"), 6
+    unread, others = num_unread(server), 6
     sockets = never_read(server, 900, others)
 
     async def go():
@@ -107,7 +121,7 @@ def test_one_stream_goes_on_when_others_never_read(server, expected):
         wire = asyncio.run(go())
         assert wire.is_complete
         assert len(wire.events) >= 200 / 32
-        server.wait_for(lambda: num_aborted(server, "slow_reader") == slow + others, 60)
+        server.wait_for(lambda: num_unread(server) == unread + others)
     finally:
         for sock in sockets:
             sock.close()
@@ -133,9 +147,10 @@ def test_one_stream_goes_on_when_500_never_read(server, expected):
 def test_slow_heads_and_bodies_are_cut_off_while_others_are_served(server, expected):
     whole = request_bytes("/v1/completions", completion(1))
     cuts = [1, 20, len(whole) // 2, len(whole) - 1]
-    sockets = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(60)]
-    for number, sock in enumerate(sockets):
-        sock.sendall(whole[: cuts[number % len(cuts)]])
+    sockets = []
+    for number in range(60):
+        sockets.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        sockets[-1].sendall(whole[: cuts[number % len(cuts)]])
     assert server.post("/v1/completions", completion(1)).status_code == 200
     answers = []
     for sock in sockets:

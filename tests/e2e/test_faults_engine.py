@@ -12,7 +12,7 @@ from tests.e2e.server_process import ServerProcess, serving
 from tests.e2e.wire import PROMPT, Wire, assert_recovered, completion
 
 NUM_STREAMS = 24
-MAX_TOKENS = 400
+MAX_TOKENS = 900
 LONG_PROMPT = [5 + n % 3000 for n in range(1000)]
 
 
@@ -54,6 +54,7 @@ async def break_decode(server, number):
     streams = await asyncio.gather(*[Wire.stream(server, MAX_TOKENS) for _ in range(NUM_STREAMS)])
     unary = [asyncio.create_task(Wire.ask(server, MAX_TOKENS)) for _ in range(4)]
     await asyncio.gather(*[wire.read_event() for wire in streams])
+    await asyncio.to_thread(server.wait_for, lambda: server.metric("quire:num_requests_running") == NUM_STREAMS + 4)
     harm(server, number)
     await asyncio.gather(*[wire.read_rest() for wire in streams])
     ready, health = await asyncio.gather(*[asyncio.to_thread(server.get, path) for path in ("/ready", "/health")])
@@ -139,6 +140,7 @@ def test_batch_lines_run_once_when_the_engine_is_killed_in_mid_batch(server):
     assert_recovered(server)
 
 
+@pytest.mark.slow
 def test_server_ends_with_the_reason_when_the_engine_keeps_dying():
     server = ServerProcess("--max-restarts", "0", "--no-page")
     with stopping(server):
@@ -154,3 +156,4 @@ def test_server_ends_at_once_when_the_model_cannot_be_loaded():
     with stopping(server):
         assert server.process.wait(60) == 1
         assert "the server ends: max_model_len" in server.whole_log()
+        assert server.whole_log().count("max_model_len is 100000000") == 1

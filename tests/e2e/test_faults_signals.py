@@ -51,13 +51,14 @@ def is_draining(server):
     return server.get("/ready").json().get("reason") == "draining"
 
 
+@pytest.mark.slow
 def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(start):
-    server = start("--drain-grace", "2")
+    server = start("--drain-grace", "3")
     pid = server.engine_pid()
 
     async def go():
-        wires = await open_streams(server, 500)
-        unary = asyncio.create_task(Wire.ask(server, 500))
+        wires = await open_streams(server, 900)
+        unary = asyncio.create_task(Wire.ask(server, 900))
         await asyncio.to_thread(server.wait_for, lambda: server.metric("quire:num_requests_running") == NUM_STREAMS + 1)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(server.wait_for, lambda: is_draining(server))
@@ -71,7 +72,7 @@ def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(
 
     wires, unary, ready, *refusals = asyncio.run(go())
     assert all(wire.is_complete and len(wire.text) > 0 for wire in wires)
-    assert (unary[0], unary[2]["usage"]["completion_tokens"]) == (200, 500)
+    assert (unary[0], unary[2]["usage"]["completion_tokens"]) == (200, 900)
     assert ready.status_code == 503
     for refused in refusals:
         assert refused.status_code == 503
@@ -81,12 +82,13 @@ def test_streams_finish_and_new_requests_get_503_when_the_server_is_told_to_end(
     assert not is_alive(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, numbers",
     [
-        pytest.param(("--drain-timeout", "0.5"), [signal.SIGTERM], id="outlasting-the-drain"),
-        pytest.param((), [signal.SIGTERM, signal.SIGTERM], id="twice", marks=pytest.mark.slow),
-        pytest.param((), [signal.SIGINT, signal.SIGINT], id="ctrl-c-twice", marks=pytest.mark.slow),
+        pytest.param(("--drain-timeout", "0.2"), [signal.SIGTERM], id="outlasting-the-drain"),
+        pytest.param((), [signal.SIGTERM, signal.SIGTERM], id="twice"),
+        pytest.param((), [signal.SIGINT, signal.SIGINT], id="ctrl-c-twice"),
     ],
 )
 def test_streams_end_with_an_error_when_they_cannot_finish(start, options, numbers):
@@ -135,7 +137,8 @@ def test_server_ends_when_it_is_told_to_while_it_loads(number):
     assert not is_alive(pid)
 
 
-@pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
 def test_engine_ends_when_the_server_is_killed(start, is_busy):
     server = start()
     pid = server.engine_pid()
@@ -148,7 +151,7 @@ def test_engine_ends_when_the_server_is_killed(start, is_busy):
 
     asyncio.run(go())
     server.process.wait()
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not is_alive(pid)
@@ -161,7 +164,7 @@ def test_idle_connections_do_not_hold_up_the_end(start):
         assert client.get("/health").status_code == 200
         started_s = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - started_s < 20
+        assert time.monotonic() - started_s < 60  # it would keep them for 75 s
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "text" / "class
 
 
 @pytest.mark.parametrize("name", BUNDLED_MODELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_transformers_generates_the_same_tokens(name, dtype, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

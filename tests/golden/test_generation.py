@@ -20,8 +20,7 @@ VOCAB_SIZE = 131
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]
 
 
-def expected_tokens(folder, prompt):
-    model = reference_model(folder)
+def expected_tokens(model, prompt):
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt]), max_new_tokens=NUM_STEPS, min_new_tokens=NUM_STEPS, do_sample=False, use_cache=True
@@ -41,7 +40,8 @@ def folder(checkpoint, case, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(folder, case):
-    expected = [expected_tokens(folder, prompt) for prompt in PROMPTS]
+    model = reference_model(folder)
+    expected = [expected_tokens(model, prompt) for prompt in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS, detokenize=False)
     llm = LLM(str(folder), skip_tokenizer_init=True, block_size=4, num_kv_blocks=120, max_num_seqs=4, max_num_batched_tokens=23)
     for _ in range(2):  # the second time over cached prefixes

@@ -18,14 +18,15 @@ MAY_IMPORT = {
     "kv": {"base", "contracts", "kernels"},
     "quant": {"base", "contracts", "kernels"},
     "model": {"base", "contracts", "kernels", "kv", "quant"},
-    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "model"},
+    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model"},
     "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "model", "speculate"},
     "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
+    "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
     "bench": {"base", "contracts", "kernels", "text", "model", "speculate", "engine"},
-    "cli": {"base", "contracts", "text", "model", "engine", "serving", "bench"},
+    "cli": {"base", "contracts", "text", "model", "training", "engine", "serving", "bench"},
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}
 DATA_FOLDERS = {"demo_models"}

@@ -11,7 +11,7 @@ from msgspec import Meta
 from quire.api.anthropic.blocks import AssistantMessage, CacheControl, Messages, Texts, ToolUseBlock
 from quire.api.decode import Body, BodyError, Refusal, always, check_depth, unless
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
-from quire.api.openai.shared import MAX_DEPTH, MAX_STOP_STRINGS, MAX_TOKEN_ID, NO_CONSTRAINTS, Name, StopString
+from quire.api.openai.shared import MAX_DEPTH, MAX_STOP_STRINGS, MAX_TOKEN_ID, Name, StopString
 
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 
@@ -23,7 +23,7 @@ class Tool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
-    strict: Annotated[Literal[False], Meta(description="true needs constrained decoding, which is not here yet.")] | None = None
+    strict: Annotated[bool, Meta(description="true: calls have an input of the schema.")] | None = None
     cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
@@ -33,11 +33,32 @@ class Tool(msgspec.Struct, kw_only=True):
             raise ValueError(f"input_schema may have {MAX_SCHEMA_BYTES} bytes, got {size}")
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
-    """Whether the model may call tools; disable_parallel_tool_use cuts its answer after the first call."""
+class ToolChoiceAuto(msgspec.Struct, tag_field="type", tag="auto", kw_only=True):
+    """The model may call tools; disable_parallel_tool_use cuts its answer after the first call."""
 
-    type: Literal["auto", "none"]
     disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceAny(msgspec.Struct, tag_field="type", tag="any", kw_only=True):
+    """The model has to call a tool, exactly one with disable_parallel_tool_use."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceTool(msgspec.Struct, tag_field="type", tag="tool", kw_only=True):
+    """The model has to call one certain tool, exactly once with disable_parallel_tool_use."""
+
+    name: ToolName
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceNone(msgspec.Struct, tag_field="type", tag="none", kw_only=True):
+    """The model is shown no tools."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+ToolChoice = ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone
 
 
 class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled", kw_only=True):
@@ -60,11 +81,17 @@ class ThinkingAdaptive(msgspec.Struct, tag_field="type", tag="adaptive", kw_only
 Thinking = ThinkingEnabled | ThinkingDisabled | ThinkingAdaptive
 
 
+class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True):
+    """JSON of a schema."""
+
+    schema: dict[str, Any] | bool
+
+
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """How much the model is to reason, as its chat template knows it."""
+    """How much the model is to reason, as its chat template knows it, and what its answer has to be."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Annotated[None, Meta(description="Needs constrained decoding, which is not here yet.")] = None
+    format: OutputFormat | None = None
 
 
 class RequestMetadata(msgspec.Struct, kw_only=True):
@@ -91,9 +118,7 @@ class PromptFields(Body, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
             "tools": _refuse_tools,
-            "tool_choice": _refuse_tool_choice,
-            "output_config": _refuse_output_config,
-            "output_format": always(NO_CONSTRAINTS),
+            "output_format": always("is of the past; use output_config.format"),
             "speed": unless("standard", reason="there is only 'standard'"),
             "mcp_servers": always("this server calls no MCP servers; give their tools as tools"),
             **{
@@ -108,10 +133,24 @@ class PromptFields(Body, kw_only=True):
         for position, name in enumerate(names):
             if name in names[:position]:
                 raise BodyError(f"tools: two have the name {name!r}", f"tools[{position}].name")
+        self._check_constraints(names)
         last = self.messages[-1]
         if isinstance(last, AssistantMessage) and any(isinstance(block, ToolUseBlock) for block in last.content):
             where = f"messages[{len(self.messages) - 1}]"
             raise BodyError(f"{where}: the last message has tool_use blocks without the tool_result blocks after them", where)
+
+    def _check_constraints(self, names: list[str]) -> None:
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoiceAny | ToolChoiceTool) and not names:
+            raise BodyError("tool_choice: needs tools", "tool_choice")
+        if isinstance(choice, ToolChoiceTool) and choice.name not in names:
+            raise BodyError(f"tool_choice: there is no tool {choice.name!r}", "tool_choice.name")
+        has_format = self.output_config is not None and self.output_config.format is not None
+        if has_format and isinstance(self.messages[-1], AssistantMessage):
+            raise BodyError(
+                "output_config.format: cannot be used with a last message of the assistant, which the answer would go on with",
+                "output_config.format",
+            )
 
 
 class CountTokensRequest(PromptFields, kw_only=True):
@@ -137,15 +176,6 @@ def _refuse_tools(value: Any) -> str | None:
         if isinstance(kind, str) and kind != "custom":
             return f"this server runs no tools of its own, such as {kind[:100]!r}; only tools with name and input_schema are"
     return None
-
-
-def _refuse_tool_choice(value: Any) -> str | None:
-    kind = _member(value, "type")
-    return f"{NO_CONSTRAINTS}, which {kind!r} needs; 'auto' and 'none' are" if kind in ("any", "tool") else None
-
-
-def _refuse_output_config(value: Any) -> str | None:
-    return f"{NO_CONSTRAINTS}; leave format out" if _member(value, "format") is not None else None
 
 
 def _member(value: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Refusal, always, check_depth, unless
-from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields
+from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields, ServiceTier
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -142,14 +142,26 @@ class ChosenFunction(msgspec.Struct):
     name: ToolName
 
 
-class ChosenTool(msgspec.Struct):
+class ChosenTool(msgspec.Struct, tag_field="type", tag="function"):
     """The tool that is to be called."""
 
-    type: Literal["function"]
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that may be called, of which one has to be where the mode is "required"."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """Some of the tools: the model is shown no others."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedChoice
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 TemplateVariables = Annotated[dict[str, Any], Meta(description="More variables of the chat template.")]
 ContinuesFinal = Annotated[bool, Meta(description="Go on with the last message.")]
@@ -191,8 +203,17 @@ def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> No
         return
     if not tools:
         raise BodyError("tool_choice: needs tools", "tool_choice")
-    if isinstance(choice, ChosenTool) and all(tool.function.name != choice.function.name for tool in tools):
-        raise BodyError(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
+    known = {tool.function.name for tool in tools}
+    for name in chosen_tools(choice):
+        if name not in known:
+            raise BodyError(f"tool_choice: there is no tool {name!r}", "tool_choice")
+
+
+def chosen_tools(choice: ToolChoice | None) -> tuple[str, ...]:
+    """Return the names of the tools that a choice names."""
+    if isinstance(choice, AllowedChoice):
+        return tuple(tool.function.name for tool in choice.allowed_tools.tools)
+    return (choice.function.name,) if isinstance(choice, ChosenTool) else ()
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
@@ -214,7 +235,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     reasoning_effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
     include_reasoning: Annotated[bool, Meta(description="false leaves the reasoning out of the answer.")] | None = None
     echo: Annotated[bool, Meta(description="With continue_final_message: begin with that message.")] | None = None
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     metadata: Metadata | None = None
     store: Literal[False] | None = None
     safety_identifier: str | None = None
@@ -253,6 +274,23 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         check_tool_choice(self.tool_choice, self.tools)
         if self.echo and not self.continue_final_message:
             raise BodyError("echo: needs continue_final_message true", "echo")
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model is shown: those that it may call, or has to."""
+        if self.tool_choice == "none":
+            return []
+        names = chosen_tools(self.tool_choice) if isinstance(self.tool_choice, AllowedChoice) else None
+        return [tool for tool in self.tools or () if names is None or tool.function.name in names]
+
+    @property
+    def forced_tools(self) -> tuple[str, ...]:
+        """The names of the tools one of which has to be called; empty: the model decides."""
+        choice = self.tool_choice
+        if isinstance(choice, ChosenTool):
+            return chosen_tools(choice)
+        is_required = choice == "required" or (isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required")
+        return tuple(tool.function.name for tool in self.shown_tools) if is_required else ()
 
     @property
     def max_output_tokens(self) -> int | None:

@@ -67,9 +67,9 @@ def split_prompts(prompt: str | list[str | int | list[int]], limit: int, param: 
     prompts: list[Prompt]
     if isinstance(prompt, str):
         prompts = [prompt]
-    elif prompt and all(isinstance(item, int) for item in prompt):
+    elif (kinds := set[type](map(type, prompt))) == {int}:
         prompts = [prompt]  # type: ignore[list-item]
-    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+    elif kinds <= {str} or kinds == {list}:
         prompts = prompt  # type: ignore[assignment]
     else:
         raise BodyError(f"{param}: must hold strings, token ids, or lists of token ids, and not a mixture of them", param)

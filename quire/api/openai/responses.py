@@ -14,12 +14,12 @@ from quire.api.openai.responses_items import InputItems
 from quire.api.openai.shared import (
     MAX_DEPTH,
     MAX_TOKEN_ID,
-    NO_CONSTRAINTS,
     SERVICE_TIERS,
     Metadata,
     Name,
     Penalty,
     Salt,
+    ServiceTier,
     Stop,
 )
 
@@ -36,7 +36,7 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     name: Annotated[str, Meta(pattern=_TOOL_NAME)] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Literal[False], Meta(description="true needs constrained decoding, which is not here yet.")] | None = None
+    strict: Annotated[bool, Meta(description="true: calls have arguments of the schema.")] | None = None
 
     def __post_init__(self) -> None:
         if self.parameters is None:
@@ -47,6 +47,22 @@ class FunctionTool(msgspec.Struct, kw_only=True):
             raise ValueError(f"parameters may have {MAX_SCHEMA_BYTES} bytes, got {size}")
 
 
+class ChosenTool(msgspec.Struct, tag_field="type", tag="function"):
+    """A tool that is to be called, or may be."""
+
+    name: Annotated[str, Meta(pattern=_TOOL_NAME)]
+
+
+class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_only=True):
+    """The tools that may be called, of which one has to be where the mode is "required"."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedTools
+
+
 class Reasoning(msgspec.Struct, kw_only=True):
     """How much the model is to reason. A summary is not made: the reasoning is given in full."""
 
@@ -55,16 +71,27 @@ class Reasoning(msgspec.Struct, kw_only=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
-    """The form of the text."""
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """Any text."""
 
-    type: Literal["text"]
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True):
+    """JSON of a schema, which is enforced whether strict is true or not. The name and the description are not used."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    schema: dict[str, Any] | bool
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
     """The form of the text, and how long it is to be."""
 
-    format: TextFormat | None = None
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -86,7 +113,7 @@ class ResponsesRequest(Body, kw_only=True):
         None
     )
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, description="Of hosted tools, which there are none of.")] | None = None
     text: TextConfig | None = None
@@ -107,7 +134,7 @@ class ResponsesRequest(Body, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default", "flex"] | None = None
+    service_tier: ServiceTier | None = None
     user: Identifier | None = None
     safety_identifier: Identifier | None = None
     prompt_cache_key: Identifier | None = None
@@ -155,6 +182,36 @@ class ResponsesRequest(Body, kw_only=True):
             if tool.name in names:
                 raise BodyError(f"tools: two have the name {tool.name!r}", f"{where}.name")
             names.append(tool.name)
+        for name in self.chosen_tools:
+            if name not in names:
+                raise BodyError(f"tool_choice: there is no tool {name!r}", "tool_choice", "invalid_value")
+        if self.tool_choice == "required" and not names:
+            raise BodyError("tool_choice: needs tools", "tool_choice")
+
+    @property
+    def chosen_tools(self) -> tuple[str, ...]:
+        """The tools that tool_choice names."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return tuple(tool.name for tool in choice.tools)
+        return (choice.name,) if isinstance(choice, ChosenTool) else ()
+
+    @property
+    def forced_tools(self) -> tuple[str, ...]:
+        """The names of the tools one of which has to be called; empty: the model decides."""
+        choice = self.tool_choice
+        if isinstance(choice, ChosenTool):
+            return self.chosen_tools
+        is_required = choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
+        return tuple(tool.name or "" for tool in self.shown_tools) if is_required else ()
+
+    @property
+    def shown_tools(self) -> list[FunctionTool]:
+        """The tools that the model is shown: those that it may call."""
+        if self.tool_choice == "none":
+            return []
+        names = self.chosen_tools if isinstance(self.tool_choice, AllowedTools) else None
+        return [tool for tool in self.tools or () if names is None or tool.name in names]
 
     @property
     def is_stored(self) -> bool:
@@ -168,13 +225,15 @@ class ResponsesRequest(Body, kw_only=True):
 
 
 def _refuse_tool_choice(value: Any) -> str | None:
-    is_known = value in ("none", "auto") or (not isinstance(value, str) and not isinstance(value, dict))
-    return None if is_known else f"{NO_CONSTRAINTS}, which this needs; 'auto' and 'none' are"
+    kind = _member(value, "type")
+    if not isinstance(kind, str) or kind in ("function", "allowed_tools"):
+        return None
+    return f"there is no {kind[:100]!r} here; it may be 'none', 'auto', 'required', a function, or allowed_tools"
 
 
 def _refuse_text(value: Any) -> str | None:
-    if _member(_member(value, "format"), "type") in ("json_schema", "json_object", "grammar"):
-        return f"{NO_CONSTRAINTS}; the format can only be {{'type': 'text'}}"
+    if _member(_member(value, "format"), "type") == "grammar":
+        return "the format can be 'text', 'json_object' or 'json_schema'; structured_outputs.grammar is of /v1/chat/completions"
     if _member(value, "verbosity") in ("low", "high"):
         return "verbosity is not supported; say in the instructions how long the answer is to be"
     return None

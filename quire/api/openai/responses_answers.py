@@ -73,8 +73,8 @@ class Response(msgspec.Struct, kw_only=True):
     service_tier: str
     store: bool
     temperature: float
-    text: dict[str, dict[str, str]]
-    tool_choice: str
+    text: dict[str, dict[str, Any]]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float

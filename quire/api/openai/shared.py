@@ -16,7 +16,6 @@ MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_N = 128
 MAX_DEPTH = 64
-NO_CONSTRAINTS = "constrained decoding is not supported yet"
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
@@ -91,6 +90,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: str | None = None
     max_open_length: (
         Annotated[int, Meta(ge=1, le=1 << 16, description="Limit of strings and arrays that have none.")] | None
+    ) = None
+    fit_max_tokens: (
+        Annotated[bool, Meta(description="Bring JSON to an end within max_tokens, where it can; true without it.")] | None
     ) = None
     backend: Literal["auto", "llguidance", "xgrammar"] | None = None
 
@@ -179,4 +181,11 @@ def _refuse_truthy(value: Any) -> str | None:
     return "is not supported; leave it out" if value is not False else None
 
 
-SERVICE_TIERS = unless("auto", "default", "flex", reason="may be 'auto', 'default' or 'flex' (behind all others)")
+ServiceTier = Annotated[
+    Literal["auto", "default", "flex", "priority", "fast"],
+    Meta(description="'priority' (or 'fast'): a larger share of a full server, where the key may; 'flex': behind all others."),
+]
+SERVICE_TIERS = unless(
+    *("auto", "default", "flex", "priority", "fast"),
+    reason="may be 'auto', 'default', 'priority' (or 'fast') or 'flex' (behind all others)",
+)

@@ -10,6 +10,8 @@ from quire.api.decode import Body, BodyError
 from quire.api.openai.chat import ContinuesFinal, Messages, TemplateVariables, Tools, check_template_fields
 from quire.api.openai.shared import Name, TokenId
 
+MAX_TOKENS = 1 << 20
+
 
 class TokenizeRequest(Body, kw_only=True):
     """A prompt, or messages, to be turned into token ids: one of the two."""
@@ -34,5 +36,5 @@ class TokenizeRequest(Body, kw_only=True):
 class DetokenizeRequest(Body, kw_only=True):
     """Token ids to be turned into text."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: Name | None = None

@@ -14,6 +14,18 @@ _MAX_SCORE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
+class TreeInput:
+    """Which rows of a step are draft trees, and what they see. A draft stands behind its ancestors as if nothing were between.
+
+    num_drafts  [S] i32, so many of the last tokens of a sequence are a tree, at most 64; 0 where all is causal
+    ancestors   [T] u64 as i64, bit i: whether the sequence's draft i is on the way to this one, itself included; 0 for others
+    """
+
+    num_drafts: Tensor
+    ancestors: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionInput:
     """Where the tokens of one step stand, for all layers.
 
@@ -22,12 +34,14 @@ class AttentionInput:
     context_lens    S lengths: tokens of s in the cache once this step is stored, so that its last query is at
                     position context_lens[s] - 1
     block_tables    [S, max_blocks] i64; entries past the context are ignored but must be valid blocks
+    trees           None: every sequence is causal
     """
 
     slots: Tensor
     query_starts: list[int]
     context_lens: list[int]
     block_tables: Tensor
+    trees: TreeInput | None = None
     decode_groups: dict[tuple[int | None, int], list[DecodeGroup]] = field(default_factory=dict)
 
 
@@ -52,6 +66,13 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     v_cache[blocks, :, offsets] = v
 
 
+def move_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy keys and values of the slots `sources` [N] to `targets` [N]; all are read before any is written."""
+    size = k_cache.shape[2]
+    for cache in (k_cache, v_cache):
+        cache[targets // size, :, targets % size] = cache[sources // size, :, sources % size]
+
+
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, spec: AttentionSpec) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
@@ -66,8 +87,60 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, sp
     for index, context_len in enumerate(step.context_lens):
         if starts[index + 1] - starts[index] > 1:
             rows = slice(starts[index], starts[index + 1])
-            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, step.block_tables[index], context_len, spec)
+            paths = None if step.trees is None else _paths(step.trees, index, rows)
+            place = _ChunkPlace(step.block_tables[index], context_len, paths)
+            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, place, spec)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """The tree that ends a chunk: what each of its queries sees of the drafts [Q, N], and the depths of these [N], from 1."""
+
+    is_ancestor: Tensor
+    depths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkPlace:
+    """Where the tokens of one sequence are: its block table, its length in the cache, and perhaps a tree at its end."""
+
+    block_table: Tensor
+    context_len: int
+    paths: _Paths | None
+
+    def positions(self, first: int, last: int) -> Tensor:
+        """Return the positions of the cached tokens [first, last): those of a tree by their depths."""
+        found = torch.arange(first, last)
+        begin = max(first, self.tree_start)
+        if self.paths is not None and begin < last:
+            depths = self.paths.depths[begin - self.tree_start : last - self.tree_start]
+            found[begin - first :] = self.tree_start - 1 + depths
+        return found
+
+    def is_hidden(self, queries: slice, first: int, last: int, window: int | None) -> Tensor:
+        """Return what some queries of the chunk, the last of them just before `last`, do not see of tokens [first, last)."""
+        begin = last - (queries.stop - queries.start)
+        distance = self.positions(begin, last)[:, None] - self.positions(first, last)
+        is_hidden = distance < 0
+        tree_start = max(first, self.tree_start)
+        if self.paths is not None and tree_start < last:
+            columns = slice(tree_start - self.tree_start, last - self.tree_start)
+            is_hidden[:, tree_start - first :] = ~self.paths.is_ancestor[queries, columns]
+        return is_hidden if window is None else is_hidden | (distance >= window)
+
+    @property
+    def tree_start(self) -> int:
+        """The place of the tree's first token; without one, the length."""
+        return self.context_len - (0 if self.paths is None else self.paths.depths.shape[0])
+
+
+def _paths(trees: TreeInput, index: int, rows: slice) -> _Paths | None:
+    num_drafts = int(trees.num_drafts[index])
+    if num_drafts == 0:
+        return None
+    is_ancestor = (trees.ancestors[rows, None] >> torch.arange(num_drafts)) & 1 == 1
+    return _Paths(is_ancestor, is_ancestor[-num_drafts:].sum(1))
 
 
 def _decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
@@ -120,28 +193,26 @@ def _attend_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGro
     return (_softmax(scores, spec) @ v).reshape(num_rows, num_heads, head_dim)
 
 
-def _attend_chunk(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_len: int, spec: AttentionSpec
-) -> Tensor:
+def _attend_chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, place: _ChunkPlace, spec: AttentionSpec) -> Tensor:
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    context_len = place.context_len
     out = torch.empty_like(q)
     num_rows = max(1, _MAX_SCORE_ELEMENTS // (num_heads * context_len))
     for begin in range(0, num_queries, num_rows):
         end = min(begin + num_rows, num_queries)
         first_position = context_len - num_queries + begin
         stop = context_len - num_queries + end
-        first_block = 0 if spec.window is None else max(0, first_position + 1 - spec.window) // block_size
-        blocks = block_table[first_block : -(-stop // block_size)]
+        first_block = 0
+        if spec.window is not None:
+            first_block = max(0, int(place.positions(first_position, stop).min()) + 1 - spec.window) // block_size
+        blocks = place.block_table[first_block : -(-stop // block_size)]
         start = first_block * block_size
         k = k_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         v = v_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
-        distance = torch.arange(first_position, stop)[:, None] - torch.arange(start, stop)
-        is_hidden = distance < 0
-        if spec.window is not None:
-            is_hidden |= distance >= spec.window
+        is_hidden = place.is_hidden(slice(begin, end), start, stop, spec.window)
         weights = _softmax(scores.masked_fill(is_hidden, -torch.inf), spec)
         out[begin:end] = (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(end - begin, num_heads, head_dim)
     return out

@@ -12,8 +12,8 @@ from quire.contracts.model_spec import ModelSpec
 from quire.model.families.config_view import ConfigView
 from quire.model.families.sources import Sources
 
-_INVERSE_FREQUENCIES = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq")
-"""A table that old checkpoints carry and every program computes by itself."""
+_NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*")
+"""A table that old checkpoints carry and every program computes by itself; a layer that only drafts (model/heads/mtp.py)."""
 
 _HEAD = re.compile("(ForCausalLM|LMHeadModel)$")
 
@@ -35,7 +35,7 @@ class FamilyPage:
     read_spec: Callable[[ConfigView], ModelSpec]
     find_sources: Callable[[ModelSpec, Collection[str]], Sources]
     prefixes: tuple[str, ...] = ("model.",)
-    ignored: re.Pattern[str] = _INVERSE_FREQUENCIES
+    ignored: re.Pattern[str] = _NOT_NEEDED
 
     def strip(self, name: str) -> str:
         """Return a stored name without its prefix."""

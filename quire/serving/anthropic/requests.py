@@ -16,9 +16,19 @@ from quire.api.anthropic.blocks import (
     UserBlock,
     UserMessage,
 )
-from quire.api.anthropic.messages import MessagesRequest, PromptFields, ThinkingAdaptive, ThinkingEnabled, Tool
+from quire.api.anthropic.messages import (
+    MessagesRequest,
+    PromptFields,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+    Tool,
+    ToolChoiceAny,
+    ToolChoiceNone,
+    ToolChoiceTool,
+)
 from quire.base.errors import RequestError
 from quire.serving.anthropic.thinking import ThinkingSigner, effort_of
+from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.conversation import Conversation
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.generation.served_model import ServedModel
@@ -29,21 +39,31 @@ BILLING_HEADER = "x-anthropic-billing-header"  # a client's hash, new with every
 def chat_input(served: ServedModel, body: PromptFields, signer: ThinkingSigner) -> ChatInput:
     """Return the conversation. Raises RequestError."""
     is_prefilled = isinstance(body.messages[-1], AssistantMessage)
-    has_tools = body.tool_choice is None or body.tool_choice.type != "none"
+    tools = [] if isinstance(body.tool_choice, ToolChoiceNone) else body.tools or []
     reasons = served.parsers.reasoning_format is not None
     return ChatInput(
         messages=messages_of(body, signer),
-        tools=[_tool(tool) for tool in body.tools or ()] or None if has_tools else None,
+        tools=[_tool(tool) for tool in tools] or None,
         add_generation_prompt=not is_prefilled,
         continues_final_message=is_prefilled,
         reasoning_effort=effort_of(served.template_source, reasons, body.thinking, body.output_config),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        forced_tools=_forced_tools(body),
+        strict_tools=frozenset(tool.name for tool in tools if tool.strict),
     )
+
+
+def _forced_tools(body: PromptFields) -> tuple[str, ...]:
+    if isinstance(body.tool_choice, ToolChoiceTool):
+        return (body.tool_choice.name,)
+    return tuple(tool.name for tool in body.tools or ()) if isinstance(body.tool_choice, ToolChoiceAny) else ()
 
 
 def message_options(body: MessagesRequest) -> GenerationOptions:
     """Return what is asked for beside the conversation."""
+    wanted = None if body.output_config is None else body.output_config.format
     sampling = {
+        "constraint": None if wanted is None else schema_constraint(wanted.schema, "output_config.format.schema"),
         "max_tokens": body.max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,

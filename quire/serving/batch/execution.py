@@ -12,6 +12,7 @@ from quire.api.decode import decode_body
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
+from quire.api.openai.responses import ResponsesRequest
 from quire.base.errors import QuireError, RequestError
 from quire.serving.answers import Answer, Ready, Unary
 from quire.serving.batch.records import BatchRecord
@@ -22,11 +23,13 @@ from quire.serving.generation.caller import Caller
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
 from quire.serving.openai.embeddings import embed
+from quire.serving.responses.create import respond
 
 _ROUTES: dict[str, tuple[type[msgspec.Struct], Callable[[ServerContext, Any, Caller], Awaitable[Answer]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, chat),
     "/v1/completions": (CompletionRequest, complete),
     "/v1/embeddings": (EmbeddingRequest, embed),
+    "/v1/responses": (ResponsesRequest, respond),
 }
 BATCH_ENDPOINTS = tuple(_ROUTES)
 

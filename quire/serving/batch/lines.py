@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from quire.api.decode import BodyError, decode_body
 from quire.serving.batch.records import BatchErrorItem
 from quire.serving.errors import ApiError
 
@@ -100,12 +101,12 @@ def _check_line(line: bytes, endpoints: Collection[str], seen: set[str], check_b
     if len(line) > MAX_LINE_BYTES:
         raise _LineError("line_too_long", f"a line may have {MAX_LINE_BYTES} bytes")
     try:
-        request = _decoder.decode(line)
+        request, _ = decode_body(line, _Line, "the line")
         line.decode()
-    except msgspec.ValidationError as error:
-        raise _LineError("invalid_line", f"not a batch request: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise _LineError("invalid_json_line", f"not valid JSON: {type(error).__name__}") from None
+    except UnicodeDecodeError as error:
+        raise _LineError("invalid_json_line", f"the line is not valid UTF-8: {error.reason}") from None
+    except BodyError as error:
+        raise _LineError("invalid_json_line" if error.code == "invalid_json" else error.code, str(error), error.param) from None
     if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_LENGTH:
         raise _LineError("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID_LENGTH} characters", "custom_id")
     if request.custom_id in seen:

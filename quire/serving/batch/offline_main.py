@@ -24,6 +24,7 @@ def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: Engin
 
     async def run() -> BatchProgress:
         server = Server.of(config, engine_config)
+        server.context.keeps_responses = False
         client = server.context.client
         await client.start()
         try:

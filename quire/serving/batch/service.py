@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from quire.base.logging import get_logger
 from quire.serving.batch.lines import CheckBody, validate
@@ -15,6 +14,7 @@ from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, Batc
 from quire.serving.batch.runner import BatchRunner, Execute, error_line
 from quire.serving.batch.store import BatchStore, LineResult
 from quire.serving.errors import ApiError, invalid, not_found
+from quire.serving.store_thread import StoreThread
 
 logger = get_logger(__name__)
 
@@ -23,8 +23,6 @@ COUNT_INTERVAL_S = 5.0
 FILE_LIFETIME_S = 30 * 24 * 3600
 WINDOW_S = 24 * 3600
 PURPOSES = ("batch", "user_data")
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class BatchService:
@@ -34,6 +32,7 @@ class BatchService:
     check_body   checks it without running
     endpoints    urls that lines may have
     max_running  lines in flight at once
+    call_store   runs a method of the store in its thread; a full or broken disk is an ApiError 503 storage_full
     report_lines  told every few seconds how many lines of unfinished batches are in a state: todo, completed, failed
     """
 
@@ -48,28 +47,12 @@ class BatchService:
     ) -> None:
         self.endpoints = endpoints
         self._check_body = check_body
-        # The one thread that touches the database and the disk.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-batch")
-        self._store = self._thread.submit(BatchStore, folder).result()
+        self._thread = StoreThread(lambda: BatchStore(folder), "quire-batch", storage_failed)
+        self.call_store = self._thread.call
         self._runner = BatchRunner(self.call_store, execute, max_running)
         self._report_lines = report_lines
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
-
-    async def call_store(self, method: Callable[Concatenate[BatchStore, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a method of the store in its thread. A full or broken disk is an ApiError 503 storage_full."""
-
-        def call() -> R:
-            try:
-                return method(self._store, *args, **kwargs)
-            except OSError as error:
-                raise storage_failed(error) from error
-            except Exception as error:
-                if type(error).__module__ == "sqlite3":
-                    raise storage_failed(error) from error
-                raise
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def start(self) -> None:
         """Take up what a former process left."""
@@ -84,8 +67,7 @@ class BatchService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
-        self._thread.shutdown()
+        await self._thread.close(BatchStore.close)
 
     # Files.
 
@@ -114,7 +96,7 @@ class BatchService:
         return record
 
     async def _write_parts(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
-        writing = self._store.writing(file_id)
+        writing = self._thread.store.writing(file_id)
         file = await self.call_store(lambda _store: writing.__enter__())
         num_bytes = 0
         try:

@@ -109,7 +109,7 @@ class JobStream:
             raise StopAsyncIteration
         try:
             delta = await self._next()
-            error = _error_of(delta)
+            error = error_of(delta)
             if error is not None:
                 raise error
         except ApiError:
@@ -159,7 +159,8 @@ class JobStream:
         self._owner.left(self)
 
 
-def _error_of(delta: RequestDelta) -> ApiError | None:
+def error_of(delta: RequestDelta) -> ApiError | None:
+    """Return what a reader of the stream is told in place of a delta: of a request that was refused, or failed in a step."""
     if delta.error is None:
         return None
     if delta.is_refused:

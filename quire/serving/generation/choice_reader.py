@@ -170,6 +170,7 @@ def _make_parser(plan: GenerationPlan) -> OutputParser | None:
         reasoning_format=setup.reasoning_format,
         tools=setup.tools,
         starts_in_reasoning=setup.starts_in_reasoning,
+        starts_in_call=setup.starts_in_call,
         parallel_tool_calls=setup.parallel_tool_calls,
         marker_token_ids=setup.marker_token_ids,
     )

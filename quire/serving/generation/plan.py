@@ -27,6 +27,7 @@ class ParserSetup:
     reasoning_format: str | None
     tools: tuple[Tool, ...]
     starts_in_reasoning: bool
+    starts_in_call: bool
     parallel_tool_calls: bool
     marker_token_ids: Mapping[str, int]
     count_output: Callable[[str], None] = ignore_outcome
@@ -102,9 +103,12 @@ class GenerationOptions:
     sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone. In a
               conversation `constraint` is of the answer, and stands behind the reasoning
     salt      of the request, on top of the owner's
+    room_param  the field that states max_tokens, where that many have to fit behind the prompt; None: they are cut to what the
+                context has left
     """
 
     sampling: Mapping[str, Any]
+    room_param: str | None = None
     salt: str = ""
     echo: bool = False
     shows_reasoning: bool = True

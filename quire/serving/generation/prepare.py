@@ -17,7 +17,7 @@ from quire.serving.generation.reasoning_effort import reasoning_variables
 from quire.serving.generation.sampling import make_sampling
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Owner
-from quire.text.parsing.detection import starts_in_reasoning
+from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
 from quire.text.parsing.tools import Tool
 from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
@@ -40,6 +40,7 @@ def prepare_chat(
     check_text_length(served, rendered.text)
     token_ids = need_tokenizer(served).encode_rendered(rendered)
     check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling=False)
+    _check_room(served, len(token_ids), options)
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
     return GenerationPlan(
@@ -83,6 +84,7 @@ def prepare_prompts(
     plans: list[GenerationPlan] = []
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         text, token_ids = encode_prompt(served, prompt, add_special_tokens, is_pooling=False)
+        _check_room(served, len(token_ids), options)
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
         request = served.factory.make(request_id, served.next_index(), stated, params)
         echo = ""
@@ -104,6 +106,17 @@ def prepare_prompts(
             )
         )
     return plans
+
+
+def _check_room(served: ServedModel, num_prompt: int, options: GenerationOptions) -> None:
+    """Raise RequestError where the output tokens that are asked for do not fit behind the prompt."""
+    wanted, limit = options.sampling.get("max_tokens"), served.info.max_model_len
+    if options.room_param is not None and wanted is not None and num_prompt + wanted > limit:
+        raise RequestError(
+            f"{options.room_param}: the context has {limit} tokens (max_model_len), the prompt has {num_prompt}, so that "
+            f"{limit - num_prompt} are left, and {wanted} are asked for: ask for fewer, or leave {options.room_param} out",
+            options.room_param,
+        )
 
 
 def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
@@ -158,14 +171,16 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
             "with --tool-call-parser",
             "tools",
         )
-    if not chat.tools and reasoning_format is None:
+    reads_tools = bool(chat.tools) or reads_without_tools(tool_format)
+    if not reads_tools and reasoning_format is None:
         return None
     functions = [tool["function"] for tool in chat.tools or ()]
     return ParserSetup(
-        tool_format=tool_format if chat.tools else None,
+        tool_format=tool_format if reads_tools else None,
         reasoning_format=reasoning_format,
         tools=tuple(Tool(function["name"], function.get("parameters") or {}) for function in functions),
         starts_in_reasoning=starts_in_reasoning(text[-TAIL_CHARACTERS:], reasoning_format),
+        starts_in_call=reads_tools and starts_in_call(text[-TAIL_CHARACTERS:], tool_format),
         parallel_tool_calls=chat.parallel_tool_calls,
         marker_token_ids=served.marker_token_ids,
         count_output=partial(served.count_tool_output, tool_format or ""),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack
 
-from quire.serving.errors import ApiError, engine_unavailable, invalid
+from quire.serving.errors import engine_unavailable
 from quire.serving.generation.choice_reader import ChoiceReader
 from quire.serving.generation.events import (
     ChoiceEnd,
@@ -46,9 +46,7 @@ class GenerationReader:
         return all(choice.has_ended for choice in self._choices)
 
     def feed(self, delta: RequestDelta) -> list[GenerationEvent]:
-        """Return what a delta causes. Raises ApiError for a request that the engine refused, aborted, or failed at."""
-        if delta.error is not None:
-            raise _error_of(delta)
+        """Return what a delta causes. Raises ApiError for a request that the engine aborted."""
         events: list[GenerationEvent] = []
         if delta.metrics is not None:
             self._num_cached = delta.metrics.num_cached_tokens
@@ -106,12 +104,6 @@ class GenerationReader:
         if self._plan.wants_tokens:
             events.append(TokensDelta(self._first_choice + index, delta.token_ids))
         reader.feed(delta, events)
-
-
-def _error_of(delta: RequestDelta) -> ApiError:
-    if delta.error_param is not None:
-        return invalid(str(delta.error), delta.error_param)
-    return ApiError(500, "the engine failed on this request", code="internal_error")
 
 
 async def generation_events(

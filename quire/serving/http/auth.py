@@ -18,7 +18,7 @@ from quire.serving.errors import ApiError
 from quire.serving.interfaces import Owner
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-ANONYMOUS = Owner(name="anonymous", cache_salt="", is_admin=True)
+ANONYMOUS = Owner(name="anonymous", cache_salt="", is_admin=True, may_hurry=True)
 
 
 def hash_key(key: str) -> bytes:
@@ -47,6 +47,7 @@ class Authenticator:
                     name=key.name,
                     cache_salt=hmac.new(secret, key.name.encode(), "sha256").hexdigest(),
                     is_admin=key.is_admin,
+                    may_hurry=key.may_hurry,
                 ),
             )
             for key in config.api_keys
@@ -70,6 +71,14 @@ class Authenticator:
         if found is None:
             raise ApiError(401, "the API key is not valid", code="invalid_api_key")
         return found
+
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request that needs no key comes from somebody who may ask everything."""
+        try:
+            self.identify(headers)
+        except ApiError:
+            return False
+        return True
 
     def owner_named(self, name: str) -> Owner:
         """Return the owner of stored work; one whose key has been taken away shares its prefixes with nobody."""
@@ -119,6 +128,7 @@ class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
     tokens_per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     admin: bool = False
+    priority: bool = False
 
 
 def read_key_file(path: Path) -> list[ApiKey]:
@@ -147,4 +157,5 @@ def _as_key(entry: _KeyEntry) -> ApiKey:
         tokens_per_minute=entry.tokens_per_minute,
         weight=entry.weight,
         is_admin=entry.admin,
+        may_hurry=entry.priority,
     )

@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 
 SEND_BUFFER_BYTES = 64 << 10  # what the kernel may hold for a client that does not read
 BACKLOG = 2048
+# A client that vanished is given up when nothing of it has come for 40 s, or what was sent has not arrived for 20 s.
+PEER_OPTIONS = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
 LAST_WORDS_S = 2.0  # for errors to reach their clients after the drain
 
 
@@ -45,7 +47,7 @@ def bind(config: ServerConfig) -> socket.socket:
         # Inherited by every connection.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
+        for name, value in PEER_OPTIONS:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         sock.bind((config.host, config.port))

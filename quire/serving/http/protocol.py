@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from quire.base.logging import get_logger
 from quire.serving.config import MIB, ServerConfig
 from quire.serving.errors import ApiError
+from quire.serving.http.connection_limit import TOO_MANY, ConnectionLimit
 
 logger = get_logger(__name__)
 
@@ -29,6 +31,7 @@ class GuardedProtocol(HttpToolsProtocol):
     head_timeout_s = 10.0
     body_timeout_s = 30.0
     write_timeout_s = 30.0
+    limit = ConnectionLimit(math.inf)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,12 +46,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if not self.limit.has_room(len(self.connections)):
+            self._refuse(TOO_MANY)
+            return
         self._wait(self.head_timeout_s, "the request head did not arrive in time")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_write_timer()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # also after a reset: the timer would hold all of the connection until it went off
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -141,8 +148,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         if not self.transport.is_closing() and self._may_answer():
             body = msgspec.json.encode(error.openai_body())
+            headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
             self.transport.write(
                 STATUS_LINE[error.status]
+                + headers.encode()
                 + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
                 + str(len(body)).encode()
                 + b"\r\n\r\n"
@@ -158,10 +167,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded_protocol(config: ServerConfig) -> Callable[..., GuardedProtocol]:
-    """Return the protocol class with the timeouts of a configuration."""
-    timeouts = {
+    """Return the protocol class with the timeouts of a configuration and the limit of this process."""
+    attributes = {
         "head_timeout_s": config.head_timeout_s,
         "body_timeout_s": config.body_timeout_s,
         "write_timeout_s": config.slow_reader_s,
+        "limit": ConnectionLimit.of_open_files(),
     }
-    return type("ConfiguredProtocol", (GuardedProtocol,), timeouts)
+    return type("ConfiguredProtocol", (GuardedProtocol,), attributes)

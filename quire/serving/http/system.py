@@ -17,7 +17,7 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 
 
 async def health(context: ServerContext, call: Call) -> Answer:
-    """Whether the engine lives and moves; with the engine's own words where it does not."""
+    """Whether the engine lives and moves; where it does not, and to those with a key, in the engine's own words."""
     client = context.client
     is_alive = client.state == "ready" and client.heartbeat_age_s < context.config.watchdog_timeout_s
     body = {
@@ -25,8 +25,9 @@ async def health(context: ServerContext, call: Call) -> Answer:
         "phase": context.phase,
         "engine": client.state,
         "heartbeat_age_s": round(client.heartbeat_age_s, 3),
-        "error": context.failure or client.last_error,
     }
+    if context.authenticator.knows(call.request.headers):
+        body["error"] = context.failure or client.last_error
     return _json(body, 200 if is_alive else 503)
 
 

@@ -172,7 +172,7 @@ class EngineLoop:
             self._port.send(StepOutputs([], report))
 
     def _report(self) -> StepReport | None:
-        record, scheduler = self._engine.last_step, self._engine.scheduler
+        record, scheduler, stats = self._engine.last_step, self._engine.scheduler, self._engine.stats
         if record is None:
             return None
         parts = [StepPart(*share) for share in record.shares]
@@ -192,6 +192,9 @@ class EngineLoop:
             total_prefix_queries=scheduler.prefix_cache_queries,
             total_prefix_hits=scheduler.prefix_cache_hits,
             parts=parts,
+            total_drafts=stats.num_drafts,
+            total_draft_tokens=stats.num_draft_tokens,
+            total_accepted_per_pos=stats.accepted_per_pos,
         )
 
     def _kv_report(self, now: float) -> KvReport:

@@ -293,6 +293,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_context_tokens  tokens in the cache that the step's sequences attended to, those of the step included, summed: for
                         bytes read and FLOPs
     num_free_blocks     blocks that nothing uses, those that hold a reusable prefix (num_cached_blocks) among them
+    total_drafts        times that drafted tokens were verified; total_accepted_per_pos: by position in their draft
     """
 
     step_id: int
@@ -309,6 +310,9 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     total_prefix_queries: int
     total_prefix_hits: int
     parts: list[StepPart]
+    total_drafts: int = 0
+    total_draft_tokens: int = 0
+    total_accepted_per_pos: list[int] = []
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):

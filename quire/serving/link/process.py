@@ -122,7 +122,7 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
     except Exception as error:
         is_config = engine is None and isinstance(error, _CONFIG_ERRORS)
         if is_config:
-            logger.error("%s", error)  # meant for the user, who has no use for a traceback
+            logger.debug("%s", error)  # meant for the user: the server says it
         else:
             logger.exception("the engine failed")
         message = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

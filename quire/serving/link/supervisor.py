@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -220,7 +221,8 @@ class Supervisor:
 
     def _note_end(self, end: _End) -> None:
         """Tell everybody at once, before the process is cleared away."""
-        logger.error("%s", end.error)
+        # What ends the first start is raised there, and said by whoever called.
+        logger.log(logging.DEBUG if self._is_starting else logging.ERROR, "%s", end.error)
         self.last_error = end.error
         if self.state == "ready":
             self._set_state("restarting")
@@ -228,7 +230,7 @@ class Supervisor:
 
     def _after(self, end: _End) -> float | None:
         """Return after how long to start again; None, and all that follows from it, for never."""
-        if self._first is not None and not self._first.done():
+        if self._is_starting:
             self._give_up(end)
             return None
         delay_s = None if end.is_config else self._policy.next_delay_s(time.monotonic())
@@ -239,6 +241,11 @@ class Supervisor:
         self.num_restarts += 1
         logger.warning("the engine is started again in %.1f s", delay_s)
         return delay_s
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether somebody still waits in start()."""
+        return self._first is not None and not self._first.done()
 
     def _give_up(self, end: _End) -> None:
         self.last_error = end.error

@@ -111,6 +111,12 @@ class Definitions:
         self.preemptions = counter("num_preemptions", "Times a sequence gave up its KV blocks to others.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
+        self.drafts = counter("spec_decode_num_drafts", "Times that drafted tokens of a sequence were verified.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens, those that constraints force among them.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.accepted_per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in their draft, from 0 on.", "position"
+        )
         self.iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens computed per step, of prompts and decoding.", ITERATION_BUCKETS
         )

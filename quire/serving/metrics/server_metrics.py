@@ -67,7 +67,7 @@ class ServerMetrics:
         self.on_end: list[Callable[[RequestRecord], None]] = []
         self.on_collect: list[Callable[[], None]] = []
         self._info: EngineInfo | None = None
-        self._totals = (0, 0, 0)
+        self._totals: list[int] = []
         self.num_engine_waiting = 0
         self._state = ""
         self._cell_tokens = self.defined.generation_tokens.labels()
@@ -220,7 +220,7 @@ class ServerMetrics:
         if has_changed and state == "restarting":
             defined.restarts.labels().add()
         if state != "ready":
-            self._totals = (0, 0, 0)
+            self._totals = []
             self.num_engine_waiting = 0
             for gauge in (defined.running, defined.kv_usage, defined.batch_prefill, defined.batch_decode):
                 gauge.labels().set(0)
@@ -241,11 +241,7 @@ class ServerMetrics:
         defined.batch_decode.labels().value = report.num_decode_tokens
         defined.iteration_tokens.labels().observe(num_tokens)
         defined.step_seconds.labels().observe(report.duration_s)
-        totals = (report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits)
-        counters = (defined.preemptions, defined.prefix_queries, defined.prefix_hits)
-        for counter, new, old in zip(counters, totals, self._totals, strict=True):
-            counter.labels().add(max(new - old, 0))
-        self._totals = totals
+        self._take_totals(report)
         if self._info is None:
             return
         defined.kv_usage.labels().value = 1 - report.num_free_blocks / max(self._info.num_kv_blocks, 1)
@@ -254,6 +250,19 @@ class ServerMetrics:
         defined.flops.labels().add(work.flops)
         defined.read_bytes.labels().add(work.read_bytes)
         defined.written_bytes.labels().add(work.written_bytes)
+
+    def _take_totals(self, report: StepReport) -> None:
+        defined, accepted = self.defined, report.total_accepted_per_pos
+        totals = [report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits]
+        cells = [defined.preemptions.labels(), defined.prefix_queries.labels(), defined.prefix_hits.labels()]
+        if report.total_drafts:
+            totals += [report.total_drafts, report.total_draft_tokens, sum(accepted), *accepted]
+            cells += [defined.drafts.labels(), defined.draft_tokens.labels(), defined.accepted_tokens.labels()]
+            cells += [defined.accepted_per_pos.labels(str(position)) for position in range(len(accepted))]
+        self._totals += [0] * (len(totals) - len(self._totals))
+        for cell, new, old in zip(cells, totals, self._totals, strict=False):
+            cell.add(max(new - old, 0))
+        self._totals = totals
 
     # The rest of the server.
 

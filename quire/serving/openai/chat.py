@@ -12,7 +12,7 @@ from quire.serving.openai.chat_answers import ChatFold, ChatShape, ChatStreamEnc
 from quire.serving.openai.frames import StreamOptions
 from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer
 from quire.serving.openai.logprobs import LogprobWriter
-from quire.serving.openai.requests import chat_input, chat_options, check_n, priority_of
+from quire.serving.openai.requests import chat_input, chat_options, check_n, priority_of, tier_of
 
 
 async def post_chat(context: ServerContext, call: Call) -> Answer:
@@ -26,7 +26,8 @@ async def chat(context: ServerContext, body: ChatCompletionRequest, caller: Call
     """Return the answer to a chat. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
     check_n(body.n, context.config.max_n)
-    head = new_head(served, "chatcmpl-", None if body.service_tier is None else "default")
+    priority = priority_of(body.service_tier, caller.owner)
+    head = new_head(served, "chatcmpl-", None if body.service_tier is None else tier_of(priority))
     plan = await served.preparation.run(
         lambda: prepare_chat(served, head.id, chat_input(body), chat_options(body), caller.owner)
     )
@@ -37,7 +38,7 @@ async def chat(context: ServerContext, body: ChatCompletionRequest, caller: Call
         returns_token_ids=bool(body.return_token_ids),
         num_prompt_logprobs=body.prompt_logprobs or 0,
     )
-    jobs = [(caller.job(plan.request, bool(body.stream), priority_of(body.service_tier)), plan)]
+    jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if not body.stream:
         return whole_answer(context.gateway, jobs, ChatFold(head, shape, plan))
     options = StreamOptions(body.includes_usage, body.has_continuous_usage)

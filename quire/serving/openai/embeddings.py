@@ -16,7 +16,7 @@ from quire.contracts.request import Request
 from quire.serving.answers import Answer, Ready, Unary
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
-from quire.serving.errors import ApiError, engine_unavailable, invalid
+from quire.serving.errors import engine_unavailable
 from quire.serving.generation.caller import Caller
 from quire.serving.generation.prepare import encode_prompt, salt_of
 from quire.serving.generation.served_model import ServedModel
@@ -86,10 +86,6 @@ async def _embed_all(gateway: Gateway, jobs: Sequence[Job]) -> list[list[float]]
 async def _embed_one(gateway: Gateway, job: Job) -> list[float]:
     async with gateway.open(job) as stream:
         async for delta in stream:
-            if delta.error is not None:
-                if delta.error_param is not None:
-                    raise invalid(delta.error, delta.error_param)
-                raise ApiError(500, "the engine failed on this request", code="internal_error")
             if delta.embedding is not None:
                 return delta.embedding
     raise engine_unavailable("the engine ended the request before it was complete")

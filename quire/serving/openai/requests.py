@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import msgspec
 
-from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, ChosenTool, Message, Tool
+from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, Message, Tool
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.shared import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json
 from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions
-from quire.serving.interfaces import PriorityClass
+from quire.serving.interfaces import Owner, PriorityClass
 
 _ALPHABET = string.ascii_letters + string.digits
 _PLAIN_FIELDS = (
@@ -55,9 +55,16 @@ def check_n(n: int | None, limit: int) -> None:
         raise RequestError(f"n: this server gives at most {limit} choices, got {n}", "n")
 
 
-def priority_of(service_tier: str | None) -> PriorityClass:
-    """Return the class of a service tier."""
+def priority_of(service_tier: str | None, owner: Owner) -> PriorityClass:
+    """Return the class of a service tier; an owner that may not hurry gets the default one for "priority"."""
+    if service_tier in ("priority", "fast"):
+        return "interactive" if owner.may_hurry else "default"
     return "batch" if service_tier == "flex" else "default"
+
+
+def tier_of(priority: PriorityClass) -> str:
+    """Return the service tier that a class is told as."""
+    return {"interactive": "priority", "default": "default", "batch": "flex"}[priority]
 
 
 def _sampling(body: SamplingFields) -> dict[str, Any]:
@@ -100,6 +107,7 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
         sampling["logprobs"] = body.top_logprobs or 0
     return GenerationOptions(
         sampling=sampling,
+        room_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         salt=body.cache_salt or "",
         echo=bool(body.echo),
         shows_reasoning=body.include_reasoning is not False,
@@ -115,6 +123,7 @@ def completion_options(body: CompletionRequest) -> GenerationOptions:
     sampling["best_of"] = body.best_of
     return GenerationOptions(
         sampling=sampling,
+        room_param=None if body.max_tokens is None else "max_tokens",
         salt=body.cache_salt or "",
         echo=bool(body.echo),
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
@@ -123,7 +132,7 @@ def completion_options(body: CompletionRequest) -> GenerationOptions:
 
 def chat_input(body: ChatCompletionRequest) -> ChatInput:
     """Return the conversation."""
-    tools = body.tools if body.tool_choice != "none" else None
+    tools = body.shown_tools
     return ChatInput(
         messages=messages_of(body.messages),
         tools=tools_of(tools),
@@ -132,15 +141,9 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
         template_variables=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        forced_tools=_forced_tools(body),
-        strict_tools=frozenset(tool.function.name for tool in tools or () if tool.function.strict),
+        forced_tools=body.forced_tools,
+        strict_tools=frozenset(tool.function.name for tool in tools if tool.function.strict),
     )
-
-
-def _forced_tools(body: ChatCompletionRequest) -> tuple[str, ...]:
-    if isinstance(body.tool_choice, ChosenTool):
-        return (body.tool_choice.function.name,)
-    return tuple(tool.function.name for tool in body.tools or ()) if body.tool_choice == "required" else ()
 
 
 def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:

@@ -12,7 +12,7 @@ from quire.api.openai.responses_answers import Response
 from quire.serving.answers import Answer, Ready, Stream, Unary
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
-from quire.serving.errors import ApiError
+from quire.serving.errors import ApiError, invalid
 from quire.serving.generation.caller import Caller
 from quire.serving.generation.plan import GenerationPlan
 from quire.serving.generation.prepare import prepare_chat
@@ -21,7 +21,7 @@ from quire.serving.generation.streams import generation_events
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import Jobs, caller_of
 from quire.serving.openai.logprobs import LogprobWriter
-from quire.serving.openai.requests import make_id, priority_of
+from quire.serving.openai.requests import make_id, priority_of, tier_of
 from quire.serving.responses.machine import ResponseMachine
 from quire.serving.responses.requests import chat_input, items_of, new_response, response_options, stored_items
 from quire.serving.responses.store import ResponseStore, StoredResponse
@@ -36,15 +36,15 @@ def open_store(context: ServerContext) -> ResponseStore:
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Stores one response when it has ended; items is None where it is not to be stored."""
+    """Stores one response when it has ended; store is None where it is not to be stored."""
 
-    store: ResponseStore
+    store: ResponseStore | None
     owner: str
-    items: bytes | None
+    items: bytes
 
     async def keep(self, response: Response) -> None:
         """Store the response. Raises ApiError 503."""
-        if self.items is None:
+        if self.store is None:
             return
         record = StoredResponse(
             id=response.id,
@@ -65,8 +65,8 @@ async def post_response(context: ServerContext, call: Call) -> Answer:
 async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller) -> Answer:
     """Return the answer to a request for a response. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
-    store, owner = open_store(context), caller.owner.name
-    history = [] if body.previous_response_id is None else await store.history(owner, body.previous_response_id)
+    owner = caller.owner.name
+    history = await _history(context, body, owner)
     response_id = make_id("resp_")
 
     def prepare() -> GenerationPlan:
@@ -74,11 +74,15 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
         return prepare_chat(served, response_id, chat, response_options(body), caller.owner)
 
     plan = await served.preparation.run(prepare)
+    is_kept = body.is_stored and context.keeps_responses
+    store = open_store(context) if is_kept else None
     response = new_response(response_id, int(time.time()), served.name, body, plan.request.params)
+    priority = priority_of(body.service_tier, caller.owner)
+    response.store, response.service_tier = is_kept, tier_of(priority)
     logprobs = LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids=False) if body.has_logprobs else None
     machine = ResponseMachine(response, logprobs)
-    keeper = _Keeper(store, owner, encode_json(stored_items(items_of(body))) if body.is_stored else None)
-    jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority_of(body.service_tier)), plan)]
+    keeper = _Keeper(store, owner, encode_json(stored_items(items_of(body))) if is_kept else b"[]")
+    jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.stream:
         return Stream(_frames(context, jobs, machine, keeper), lambda error: named_frame(machine.fail(error)))
 
@@ -91,6 +95,15 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
         return Ready(encode_json(whole))
 
     return Unary(work)
+
+
+async def _history(context: ServerContext, body: ResponsesRequest, owner: str) -> list[StoredResponse]:
+    """Return the responses that a request goes on from, the first one first. Raises ApiError."""
+    if body.previous_response_id is None:
+        return []
+    if not context.keeps_responses:
+        raise invalid("previous_response_id: no responses are stored here; send their items as input", "previous_response_id")
+    return await open_store(context).history(owner, body.previous_response_id)
 
 
 async def _frames(context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper) -> AsyncIterator[bytes]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
-from quire.api.openai.responses import FunctionTool, ResponsesRequest
+from quire.api.openai.responses import FunctionTool, JsonObjectFormat, JsonSchemaFormat, ResponsesRequest, TextFormat
 from quire.api.openai.responses_answers import EchoedReasoning, Response
 from quire.api.openai.responses_items import InputItem, InputText, RefusalText
 from quire.base.errors import RequestError
+from quire.contracts.constraint import Constraint
 from quire.contracts.sampling_params import SamplingParams
+from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.conversation import Conversation
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.generation.reasoning_effort import reasoning_variables
@@ -65,22 +67,32 @@ def chat_input(source: str, body: ResponsesRequest, history: Sequence[StoredResp
         _add(conversation, item)
     if not conversation.messages:
         raise RequestError("input: is empty", "input")
-    tools = body.tools if body.tool_choice != "none" else None
+    tools = body.shown_tools
     return ChatInput(
         messages=conversation.messages,
-        tools=[_template_tool(tool) for tool in tools] if tools else None,
+        tools=[_template_tool(tool) for tool in tools] or None,
         reasoning_effort=_effort(source, body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        forced_tools=body.forced_tools,
+        strict_tools=frozenset(tool.name or "" for tool in tools if tool.strict),
     )
+
+
+def _constraint(body: ResponsesRequest) -> Constraint | None:
+    wanted = None if body.text is None else body.text.format
+    if isinstance(wanted, JsonSchemaFormat):
+        return schema_constraint(wanted.schema, "text.format.schema")
+    return Constraint(kind="json_object", param="text.format") if isinstance(wanted, JsonObjectFormat) else None
 
 
 def response_options(body: ResponsesRequest) -> GenerationOptions:
     """Return what is asked for beside the conversation."""
     sampling: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
+    sampling["constraint"] = _constraint(body)
     sampling["max_tokens"] = body.max_output_tokens
     if body.has_logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
-    return GenerationOptions(sampling=sampling, salt=body.cache_salt or "", wants_start=True)
+    return GenerationOptions(sampling=sampling, room_param="max_output_tokens", salt=body.cache_salt or "", wants_start=True)
 
 
 def new_response(response_id: str, created_at: int, model: str, body: ResponsesRequest, params: SamplingParams) -> Response:
@@ -103,8 +115,8 @@ def new_response(response_id: str, created_at: int, model: str, body: ResponsesR
         service_tier="default",
         store=body.is_stored,
         temperature=params.temperature,
-        text={"format": {"type": "text"}},
-        tool_choice=body.tool_choice or "auto",
+        text={"format": msgspec.to_builtins((body.text and body.text.format) or TextFormat())},
+        tool_choice=msgspec.to_builtins(body.tool_choice or "auto"),
         tools=[_echoed_tool(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
@@ -182,5 +194,5 @@ def _echoed_tool(tool: FunctionTool) -> dict[str, Any]:
         "name": tool.name,
         "description": tool.description,
         "parameters": tool.parameters,
-        "strict": False,
+        "strict": bool(tool.strict),
     }

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.serving.database import open_database, transaction
 from quire.serving.errors import ApiError, invalid, not_found
+from quire.serving.store_thread import StoreThread
 
 logger = get_logger(__name__)
 
@@ -33,8 +31,6 @@ _ANCESTORS = """
 WITH RECURSIVE chain(id) AS (VALUES(?1) UNION SELECT r.previous_id FROM response r JOIN chain c ON r.id=c.id
   WHERE r.owner=?2 AND r.previous_id IS NOT NULL) SELECT id FROM chain
 """
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,20 +142,13 @@ class ResponseStore:
         self, folder: Path | None, clock: Callable[[], float] = time.time, max_memory_bytes: int = MAX_MEMORY_BYTES
     ) -> None:
         self._clock = clock
-        self._is_closed = False
-        # The one thread that touches the database.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-responses")
-        try:
-            self._table = self._thread.submit(ResponseTable, folder, max_memory_bytes if folder is None else None).result()
-        except BaseException:
-            self._thread.shutdown()
-            raise
+        max_bytes = max_memory_bytes if folder is None else None
+        self._thread = StoreThread(lambda: ResponseTable(folder, max_bytes), "quire-responses", _storage_failed)
+        self._call = self._thread.call
 
     async def close(self) -> None:
         """Close the database, after what was begun; what comes later is refused."""
-        self._is_closed = True
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._table.close)
-        self._thread.shutdown()
+        await self._thread.close(ResponseTable.close)
 
     async def put(self, owner: str, record: StoredResponse) -> None:
         """Store a response. Raises ApiError 503 where the disk is full or broken."""
@@ -186,23 +175,11 @@ class ResponseStore:
         if not await self._call(ResponseTable.delete, owner, response_id, self._clock()):
             raise _missing(response_id, "response_id")
 
-    async def _call(self, method: Callable[Concatenate[ResponseTable, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._is_closed:
-            raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=1)
 
-        def call() -> R:
-            try:
-                return method(self._table, *args, **kwargs)
-            except sqlite3.Error as error:
-                logger.error("the response store failed: %s", error)
-                raise ApiError(
-                    503,
-                    "the server cannot store responses now; store false does without",
-                    code="storage_full",
-                    retry_after_s=60,
-                ) from error
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+def _storage_failed(error: BaseException) -> ApiError:
+    logger.error("the response store failed: %s", error)
+    message = "the server cannot store responses now; store false does without"
+    return ApiError(503, message, code="storage_full", retry_after_s=60)
 
 
 def _missing(response_id: str, param: str) -> ApiError:

@@ -34,6 +34,7 @@ CALL_FORMS: dict[str, CallForm] = {
         opens="<｜tool▁calls▁begin｜>",
         closes="<｜tool▁calls▁end｜>",
     ),
+    "functionary_v31": CallForm(begin="<function={name}>", end="</function>", trigger="<function="),
     "hermes": CallForm(
         begin='<tool_call>\n{"name": "{name}", "arguments": ', end="}\n</tool_call>", separator="\n", trigger="<tool_call>"
     ),

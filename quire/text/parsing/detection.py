@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.text.parsing.formats import find_reasoning_format
+from quire.text.parsing.formats import find_reasoning_format, find_tool_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,11 @@ class ParserChoice:
 _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>", "functions.")),
     ("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
+    ("deepseek_v32", ("｜DSML｜",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("functionary_v3", (">>>all",)),
+    ("functionary_v3", (">>>${recipient}",)),
+    ("functionary_v31", ("<function=", "<|start_header_id|>")),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
     ("minimax_m2", ("<minimax:tool_call>", "<invoke name=")),
@@ -107,3 +112,15 @@ def starts_in_reasoning(prompt_tail: str, reasoning_format: str | None) -> bool:
     if boundary < 0:
         return not prompt_tail[at + len(opener) :].strip()
     return at > boundary and at > max(prompt_tail.rfind(marker) for marker in row.closes)
+
+
+def starts_in_call(prompt_tail: str, tool_format: str | None) -> bool:
+    """Whether a rendered prompt ends with what opens a call, in a format whose template does that."""
+    row = find_tool_format(tool_format)
+    return row is not None and row.prompt_opens and prompt_tail.endswith(row.openers)
+
+
+def reads_without_tools(tool_format: str | None) -> bool:
+    """Whether outputs have to be read by this format although no tools are there to be called: content has marks of its own."""
+    row = find_tool_format(tool_format)
+    return row is not None and bool(row.content_names)

@@ -48,7 +48,9 @@ class KeyedValues:
     """The name, then pairs of a key and a value in plain text, typed by the schema of the tool.
 
     A value ends at a value_end after which, but for white space, a pair_open or an end or nothing comes.
+    text_key_ends   end a key whose value is a string, json_key_ends one whose value is JSON, whatever the schema says
     trims_newlines  one line break at the beginning and one at the end of a value belong to the format
+    has_json        a JSON object may stand in the place of the pairs
     """
 
     name_opens: tuple[str, ...]
@@ -59,7 +61,22 @@ class KeyedValues:
     value_opens: tuple[str, ...]
     value_ends: tuple[str, ...]
     ends: tuple[str, ...]
+    text_key_ends: tuple[str, ...] = ()
+    json_key_ends: tuple[str, ...] = ()
     trims_newlines: bool = False
+    has_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BareObject:
+    """The name, then an object whose keys and words stand without quotes: f{key:value,other:[1,true]}.
+
+    prefixes  what has to stand before the name, one of them
+    quotes    what strings stand between
+    """
+
+    prefixes: tuple[str, ...]
+    quotes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +89,7 @@ class Harmony:
     """Messages with a header, which says channel and recipient."""
 
 
-Body = JsonObject | NamedJson | KeyedValues | Pythonic | Harmony
+Body = JsonObject | NamedJson | KeyedValues | BareObject | Pythonic | Harmony
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,8 @@ class ToolFormat:
     starts      first characters of a call without opener, at the beginning of the answer and after separators
     separators  stand between calls that have no opener; in a list that is a comma, whatever the format
     trailers    may follow a call, any number of them
+    content_names  after an opener they stand for content; the format is then read where there are no tools, too
+    prompt_opens   the prompt may end with an opener, so that the output begins after it
     call_ids    "random": call_ and 24 letters or digits; "short": 9 letters or digits; "native": the model's own
     """
 
@@ -93,6 +112,8 @@ class ToolFormat:
     starts: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()
     trailers: tuple[str, ...] = ()
+    content_names: tuple[str, ...] = ()
+    prompt_opens: bool = False
     call_ids: Literal["random", "short", "native"] = "random"
 
 
@@ -150,6 +171,31 @@ _MINIMAX = ToolFormat(
     sections=("<minimax:tool_call>",),
     trailers=("</minimax:tool_call>",),
 )
+_DSML = ToolFormat(
+    KeyedValues(
+        name_opens=('<｜DSML｜invoke name="',),
+        name_ends=('">',),
+        name_stops=(),
+        pair_opens=('<｜DSML｜parameter name="',),
+        key_ends=('">', '" string="true">', '" string="false">'),
+        value_opens=(),
+        value_ends=("</｜DSML｜parameter>",),
+        ends=("</｜DSML｜invoke>",),
+        text_key_ends=('" string="true">',),
+        json_key_ends=('" string="false">',),
+        has_json=True,
+    ),
+    openers=('<｜DSML｜invoke name="',),
+    sections=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    trailers=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+)
+_FUNCTION_GEMMA = ToolFormat(
+    BareObject(prefixes=("call:",), quotes=("<escape>",)),
+    openers=("<start_function_call>",),
+    trailers=("<end_function_call>", "<start_function_response>"),
+)
+_FUNCTIONARY_V3 = ToolFormat(NamedJson(name_ends=("\n",)), openers=(">>>",), content_names=("all\n",), prompt_opens=True)
+_FUNCTIONARY_V31 = ToolFormat(NamedJson(name_ends=(">",)), openers=("<function=",), trailers=("</function>",))
 _LLAMA3 = ToolFormat(
     JsonObject(is_strict=True, has_dotted=True),
     openers=("<|python_tag|>",),
@@ -193,6 +239,11 @@ _HARMONY = ToolFormat(Harmony(), openers=_HARMONY_MARKERS)
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V31,
+    "deepseek_v32": _DSML,
+    "deepseek_v4": _DSML,
+    "functionary_v3": _FUNCTIONARY_V3,
+    "functionary_v31": _FUNCTIONARY_V31,
+    "functiongemma": _FUNCTION_GEMMA,
     "glm45": _GLM,
     "granite": _GRANITE,
     "hermes": _HERMES,

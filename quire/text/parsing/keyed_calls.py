@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from quire.text.parsing.call_draft import CallDraft
 from quire.text.parsing.formats import KeyedValues
+from quire.text.parsing.json_calls import pass_value
 from quire.text.parsing.reader import MAX_SKIPPED_SPACES, OutputEndError, Reader, Steps
 from quire.text.parsing.tools import to_json, types_of
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = frozenset(("string",))
+_ANY = frozenset[str]()
 
 
 def escape_piece(text: str) -> str:
@@ -28,21 +30,26 @@ def read_keyed_call(draft: CallDraft, body: KeyedValues) -> Steps[None]:
         yield from reader.expect(body.name_opens)
     name = yield from reader.read_until(body.name_ends, body.name_stops)
     tool = draft.accept(name.strip())
-    draft.write("{")
-    separator = ""
+    separator = "{"
+    yield from reader.skip_space()
+    if body.has_json and (yield from reader.peek()) == "{":
+        yield from pass_value(reader, draft.write)
+        yield from reader.match(body.ends, skips_space=True)
+        return
     while True:
         yield from reader.skip_space()
         marker = yield from reader.expect((*body.pair_opens, *body.ends))
         if marker in body.ends:
-            draft.write("}")
+            draft.write("{}" if separator == "{" else "}")
             return
         key = (yield from reader.read_until(body.key_ends)).strip()
+        key_end = max((end for end in body.key_ends if reader.text.endswith(end, 0, reader.position)), key=len)
         if body.value_opens:
             yield from reader.skip_space()
             yield from reader.expect(body.value_opens)
         draft.write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        types = types_of(tool, key)
+        types = _STRING if key_end in body.text_key_ends else _ANY if key_end in body.json_key_ends else types_of(tool, key)
         if types == _STRING:
             draft.write('"')
             yield from _pass_value(reader, body, lambda text: draft.write(escape_piece(text)))
@@ -67,7 +74,7 @@ def _pass_value(reader: Reader, body: KeyedValues, write: Callable[[str], None])
         yield from reader.match(("\n",))
     held = ""
     while True:
-        at, marker = _find_end(reader, body.value_ends)
+        at, marker = find_end(reader, body.value_ends)
         text = held + reader.take(at)
         held = "\n" if body.trims_newlines and text.endswith("\n") else ""
         write(text[: len(text) - len(held)])
@@ -81,7 +88,7 @@ def _pass_value(reader: Reader, body: KeyedValues, write: Callable[[str], None])
             held = ""
 
 
-def _find_end(reader: Reader, ends: tuple[str, ...]) -> tuple[int, str]:
+def find_end(reader: Reader, ends: tuple[str, ...]) -> tuple[int, str]:
     """Return where a value end begins and which, or where the text ends that is surely not part of one, and ""."""
     text, start = reader.text, reader.position
     found = [(at, end) for end in ends if (at := text.find(end, start)) >= 0]

@@ -40,10 +40,14 @@ class MarkedMessage(MessageReader):
         self._is_in_list = False
         self._has_content = False
         self._may_repeat_open = options.starts_in_reasoning
+        self._starts_in_call = options.starts_in_call and tools is not None
 
     def read_part(self) -> Steps[None]:
         """Read up to the end of some reasoning, of a call, or of a text that looked like a call."""
-        if self.is_in_reasoning:
+        if self._starts_in_call:
+            self._starts_in_call = False
+            yield from self._follow("")
+        elif self.is_in_reasoning:
             yield from self._read_reasoning()
         elif self._is_fresh:
             yield from self._read_beginning()
@@ -130,6 +134,10 @@ class MarkedMessage(MessageReader):
         if row is None:
             raise InvariantError(f"a marker of tool calls was found, {marker!r}, and tool calls are not looked for")
         reader.mark(len(marker), held_limit(row.body))
+        if row.content_names and (yield from reader.match(row.content_names)) is not None:
+            reader.unmark()
+            self._is_fresh = self._is_after_call = False
+            return
         draft = self.new_draft(row.call_ids != "random")
         draft.is_in_list = is_continued and self._is_in_list
         try:

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire.text.parsing.bare_calls import read_bare_call
 from quire.text.parsing.call_draft import CallDraft, EventSink, MakeCallId
-from quire.text.parsing.formats import Body, JsonObject, KeyedValues, NamedJson, Pythonic
+from quire.text.parsing.formats import BareObject, Body, JsonObject, KeyedValues, NamedJson, Pythonic
 from quire.text.parsing.json_calls import read_named_call, read_object_call
 from quire.text.parsing.keyed_calls import read_keyed_call
 from quire.text.parsing.marker_scan import MarkerScan
@@ -28,6 +29,7 @@ class MessageOptions:
     tools: Mapping[str, Tool]
     make_call_id: MakeCallId
     starts_in_reasoning: bool
+    starts_in_call: bool
     parallel_tool_calls: bool
 
 
@@ -111,6 +113,8 @@ def read_body(draft: CallDraft, body: Body) -> Steps[None]:
         yield from read_named_call(draft, body)
     elif isinstance(body, KeyedValues):
         yield from read_keyed_call(draft, body)
+    elif isinstance(body, BareObject):
+        yield from read_bare_call(draft, body)
     elif isinstance(body, Pythonic):
         yield from read_pythonic_call(draft)
     else:

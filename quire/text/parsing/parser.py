@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.text.parsing.call_draft import make_random_id, make_short_id
+from quire.text.parsing.detection import reads_without_tools
 from quire.text.parsing.events import ParserEvent
 from quire.text.parsing.formats import find_reasoning_format, find_tool_format, is_harmony, markers_of
 from quire.text.parsing.harmony_message import HarmonyMessage
@@ -25,6 +26,7 @@ class OutputParser:
     tool_format, reasoning_format  names of the tables in formats.py; None: calls or reasoning are left in the text
     tools                what may be called; any other name makes no call but text. None at all: calls are left in the text
     starts_in_reasoning  what the end of the prompt says, see detection.starts_in_reasoning
+    starts_in_call       likewise, see detection.starts_in_call
     parallel_tool_calls  False: the output is cut after its first call; what follows is dropped, see is_complete
     make_call_id         (name, index) -> id; None: a random one as the format wants it. Ids that the model wrote are kept.
     marker_token_ids     markers that are special tokens -> their ids. Such a marker in the text counts only where its token
@@ -39,13 +41,15 @@ class OutputParser:
         reasoning_format: str | None,
         tools: Sequence[Tool],
         starts_in_reasoning: bool,
+        starts_in_call: bool = False,
         parallel_tool_calls: bool = True,
         make_call_id: Callable[[str, int], str] | None = None,
         marker_token_ids: Mapping[str, int] = {},
     ) -> None:
         tool_row, reasoning_row = find_tool_format(tool_format), find_reasoning_format(reasoning_format)
-        tool_row = tool_row if tools else None
-        markers = markers_of(tool_format if tools else None, reasoning_format)
+        is_read = bool(tools) or reads_without_tools(tool_format)
+        tool_row = tool_row if is_read else None
+        markers = markers_of(tool_format if is_read else None, reasoning_format)
         ids = {marker: marker_token_ids[marker] for marker in markers if marker in marker_token_ids}
         make_default = make_short_id if tool_row is not None and tool_row.call_ids == "short" else make_random_id
         options = MessageOptions(
@@ -53,6 +57,7 @@ class OutputParser:
             tools={tool.name: tool for tool in tools},
             make_call_id=make_call_id or make_default,
             starts_in_reasoning=starts_in_reasoning and reasoning_row is not None,
+            starts_in_call=starts_in_call,
             parallel_tool_calls=parallel_tool_calls,
         )
         self._gate = options.gate

@@ -158,7 +158,7 @@ def test_missing_field_is_named(name):
         ("moderation", {}),
         ("chat_template", "{{ x }}"),
         ("store", True),
-        ("service_tier", "priority"),
+        ("service_tier", "scale"),
         ("use_beam_search", True),
         ("truncate_prompt_tokens", 5),
         ("logits_processors", ["x"]),

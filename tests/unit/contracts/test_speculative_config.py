@@ -1,6 +1,7 @@
 """speculative_config: what is read, what is refused and how it says so."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -29,12 +30,35 @@ def test_method_is_draft_model_when_only_a_model_is_given():
     assert SpeculativeConfig.read({"model": "demo-draft"}).max_tokens == 4
 
 
+def test_methods_may_be_several():
+    config = EngineConfig(model="demo", speculative_config='{"method": ["ngram", "suffix"]}')
+    assert config.speculative_config.methods == ("ngram", "suffix")
+    assert config.speculative_config.max_tokens == 18
+    assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert SpeculativeConfig.read({"method": "lookahead"}).max_tokens == 30
+    assert SpeculativeConfig.read({"method": "self", "skipped_layers": [1, 2]}).skipped_layers == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "method None is none; the methods are ngram, suffix, draft_model"),
+        ({}, "method None is none; the methods are ngram, suffix, draft_model, lookahead, self"),
+        ({"method": []}, "method None is none"),
+        ({"method": ["ngram", "guess"]}, "'guess' is none"),
+        ({"method": ["ngram", "ngram"]}, "stands twice"),
+        ({"method": ["ngram", "lookahead"]}, "'lookahead' cannot be merged"),
+        ({"method": ["ngram", "suffix"], "model": "x"}, "takes no model, got 'x'"),
+        ({"method": ["ngram", "draft_model"]}, "takes a model, got None"),
+        ({"method": "lookahead", "lookahead_window": 30}, "is 105, more than the 64 drafts"),
+        ({"method": "lookahead", "lookahead_ngram": 1}, "lookahead_ngram must be an integer from 2"),
+        ({"method": "self"}, "'self' needs skipped_layers"),
+        ({"method": "ngram", "skipped_layers": [1]}, "'self' alone takes skipped_layers"),
+        ({"method": "self", "skipped_layers": [1, 1]}, "a list of different layers"),
+        ({"method": "self", "skipped_layers": [-1]}, "must be an integer from 0"),
         ({"method": "guess"}, "'guess' is none"),
-        ({"method": "eagle3", "model": "x"}, "'eagle3' is not supported yet"),
+        ({"method": "mlp_speculator", "model": "x"}, "'mlp_speculator' is not supported yet"),
+        ({"method": "eagle3"}, "'eagle3' takes a model, got None"),
+        ({"method": ["eagle3", "ngram"], "model": "x"}, "'eagle3' cannot be merged with others"),
         ({"method": "ngram", "model": "x"}, "'ngram' takes no model, got 'x'"),
         ({"method": "draft_model"}, "'draft_model' takes a model, got None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "integer from 1 to 64, got 0"),

@@ -35,6 +35,17 @@ probe_main.answer_to = lambda compiler, fields: [None for _ in itertools.count()
 probe_main.main()
 """
 
+HOARD = """
+from quire.grammar import probe_main
+class Hoard:
+    def compile(self, constraint):
+        held = []
+        while constraint.source == "hoard":
+            held.append(bytearray(1 << 24))
+probe_main._COMPILERS["llguidance"] = lambda setup: Hoard()
+probe_main.main()
+"""
+
 
 @pytest.fixture(scope="module")
 def vocabulary():
@@ -169,7 +180,7 @@ def test_constraint_is_compiled_once_when_it_comes_again(vocabulary):
 
 
 def test_process_is_killed_and_the_constraint_refused_when_compiling_does_not_end(vocabulary):
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=0.2)
+    prober = Prober((sys.executable, "-c", HANG), max_wall_s=1.0)
     compiler = GrammarCompiler(lambda: vocabulary, prober)
     try:
         compile_one(compiler, "regex", "a")
@@ -188,6 +199,38 @@ def test_process_is_ended_by_the_system_when_compiling_computes_for_too_long(voc
         with pytest.raises(RequestError, match="takes more than"):
             compile_one(compiler, "regex", "a")
         assert prober.num_killed == 1
+    finally:
+        compiler.close()
+
+
+def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
+    prober = Prober((sys.executable, "-c", HOARD), memory_bytes=1 << 30, max_cpu_s=60)
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    try:
+        with pytest.raises(RequestError, match="memory|MemoryError"):
+            compile_one(compiler, "regex", "hoard")
+        compile_one(compiler, "regex", "a")
+    finally:
+        compiler.close()
+
+
+def test_limit_of_what_is_open_is_probed_too(vocabulary):
+    """What a process compiles is what is compiled afterwards, with every option."""
+    seen = []
+
+    class Recorder(Prober):
+        def probe(self, setup, constraint):
+            answer = super().probe(setup, constraint)
+            seen.append(answer)
+            return answer
+
+    compiler = GrammarCompiler(lambda: vocabulary, Recorder())
+    nested = {"type": "array", "items": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}}}
+    try:
+        grammar = compile_one(compiler, "json_schema", nested, max_open_length=2)
+        assert accepts(grammar, '[[["aa"]]]')
+        assert not accepts(grammar, '[[["aaa"]]]')
+        assert len(seen) == 1
     finally:
         compiler.close()
 

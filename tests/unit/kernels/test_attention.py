@@ -7,7 +7,7 @@ import torch
 
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference import attention
-from quire.kernels.reference.attention import AttentionInput, attend, store_kv
+from quire.kernels.reference.attention import AttentionInput, TreeInput, attend, store_kv
 
 HEAD_DIM = 8
 
@@ -107,3 +107,35 @@ def test_bf16_scores_and_weights_are_rounded_like_the_eager_models():
         scores = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
         expected = scores.softmax(-1, dtype=torch.float32).bfloat16() @ v
         torch.testing.assert_close(out[:, head], expected, atol=1e-2, rtol=1e-2)
+
+
+PARENTS = [-1, -1, 0, 1, 2, 2, 3, 0, 4, 8]
+
+
+def path_to(node):
+    return [] if node < 0 else [*path_to(PARENTS[node]), node]
+
+
+@pytest.mark.parametrize("max_rows", [None, 3])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (2, 3.0), (1, None)])
+def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_size, max_rows, monkeypatch):
+    spec = AttentionSpec(4, 2, HEAD_DIM, HEAD_DIM**-0.5, window=window, softcap=softcap)
+    size = len(PARENTS)
+    step, k_cache, v_cache, dense_k, dense_v = make_step([9, 21, 14 + size], [1, 5, 1 + size], block_size, 2)
+    ancestors = [0] * 7 + [sum(1 << one for one in path_to(node)) for node in range(size)]
+    trees = TreeInput(torch.tensor([0, 0, size], dtype=torch.int32), torch.tensor(ancestors))
+    step = AttentionInput(step.slots, step.query_starts, step.context_lens, step.block_tables, trees)
+    q = torch.randn(7 + size, 4, HEAD_DIM, generator=torch.Generator().manual_seed(9))
+    if max_rows is not None:
+        monkeypatch.setattr(attention, "_MAX_SCORE_ELEMENTS", (14 + size) * 4 * max_rows)
+    out = attend(q, k_cache, v_cache, step, spec)
+    for node in range(-1, size):
+        tokens = [*range(14), *(14 + one for one in path_to(node))]
+        rows = [6, *(7 + one for one in path_to(node))]
+        expected = dense(q[rows], dense_k[2][tokens], dense_v[2][tokens], spec)
+        torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=2e-6)
+    for index, rows in enumerate((slice(0, 1), slice(1, 6))):
+        torch.testing.assert_close(
+            out[rows].double(), dense(q[rows], dense_k[index], dense_v[index], spec), atol=2e-6, rtol=2e-6
+        )

@@ -173,10 +173,10 @@ def test_only_one_of_short_and_long_divisors_is_refused(write):
     ],
 )
 def test_damaged_or_unknown_metadata_are_refused(write, changes, error, reason):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(error, match=reason):
         read_model_spec(write(**changes))
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

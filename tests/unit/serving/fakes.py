@@ -19,6 +19,7 @@ from quire.contracts.outputs import RequestMetrics
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
 from quire.serving.errors import ApiError
+from quire.serving.gateway.stream import error_of
 from quire.serving.generation.served_model import ServedModel, make_served_model
 from quire.serving.interfaces import AbortReason, Gateway, Job, Owner
 from quire.serving.link.messages import ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
@@ -208,6 +209,8 @@ class FakeStream:
                 return
             if isinstance(step, RequestDelta):
                 self.is_finished = step.finished
+                if (error := error_of(step)) is not None:
+                    raise error
                 yield step
                 continue
             is_last = position == len(steps) - 1

@@ -5,18 +5,17 @@ import random
 from quire import LLM
 from quire.contracts.speculative import SpeculativeConfig
 from quire.speculate.draft import Draft
+from quire.speculate.proposer import Proposer
+from quire.speculate.records import TreeRecord
 from quire.speculate.speculator import Speculator
 
 
-class Fake:
+class Fake(Proposer):
     """Drafts `count` tokens with `guess(sequence, position, step_random)`, at every look anew."""
 
     def __init__(self, count):
         self.count = count
         self.released = []
-
-    def apply(self, plan):
-        pass
 
     def look(self, sequence, limit):
         sequence.memo = self.draft(sequence)[:limit]
@@ -61,11 +60,67 @@ class Fickle(Oracle):
         return [t if i < num_right else (t + 7) % 300 for i, t in enumerate(super().draft(sequence)[:length])]
 
 
+class RandomTree(Oracle):
+    """Random trees of random tokens, siblings that are equal among them."""
+
+    record = TreeRecord
+
+    def __init__(self, count, outputs, seed=0):
+        super().__init__(count, outputs)
+        self.random = random.Random(seed)
+
+    def look(self, sequence, limit):
+        sequence.memo = self.tree(sequence)
+        return min(limit, len(sequence.memo))
+
+    def propose(self, wanted):
+        return [Draft(one.memo.tokens[:limit], one.memo.parents[:limit]) for one, limit in wanted]
+
+    def tree(self, sequence):
+        size = self.random.randint(0, self.count)
+        parents = tuple(self.random.randint(-1, node - 1) for node in range(size))
+        return Draft(tuple(self.random.randrange(300) for _ in parents), parents)
+
+
+class OracleTree(RandomTree):
+    """The true continuation, every token of it beside wrong siblings, which have wrong descendants."""
+
+    def tree(self, sequence):
+        return self.hide(sequence, self.count)
+
+    def hide(self, sequence, num_right):
+        right = Oracle.draft(self, sequence)
+        tokens, parents, depths, last = [], [], {-1: 0}, -1
+        for node in range(self.count):
+            is_right = depths[last] < num_right and self.random.random() < 0.5
+            parent = last if is_right else self.random.choice(list(depths))
+            wrong = (right[min(depths[parent], len(right) - 1)] + 1 + self.random.randrange(200)) % 300
+            tokens.append(right[depths[last]] if is_right else wrong)
+            parents.append(parent)
+            depths[node] = depths[parent] + 1
+            last = node if is_right else last
+        return Draft(tuple(tokens), tuple(parents))
+
+
+class FickleTree(OracleTree):
+    """The same, but right only up to a random depth, and of a random size."""
+
+    def tree(self, sequence):
+        tree = self.hide(sequence, self.random.randint(0, self.count))
+        size = self.random.randint(0, self.count)
+        return Draft(tree.tokens[:size], tree.parents[:size])
+
+
 PROPOSERS = {"oracle": Oracle, "adversary": Adversary, "fickle": Fickle}
+TREES = {"random tree": RandomTree, "oracle tree": OracleTree, "fickle tree": FickleTree}
+PROPOSERS |= TREES
+TREE_COUNT = 14
 
 
 def install(llm: LLM, proposer, count: int) -> None:
-    """Let an engine draft with a proposer of ours, at full length always."""
+    """Let an engine draft with a proposer of ours, at full length always; trees are larger."""
+    if proposer.record is TreeRecord:
+        count = proposer.count = TREE_COUNT
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, adaptive=False)
     runner = llm.llm_engine._runner
     runner._speculator = Speculator(config, proposer, runner._decoder.spec.vocab_size)

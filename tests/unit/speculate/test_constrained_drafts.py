@@ -9,7 +9,10 @@ pytest.importorskip("llguidance")
 from proposers import PROPOSERS, install
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.engine import llm_engine
 from quire.engine.scheduling import check_invariants
+from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.probing import Prober
 from quire.kernels.native import load_native
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
@@ -76,11 +79,35 @@ def said(choice):
     return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, choice.logprobs, choice.cumulative_logprob
 
 
+class Compiled:
+    """The compiler of all engines here, which have one vocabulary."""
+
+    compiler: GrammarCompiler | None = None
+
+    def __init__(self, vocabulary):
+        if Compiled.compiler is None:
+            Compiled.compiler = GrammarCompiler(vocabulary, Prober(max_cpu_s=30.0, max_wall_s=60.0))
+        self.start = Compiled.compiler.start
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_engine, "GrammarCompiler", Compiled)
+        yield
+    Compiled.compiler.close()
+
+
 @pytest.fixture(scope="module")
 def plain(tiny_model):
-    """Each request by itself, without drafts."""
+    """Each request by itself, without drafts, those that are forced included."""
     llm = start(tiny_model, enable_prefix_caching=False)
+    llm.llm_engine.draft_forced(False)
     found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
+    assert llm.llm_engine.stats.num_drafts == 0
     llm.close()
     return found
 
@@ -112,6 +139,48 @@ def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, plain
     assert [said(choice) for choice in found] == [said(choice) for choice in plain[0]]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     llm.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_blocks": 18}, {"max_num_batched_tokens": 12}], ids=["", "preempted", "budget"]
+)
+def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, plain, options):
+    llm = start(tiny_model, **options)
+    for seed, expected in enumerate(plain):
+        assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in expected]
+    stats = llm.llm_engine.stats
+    # A token behind which nothing can follow ends its output: what was computed behind it does not count.
+    num_ended = sum(choice.finish_reason == "stop" for found in plain for choice in found)
+    assert stats.num_draft_tokens - num_ended <= stats.num_accepted_tokens > 100
+    llm.close()
+
+
+def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
+    llm = start(tiny_model)
+    choice = generate(llm, 0, [1])[0][0]
+    assert said(choice) == said(plain[0][1])
+    stats = llm.llm_engine.stats
+    assert stats.num_steps == len(choice.token_ids) - stats.num_accepted_tokens < len(choice.token_ids) / 2
+    llm.close()
+
+
+def test_drafts_are_cut_to_what_the_constraint_takes(tiny_model, plain):
+    llm = speculating(tiny_model, "adversary", plain[0])
+    generate(llm, 0, [0, 1, 2, 3, 4])
+    with_adversary = llm.llm_engine.stats
+    llm.close()
+    assert with_adversary.num_accepted_tokens > 0.7 * with_adversary.num_draft_tokens  # those that are forced
+
+
+def test_same_choices_when_several_are_constrained(tiny_model):
+    request = params(0, n=4, temperature=1.0)
+    found = []
+    for kind in (None, "ngram", "draft_model"):
+        llm = start(tiny_model) if kind is None else speculating(tiny_model, kind, [])
+        outputs = llm.generate([PROMPTS[1]], request, use_tqdm=False)[0].outputs
+        found.append([said(choice) for choice in outputs])
+        llm.close()
+    assert found[0] == found[1] == found[2]
 
 
 def test_plain_outputs_match_their_constraints(plain):

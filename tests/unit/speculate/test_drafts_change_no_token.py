@@ -1,5 +1,8 @@
 """Speculation changes no token: whoever drafts, however it samples, and whatever happens to the sequences meanwhile."""
 
+from pathlib import Path
+
+import head_checkpoints
 import pytest
 from proposers import PROPOSERS, install
 
@@ -32,6 +35,7 @@ KINDS = (
 ALL = tuple(range(len(PROMPTS)))
 ALL = tuple(range(len(PROMPTS)))
 LENGTH = 26
+HEADS = {"eagle3": head_checkpoints.eagle3, "medusa": head_checkpoints.medusa, "medusa tree": head_checkpoints.medusa}
 COUNT = 5
 CACHES = {"bf16": {"dtype": "bfloat16"}, "f32": {"dtype": "float32"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
 
@@ -79,9 +83,20 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         llm = start(model, cache, **options)
         install(llm, PROPOSERS[kind](COUNT, outputs_by_prompt), COUNT)
         return llm
+    if kind in HEADS:
+        folder = Path(model).parent / f"head-{kind}"
+        if not folder.is_dir():
+            HEADS[kind](folder)
+        config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
+        config |= {"draft_top_k": 3} if kind.endswith("tree") else {}
+        return start(model, cache, speculative_config=config, **options)
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
         return start(model, cache, speculative_config=config, **options)
+    if kind in CONFIGS:
+        return start(
+            model, cache, speculative_config={"adaptive": False, **CONFIGS[kind], **with_model(kind, model)}, **options
+        )
     config = {"method": kind, "num_speculative_tokens": COUNT, "adaptive": False, "prompt_lookup_min": 1}
     return start(model, cache, speculative_config=config, **options)
 
@@ -90,7 +105,19 @@ def expect_same(found, plain):
     assert [said(choice) for choice in found] == [said(choice) for choice in plain]
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model")
+CONFIGS = {
+    "merged": {"method": ["ngram", "suffix"], "prompt_lookup_min": 1},
+    "merged with a model": {"method": ["draft_model", "ngram"], "num_speculative_tokens": 8, "prompt_lookup_min": 1},
+    "lookahead": {"method": "lookahead"},
+    "self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": COUNT},
+}
+
+
+def with_model(kind, model):
+    return {"model": str(model)} if "model" in kind else {}
+
+
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa", "medusa tree", *CONFIGS)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -100,6 +127,8 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     stats = llm.llm_engine.stats
     if kind == "oracle":
         assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens  # what is left is drafted past the ends
+    elif kind == "oracle tree":
+        assert stats.num_accepted_tokens > 0.2 * stats.num_draft_tokens
     elif kind == "adversary":
         assert stats.num_accepted_tokens == 0 < stats.num_draft_tokens
     found, outputs = generate(llm)
@@ -109,7 +138,9 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa tree", *CONFIGS]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -150,7 +181,7 @@ def test_same_choices_when_n_is_more_than_one(tiny_model, kind):
         assert [[said(c) for c in o.outputs] for o in found] == [[said(c) for c in o.outputs] for o in plain]
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "adversary"])
+@pytest.mark.parametrize("kind", ["oracle", "fickle", "adversary", "oracle tree"])
 def test_same_end_when_a_stop_string_or_a_stop_token_is_within_an_accepted_run(tiny_model, kind):
     llm = start(tiny_model, "f32")
     free = llm.generate(PROMPTS[:4], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), use_tqdm=False)
@@ -172,7 +203,7 @@ def test_same_end_when_a_stop_string_or_a_stop_token_is_within_an_accepted_run(t
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle"])
+@pytest.mark.parametrize("kind", ["oracle", "fickle", "oracle tree"])
 def test_same_outputs_when_words_are_banned(tiny_model, kind):
     llm = start(tiny_model, "f32")
     free = llm.generate(PROMPTS[:4], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), use_tqdm=False)

@@ -80,7 +80,7 @@ def test_the_test_of_the_law_fails_when_drafts_are_believed(world):
 
 
 @pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
-@pytest.mark.parametrize("kind", ["oracle", "fickle", "adversary"])
+@pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_cache_holds_after_every_step_what_a_fresh_prefill_would(tiny_model, kind, kv_cache_dtype):
     options = {"block_size": 16, "num_kv_blocks": 40, "kv_cache_dtype": kv_cache_dtype, "dtype": "bfloat16"}

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from quire.speculate.pace import AcceptanceRecord, Pace
+from quire.speculate.pace import Pace
+from quire.speculate.records import AcceptanceRecord
 
 
 def live(num_sequences, share, cost_per_token, num_steps=4000, max_tokens=5, seed=0):
@@ -19,7 +20,7 @@ def live(num_sequences, share, cost_per_token, num_steps=4000, max_tokens=5, see
         for record, count in zip(records, counts, strict=True):
             if count:
                 accepted = next((depth for depth in range(count) if rng.random() >= share), count)
-                pace.note_verified(record, count, accepted)
+                pace.note_verified(record, count, range(accepted))
                 gained += accepted
         duration = 1.0 + cost_per_token * sum(counts) / num_sequences
         pace.note_step(num_sequences, sum(counts), duration * rng.uniform(0.95, 1.05))
@@ -52,7 +53,7 @@ def test_sequences_that_accept_get_the_drafts_when_others_do_not():
     for step in range(600):
         for index, (record, count) in enumerate(zip(records, counts, strict=True)):
             if count:
-                pace.note_verified(record, count, count if index < 4 else 0)
+                pace.note_verified(record, count, range(count if index < 4 else 0))
         pace.note_step(8, sum(counts), 1.0 + 0.05 * sum(counts) + rng.uniform(0, 0.01))
         counts = [0] * 8 if pace.is_asleep else pace.choose([(record, 4) for record in records])
         if step >= 300:
@@ -68,3 +69,20 @@ def test_nothing_is_drafted_before_it_is_known_what_a_plain_step_costs():
     pace.note_step(1, 0, 1.0)
     pace.note_step(1, 0, 1.0)
     assert pace.choose(offers) == [4]
+
+
+@pytest.mark.parametrize("delay", [0.0, 20.0])
+def test_delays_of_the_first_drafted_step_do_not_end_what_pays(delay):
+    rng = random.Random(4)
+    pace, record = Pace(4), AcceptanceRecord(4, 0.95)
+    counts, num_drafted, was_drafting = [0], 0, False
+    for _ in range(400):
+        if counts[0]:
+            accepted = next((depth for depth in range(counts[0]) if rng.random() >= 0.75), counts[0])
+            pace.note_verified(record, counts[0], accepted)
+            num_drafted += 1
+        # As long as nothing is drafted, the draft model falls behind.
+        pace.note_step(1, counts[0], 1.0 + 0.1 * counts[0] + delay * (counts[0] > 0 and not was_drafting))
+        was_drafting = counts[0] > 0
+        counts = [0] if pace.is_asleep else pace.choose([(record, 4)])
+    assert num_drafted > 360

@@ -80,6 +80,7 @@ HOSTILE = {
     "round": "{{ 1.5|round(1000000, 'ceil') }}",
     "integer-bytes": "{{ (5).to_bytes(1000000000) }}",
 }
+LONGEST = ("branching-macro", "calls-in-calls")  # they use all of what they may, which takes seconds
 INTRUSIONS = {
     "class": "{{ ''.__class__ }}",
     "class-item": "{{ ''['__class__'] }}",
@@ -99,7 +100,9 @@ INTRUSIONS = {
 }
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, id=name, marks=[pytest.mark.slow] * (name in LONGEST)) for name, source in HOSTILE.items()]
+)
 def test_work_without_end_is_stopped(source):
     begin = time.process_time()
     with pytest.raises(RequestError, match="chat_template") as raised:

@@ -33,6 +33,10 @@ static inline i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset
 
 // Where the tokens of one step stand: sequence s owns rows [query_starts[s], query_starts[s + 1]) of q and the cached tokens
 // [0, context_lens[s]), of which its rows are the last. block_tables [num_sequences][table_stride].
+//
+// num_drafts null: all of that is causal. Else the last num_drafts[s] rows of s, at most 64, are a tree: bit i of ancestors[row] says
+// whether draft i is on the way from the last known token to that row, itself included; rows of no tree have 0. A draft stands behind
+// its ancestors as if nothing were between them, whatever slots they have.
 struct Batch {
     i32 num_sequences = 0;
     i32 num_tokens = 0;
@@ -40,6 +44,8 @@ struct Batch {
     const i32* context_lens = nullptr;
     const i32* block_tables = nullptr;
     i64 table_stride = 0;
+    const i32* num_drafts = nullptr;
+    const u64* ancestors = nullptr;  // [num_tokens]
 };
 
 // is_bf16: q, keys, values and the softmax's weights are rounded to bf16 before they are multiplied; otherwise all is f32.
@@ -67,6 +73,8 @@ struct AttentionTable {
     // Write key and value heads [first_head, first_head + num_heads) of one token ([num_heads * head_dim] f32 each) into
     // slot = block * block_size + offset.
     void (*store)(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values);
+    // Copy keys and values of one token, all heads, to another slot.
+    void (*move)(const KvLayer& kv, i64 from, i64 to);
 };
 
 }  // namespace quire

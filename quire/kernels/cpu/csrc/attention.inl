@@ -3,7 +3,7 @@
 // The softmax of a row is taken in chunks of CHUNK cached tokens at absolute positions, and the chunks are merged in order. Which
 // thread computes a chunk, and beside which other rows, therefore changes nothing.
 #pragma once
-#include "attention_chunk.inl"
+#include "attention_tree.inl"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -68,10 +68,12 @@ static Share share_of(const AttentionJob& job, const Shape& shape, const Batch& 
     Share share;
     share.tile_tokens = larger(1, smaller(num_tokens, MAX_ROWS / heads));
     share.num_tiles = (num_tokens + share.tile_tokens - 1) / share.tile_tokens;
+    // How far the tokens of a tile may stand apart.
+    const i32 spread = share.tile_tokens + (batch.num_drafts == nullptr ? 0 : batch.num_drafts[sequence]);
     i32 seen = batch.context_lens[sequence];
     share.chunks = (seen + CHUNK - 1) / CHUNK;
-    if (job.window > 0 && job.window < seen - share.tile_tokens) {
-        seen = job.window + share.tile_tokens - 1;
+    if (job.window > 0 && job.window < seen - spread) {
+        seen = job.window + spread - 1;
         share.chunks = smaller(share.chunks, (seen + CHUNK - 2) / CHUNK + 1);
     }
     // A row costs its products; that the tile's keys and values are read costs as much as some rows.
@@ -159,15 +161,34 @@ static Tile tile_at(const Walk& walk, i64 place, i32& position) {
     tile.first_head = tile.kv_head * shape.group + slice;
     tile.num_heads = smaller(MAX_HEADS, shape.group - slice);
     tile.num_rows = (last - first) * tile.num_heads;
+    const i32 num_drafts = batch.num_drafts == nullptr ? 0 : batch.num_drafts[walk.sequence];
+    tile.ancestors = num_drafts == 0 ? nullptr : batch.ancestors + first;
+    tile.tree_start = batch.context_lens[walk.sequence] - num_drafts;
     position = batch.context_lens[walk.sequence] - (stop - first);
-    const i32 end = position + last - first;
-    const i32 begin = job.window > 0 ? larger(0, position + 1 - job.window) : 0;
+    i32 least = position + 1, end = position + last - first;
+    if (tile.ancestors != nullptr) {
+        least = end = seen_end(tile, position, 0);
+        for (i32 token = 1; token < last - first; ++token) {
+            least = smaller(least, seen_end(tile, position, token));
+            end = larger(end, seen_end(tile, position, token));
+        }
+    }
+    const i32 begin = job.window > 0 ? larger(0, least - job.window) : 0;
     tile.chunks = {begin / CHUNK, (end + CHUNK - 1) / CHUNK};
     return tile;
 }
 
 QUIRE_INLINE Partial partial_of(const Walk& walk, i64 place, i32 chunk) {
     return partial_at(walk.partials + (place * walk.share.chunks + chunk) * walk.work->shape.partial_bytes);
+}
+
+template <class Kind>
+static void attend_chunk_of(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 index, Space& space,
+                            const Partial& out) {
+    if (tile.ancestors == nullptr)
+        attend_chunk<Kind>(job, shape, tile, index, space, out);
+    else
+        attend_tree_chunk<Kind>(job, shape, tile, index, space, out);
 }
 
 // A whole tile, or a part of its chunks into partial results.
@@ -186,12 +207,12 @@ static void attend_item(const Walk& walk, i64 item, Space& space) {
     prepare_rows<Kind>(job, shape, tile, position, space);
     if (walk.share.parts > 1) {
         for (i32 chunk = begin; chunk < end; ++chunk)
-            attend_chunk<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, partial_of(walk, place, chunk));
+            attend_chunk_of<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, partial_of(walk, place, chunk));
         return;
     }
     reset(space.total, static_cast<i64>(tile.num_rows) * shape.padded_dim);
     for (i32 chunk = begin; chunk < end; ++chunk) {
-        attend_chunk<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, space.chunk);
+        attend_chunk_of<Kind>(job, shape, tile, tile.chunks.begin + chunk, space, space.chunk);
         merge(space.total, space.chunk, tile.num_rows, shape.padded_dim, space.merge);
     }
     finish(job, shape, tile, space.total, space.merge);
@@ -238,6 +259,6 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
 
 }  // namespace
 
-extern const AttentionTable attention_table = {scratch_bytes, attend, store_token};
+extern const AttentionTable attention_table = {scratch_bytes, attend, store_token, move_token};
 
 }  // namespace quire::QUIRE_ISA

@@ -5,6 +5,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+constexpr int PATH_RUNS = 5;   // that 64 drafts and the tokens before them in a run can touch
 constexpr int MAX_HEADS = 32;  // query heads of a tile; more heads of one kv head make more tiles
 
 // The chunk's, or the whole, softmax of a tile's rows: the sum of weights * values is `values` / `sum`.
@@ -23,7 +24,9 @@ struct Space {
     u8* seen;    // GROUP runs, with zeros where a row does not see
     float* merge;
     Span* spans;  // [MAX_ROWS]: the cached tokens that a row sees
+    u8* path;     // PATH_RUNS runs of keys or values, and then their scales: see attention_tree.inl
     Partial chunk, total;
+    bool is_tree;  // rows are those of a tree: what they see does not grow from row to row
 };
 
 // Sizes that follow from a job.
@@ -44,7 +47,8 @@ static Shape shape_of(const AttentionJob& job) {
     shape.partial_bytes = (2 * MAX_ROWS + MAX_ROWS * padded) * 4;
     const i64 run_bytes = RUN * padded * (job.is_bf16 ? 2 : 4);
     shape.space_bytes = MAX_ROWS * (shape.q_stride + SCORE_STRIDE * 4) + 3 * GROUP * run_bytes + 2 * shape.partial_bytes +
-                        2 * MAX_ROWS * 4 + MAX_ROWS * static_cast<i64>(sizeof(Span));
+                        2 * MAX_ROWS * 4 + MAX_ROWS * static_cast<i64>(sizeof(Span)) +
+                        PATH_RUNS * RUN * (job.kv.head_dim * element_bytes(job.kv.format) + 2 * 4);
     shape.space_bytes = round_up(shape.space_bytes, 128);
     shape.group = job.num_heads / job.kv.kv_heads;
     shape.slices = (shape.group + MAX_HEADS - 1) / MAX_HEADS;
@@ -74,6 +78,8 @@ static Space space_at(u8* memory, const AttentionJob& job, const Shape& shape) {
     space.merge = reinterpret_cast<float*>(take(2 * MAX_ROWS * 4));
     space.q = take(MAX_ROWS * shape.q_stride);
     space.spans = reinterpret_cast<Span*>(take(MAX_ROWS * static_cast<i64>(sizeof(Span))));
+    space.path = memory;
+    space.is_tree = false;
     return space;
 }
 
@@ -83,7 +89,16 @@ struct Tile {
     i64 first_token;  // row of q
     i32 num_rows, num_heads, kv_head, first_head;
     Span chunks;      // chunks that any row sees
+    // Null unless its sequence has a tree: the ancestors of each token, and the position of draft 0.
+    const u64* ancestors;
+    i32 tree_start;
 };
+
+// The end of what a token sees: for a draft as if its ancestors stood one behind the other.
+QUIRE_INLINE i32 seen_end(const Tile& tile, i32 position, i32 token) {
+    const i32 end = position + token + 1;
+    return tile.ancestors == nullptr ? end : smaller(end, tile.tree_start) + __builtin_popcountll(tile.ancestors[token]);
+}
 
 // One chunk of a tile: where its runs are. Tokens and runs count from the chunk's start.
 struct Chunk {
@@ -100,9 +115,32 @@ QUIRE_INLINE Span seen_in_chunk(Span span, i32 start) {
     return seen.begin < seen.end ? seen : Span{0, 0};
 }
 
-// The runs of rows [first, last] in a chunk: later rows never see less of the end nor more of the start.
+// What any of rows [first, last] sees, from its first token to its last.
+QUIRE_INLINE Span seen_by_any(const Space& space, int first, int last) {
+    // Later rows never see less of the end nor more of the start.
+    Span seen = {space.spans[first].begin, space.spans[last].end};
+    if (!space.is_tree) return seen;
+    for (int row = first; row <= last; ++row) {
+        seen.begin = smaller(seen.begin, space.spans[row].begin);
+        seen.end = larger(seen.end, space.spans[row].end);
+    }
+    return seen;
+}
+
+// What each of `count` rows sees.
+QUIRE_INLINE Span seen_by_all(const Space& space, int count) {
+    Span seen = {space.spans[count - 1].begin, space.spans[0].end};
+    if (!space.is_tree) return seen;
+    for (int row = 0; row < count; ++row) {
+        seen.begin = larger(seen.begin, space.spans[row].begin);
+        seen.end = smaller(seen.end, space.spans[row].end);
+    }
+    return seen;
+}
+
+// The runs of rows [first, last] in a chunk.
 QUIRE_INLINE Span runs_of(const Space& space, int first, int last, i32 start) {
-    const Span seen = seen_in_chunk({space.spans[first].begin, space.spans[last].end}, start);
+    const Span seen = seen_in_chunk(seen_by_any(space, first, last), start);
     return {seen.begin / RUN, (seen.end + RUN - 1) / RUN};
 }
 
@@ -128,6 +166,7 @@ static void find_runs(const AttentionJob& job, const Tile& tile, i32 end, Chunk&
 template <class Kind>
 static void prepare_rows(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 position, Space& space) {
     const i32 dim = job.kv.head_dim;
+    space.is_tree = tile.ancestors != nullptr;
     for (int row = 0; row < tile.num_rows; ++row) {
         const i32 token = row / tile.num_heads, head = tile.first_head + row % tile.num_heads;
         const float* q = job.q + (tile.first_token + token) * job.q_stride + static_cast<i64>(head) * dim;
@@ -139,7 +178,7 @@ static void prepare_rows(const AttentionJob& job, const Shape& shape, const Tile
             else
                 store(reinterpret_cast<float*>(to) + d, x);
         }
-        const i32 end = position + token + 1;
+        const i32 end = seen_end(tile, position, token);
         space.spans[row] = {job.window > 0 ? larger(0, end - job.window) : 0, end};
     }
 }
@@ -147,7 +186,7 @@ static void prepare_rows(const AttentionJob& job, const Shape& shape, const Tile
 // The runs of one group that rows [first, first + count) see, and the product's rows.
 QUIRE_INLINE Span group_runs(const Space& space, const Chunk& chunk, int group, int first, int count) {
     const Span runs = runs_of(space, first, first + count - 1, chunk.start);
-    return {larger(runs.begin, group * GROUP), smaller(runs.end, (group + 1) * GROUP)};
+    return {larger(larger(runs.begin, chunk.runs.begin), group * GROUP), smaller(smaller(runs.end, chunk.runs.end), (group + 1) * GROUP)};
 }
 
 // The runs of a group, `runs` being those of a chunk; in place of runs that are not in `span`, the nearest one.
@@ -202,9 +241,11 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
     }
 }
 
+// Take the softmax of rows [begin, end).
 template <class Kind>
-static void weigh_chunk(const AttentionJob& job, const Tile& tile, const Chunk& chunk, Space& space, const Partial& out) {
-    for (int row = 0; row < tile.num_rows; ++row) {
+static void weigh_rows(const AttentionJob& job, const Tile& tile, const Chunk& chunk, Space& space, const Partial& out, int begin,
+                       int end) {
+    for (int row = begin; row < end; ++row) {
         const int first = row / TILE_ROWS * TILE_ROWS, last = smaller(first + TILE_ROWS, tile.num_rows) - 1;
         SoftmaxRow softmax = {space.scores + row * SCORE_STRIDE, seen_in_chunk(space.spans[row], chunk.start),
                               runs_of(space, first, last, chunk.start), LOWEST, 0.0f};
@@ -215,7 +256,6 @@ static void weigh_chunk(const AttentionJob& job, const Tile& tile, const Chunk& 
         out.max[row] = softmax.max;
         out.sum[row] = softmax.sum;
     }
-    for (int row = tile.num_rows; row < MAX_ROWS; ++row) out.max[row] = LOWEST, out.sum[row] = 0.0f;
 }
 
 // Sums for one row at a time over values that are not finite where some row does not see them: 0 * NaN must not reach a row.
@@ -251,7 +291,7 @@ template <class Kind>
 static GroupValues group_values(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk,
                                 const Space& space, int group) {
     const i32 dim = job.kv.head_dim;
-    const Span by_all = {space.spans[tile.num_rows - 1].begin, space.spans[0].end};
+    const Span by_all = seen_by_all(space, tile.num_rows);
     const bool is_converted = is_values_converted<Kind>(job, shape);
     GroupValues values = {};
     for (int i = 0; i < GROUP; ++i) {
@@ -269,11 +309,11 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
     return values;
 }
 
+// Add the weighted values to `out`.
 template <class Kind>
 static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, const Chunk& chunk, const Space& space,
                       const Partial& out) {
     const bool is_converted = is_values_converted<Kind>(job, shape);
-    __builtin_memset(out.values, 0, static_cast<size_t>(tile.num_rows) * shape.padded_dim * 4);
     for (int group = chunk.runs.begin / GROUP; group * GROUP < chunk.runs.end; ++group) {
         const GroupValues values = group_values<Kind>(job, shape, tile, chunk, space, group);
         for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
@@ -302,6 +342,11 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
     }
 }
 
+static void clear(const Shape& shape, const Tile& tile, const Partial& out) {
+    for (int row = tile.num_rows; row < MAX_ROWS; ++row) out.max[row] = LOWEST, out.sum[row] = 0.0f;
+    __builtin_memset(out.values, 0, static_cast<size_t>(tile.num_rows) * shape.padded_dim * 4);
+}
+
 template <class Kind>
 static void attend_chunk(const AttentionJob& job, const Shape& shape, const Tile& tile, i32 index, Space& space,
                          const Partial& out) {
@@ -310,7 +355,8 @@ static void attend_chunk(const AttentionJob& job, const Shape& shape, const Tile
     chunk.runs = runs_of(space, 0, tile.num_rows - 1, chunk.start);
     find_runs(job, tile, space.spans[tile.num_rows - 1].end, chunk);
     score_chunk<Kind>(job, shape, tile, chunk, space);
-    weigh_chunk<Kind>(job, tile, chunk, space, out);
+    weigh_rows<Kind>(job, tile, chunk, space, out, 0, tile.num_rows);
+    clear(shape, tile, out);
     sum_chunk<Kind>(job, shape, tile, chunk, space, out);
 }
 

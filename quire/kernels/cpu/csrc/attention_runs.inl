@@ -198,6 +198,46 @@ static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
     return scale;
 }
 
+// Copy the key of a token of one run to a place of another; `from` and `to` are the runs' starts.
+static void copy_key(KvFormat format, i32 dim, const u8* from, int from_token, u8* to, int to_token) {
+    if (format == KvFormat::i8) {
+        for (i32 d = 0; d < dim; ++d) to[d * RUN + to_token] = from[d * RUN + from_token];
+        return;
+    }
+    const i32 units = format == KvFormat::bf16 ? dim / 2 : dim;
+    for (i32 unit = 0; unit < units; ++unit) __builtin_memcpy(to + (unit * RUN + to_token) * 4, from + (unit * RUN + from_token) * 4, 4);
+}
+
+// The same of its value.
+static void copy_value(KvFormat format, i32 dim, const u8* from, int from_token, u8* to, int to_token) {
+    if (format == KvFormat::bf16) {
+        from += (from_token / 2 * dim * 2 + from_token % 2) * 2;
+        to += (to_token / 2 * dim * 2 + to_token % 2) * 2;
+        for (i32 d = 0; d < dim; ++d) __builtin_memcpy(to + d * 4, from + d * 4, 2);
+        return;
+    }
+    const i64 bytes = dim * element_bytes(format);
+    __builtin_memcpy(to + to_token * bytes, from + from_token * bytes, static_cast<size_t>(bytes));
+}
+
+static void move_token(const KvLayer& kv, i64 from, i64 to) {
+    if (from == to) return;
+    const i64 width = element_bytes(kv.format);
+    const i32 from_offset = static_cast<i32>(from % kv.block_size), to_offset = static_cast<i32>(to % kv.block_size);
+    u8 *keys = static_cast<u8*>(kv.keys), *values = static_cast<u8*>(kv.values);
+    for (i32 head = 0; head < kv.kv_heads; ++head) {
+        const i64 source = run_element(kv, from / kv.block_size, head, from_offset) * width;
+        const i64 target = run_element(kv, to / kv.block_size, head, to_offset) * width;
+        copy_key(kv.format, kv.head_dim, keys + source, from_offset % RUN, keys + target, to_offset % RUN);
+        copy_value(kv.format, kv.head_dim, values + source, from_offset % RUN, values + target, to_offset % RUN);
+        if (kv.format != KvFormat::i8) continue;
+        const i64 scale = scale_element(kv, from / kv.block_size, head, from_offset);
+        const i64 place = scale_element(kv, to / kv.block_size, head, to_offset);
+        kv.key_scales[place] = kv.key_scales[scale];
+        kv.value_scales[place] = kv.value_scales[scale];
+    }
+}
+
 static void store_token(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values) {
     const i64 block = slot / kv.block_size;
     const i32 offset = static_cast<i32>(slot % kv.block_size), dim = kv.head_dim;

@@ -44,9 +44,10 @@ void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 k
 }
 
 void init_batch(Batch* batch, i32 num_sequences, i32 num_tokens, uintptr_t query_starts, uintptr_t context_lens,
-                uintptr_t block_tables, i64 table_stride) {
+                uintptr_t block_tables, i64 table_stride, uintptr_t num_drafts, uintptr_t ancestors) {
+    if ((num_drafts == 0) != (ancestors == 0)) throw std::invalid_argument("a batch has both num_drafts and ancestors, or neither");
     new (batch) Batch{num_sequences, num_tokens, pointer<const i32>(query_starts), pointer<const i32>(context_lens),
-                      pointer<const i32>(block_tables), table_stride};
+                      pointer<const i32>(block_tables), table_stride, pointer<const i32>(num_drafts), pointer<const u64>(ancestors)};
 }
 
 void init_job(AttentionJob* job, const KvLayer& kv, i32 num_heads, float scale, i32 window, float softcap, uintptr_t sinks,
@@ -117,15 +118,22 @@ void store_kv(const KvLayer& kv, uintptr_t slots, i64 num_tokens, uintptr_t keys
         &call);
 }
 
+void move_kv(const KvLayer& kv, uintptr_t from_slots, uintptr_t to_slots, i64 num_tokens, const std::string& isa) {
+    const AttentionTable& table = attention_of(isa);
+    for (i64 i = 0; i < num_tokens; ++i) table.move(kv, pointer<const i64>(from_slots)[i], pointer<const i64>(to_slots)[i]);
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
     nb::class_<KvLayer>(m, "KvLayer", "One layer's paged keys and values; attention.h documents the layout. Does not own the memory.")
         .def("__init__", &init_layer, nb::arg("format"), nb::arg("block_size"), nb::arg("kv_heads"), nb::arg("head_dim"),
              nb::arg("keys"), nb::arg("values"), nb::arg("key_scales") = 0, nb::arg("value_scales") = 0);
-    nb::class_<Batch>(m, "AttentionBatch", "Where the tokens of one step stand: i32 arrays by address. Does not own the memory.")
+    nb::class_<Batch>(m, "AttentionBatch",
+                      "Where the tokens of one step stand: i32 arrays by address, but u64 for ancestors; see attention.h. Does not own the memory.")
         .def("__init__", &init_batch, nb::arg("num_sequences"), nb::arg("num_tokens"), nb::arg("query_starts"),
-             nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("table_stride"));
+             nb::arg("context_lens"), nb::arg("block_tables"), nb::arg("table_stride"), nb::arg("num_drafts") = 0,
+             nb::arg("ancestors") = 0);
     nb::class_<AttentionJob>(m, "AttentionJob", "Attention of one layer; set_rows gives q, out and scratch. Does not own the memory.")
         .def("__init__", &init_job, nb::arg("kv"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window") = 0,
              nb::arg("softcap") = 0.0f, nb::arg("sinks") = 0, nb::arg("is_bf16") = true)
@@ -138,4 +146,6 @@ void bind_attention(nb::module_& m) {
     m.def("store_kv", &store_kv, nb::arg("kv"), nb::arg("slots"), nb::arg("num_tokens"), nb::arg("keys"), nb::arg("values"),
           nb::arg("num_threads"), nb::arg("isa") = "", nb::call_guard<nb::gil_scoped_release>(),
           "Write the keys and values [num_tokens][kv_heads * head_dim] f32 of tokens to their slots, i64.");
+    m.def("move_kv", &move_kv, nb::arg("kv"), nb::arg("from_slots"), nb::arg("to_slots"), nb::arg("num_tokens"), nb::arg("isa") = "",
+          nb::call_guard<nb::gil_scoped_release>(), "Copy tokens of one layer to other slots, i64, one after the other.");
 }

@@ -50,6 +50,19 @@ void Plan::set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float
     softcap_ = softcap;
 }
 
+void Plan::set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed) {
+    entry_ = static_cast<Entry>(entry);
+    fuse_ = std::move(fuse);
+    is_residual_normed_ = is_residual_normed;
+    recycles_normed_ = recycles_normed;
+}
+
+void Plan::keep_inputs(std::vector<i32> layers) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    kept_layers_ = std::move(layers);
+    capacity_ = 0;  // the memory of the next step is made anew
+}
+
 void Plan::add_layer(std::shared_ptr<PlanLayer> layer) { layers_.push_back(std::move(layer)); }
 
 void Plan::set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half) {
@@ -104,6 +117,11 @@ void Plan::finish() {
     for (auto& layer : layers_) finish_layer(*layer);
     head_site_.add(head_->weight);
     measure(head_site_, 1);
+    if (entry_ != Entry::token) {
+        fuse_site_.add(fuse_->weight);
+        measure(fuse_site_, 1);
+        beside_size_ = 2 * hidden_;
+    }
     jobs_.resize(max_experts_);
     packs_.resize(max_experts_);
 }
@@ -144,6 +162,8 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(extra_, rows * row_stride(hidden_));
         take(normed_, rows * row_stride(hidden_));
         take(row_, num_threads * row_stride(hidden_));
+        take(beside_, beside_size_ == 0 ? 0 : rows * row_stride(beside_size_));
+        take(kept_, rows * static_cast<i64>(kept_layers_.size()) * hidden_);
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);
         take(pair_out_, pairs * row_stride(hidden_));

@@ -43,6 +43,11 @@ struct Expert {
     std::shared_ptr<NativeWeight> gate, up, down;
 };
 
+// What a step's rows begin with. token: embeddings. joined: fuse(embedding beside features), both normed. beside: the features
+// themselves, made narrow by fuse where they are wider than the model; the first attention then reads the normed embedding
+// beside them. Multi-token prediction and EAGLE-1 are joined, EAGLE-3 is beside.
+enum class Entry : i32 { token, joined, beside };
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;
@@ -71,6 +76,22 @@ struct StepInput {
     i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
     float* logits = nullptr;  // [num_logit_rows][vocab]
+    // The layers to run, in order; null: all. Keys and values of the others are not written.
+    const i32* layers = nullptr;
+    i32 num_layers = 0;
+    // Of a plan whose entry is not token: [num_tokens][feature_size].
+    const float* features = nullptr;
+    i32 feature_size = 0;
+};
+
+// Tokens that follow a step, each the most likely one after those before it, whose rows get what the row before it gave.
+// Sequence s gets counts[s] of them, at least one; what stands behind these is of no use. Its block table has room for
+// counts[s] - 1 tokens more.
+struct DraftRun {
+    i32 num_drafts = 0;  // the most of any
+    const i32* counts = nullptr;
+    const i32* vocabulary = nullptr;  // the embedding's row of each output, or null: the same
+    i64* tokens = nullptr;  // [num_sequences][num_drafts]
 };
 
 class Plan {
@@ -82,15 +103,28 @@ public:
     void add_layer(std::shared_ptr<PlanLayer> layer);
     // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.
     void set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half);
+    // How rows begin: see Entry. is_residual_normed: what attention reads of the features is also what layers add to;
+    // recycles_normed: a row gives the next one what is behind the final norm.
+    void set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed);
+    // Keep the inputs of these layers, in rising order, in every step from now on.
+    void keep_inputs(std::vector<i32> layers);
     void finish();
     void step(const StepInput& input);
+    // A step, then drafts behind the last token of every sequence, whose logits must be the only ones wanted, in order.
+    void draft(const StepInput& input, const DraftRun& run);
+    // What the first `count` wanted rows of the last step give to rows that follow: [count][hidden].
+    void recycled(i32 count, float* out);
+    // The kept inputs of rows of the last step's tokens: [count][layers][hidden].
+    void layer_inputs(const i32* rows, i32 count, float* out);
     // Logits of rows of the last step, which must have kept all.
     void logits(const i32* rows, i32 count, float* out);
     // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, or else places in wanted_rows.
     void hidden_states(const i32* rows, i32 count, float* out);
+    // Copy keys and values of tokens to other slots in every layer, one after the other.
+    void move_tokens(const i64* from, const i64* to, i32 count);
     i64 scratch_bytes() const;
 
-    Norm final_norm;
+    Norm final_norm, embed_norm, feature_norm;
     int num_threads;
     const Kernels* kernels_used;
 
@@ -108,7 +142,13 @@ private:
     std::vector<std::shared_ptr<PlanLayer>> layers_;
     struct Angles { const float *cosine = nullptr, *sine = nullptr; i64 count = 0; i32 half = 0; };
     std::vector<Angles> angles_;
-    Site head_site_;
+    Site head_site_, fuse_site_;
+    Entry entry_ = Entry::token;
+    std::shared_ptr<NativeWeight> fuse_;
+    bool is_residual_normed_ = false, recycles_normed_ = true;
+    std::vector<i32> kept_layers_;
+    i32 beside_size_ = 0;
+    float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
     i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0;
     i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site; one row is packed by every thread for itself
     // Memory of a step, made for capacity_ rows and grown when a step is larger.

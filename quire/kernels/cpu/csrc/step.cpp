@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <string>
 #include <stdexcept>
 
 #include "plan.h"
@@ -107,16 +108,19 @@ struct Stepper {
         });
     }
 
-    // Norm every row into normed_, after the result of the block before has joined it, and pack it. One row is normed by every thread
-    // for itself, unless others read it from normed_.
-    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared) {
+    // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
+    // One row is normed by every thread for itself, unless others read it from normed_.
+    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept) {
         const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr && before->is_present;
         if (!is_own || has_before) {
             each(num_rows, [&](i64 row) {
                 if (has_before) add_normed(*before, scale, row);
-                if (!is_own) norm_row(norm, row, plan.normed_ + row * hidden_stride());
+                if (is_own) return;
+                keep_input(kept, row);
+                norm_row(norm, row, plan.normed_ + row * hidden_stride());
             });
         }
+        if (is_own && worker.rank == 0) keep_input(kept, 0);
         if (is_own) norm_row(norm, 0, own_row());
         pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
     }
@@ -145,6 +149,60 @@ struct Stepper {
             kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
             kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
         });
+    }
+
+    float* beside(i64 row) const { return plan.beside_ + row * row_stride(plan.beside_size_); }
+
+    // Rows of a head that drafts: see Entry.
+    void enter() {
+        const i64 hidden = plan.hidden_;
+        const bool is_joined = plan.entry_ == Entry::joined, is_wide = in.feature_size != plan.hidden_;
+        each(in.batch.num_tokens, [&](i64 row) {
+            float* to = beside(row);
+            kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), to);
+            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(to, plan.hidden_, plan.embed_scale_, 0.0f);
+            if (plan.embed_norm.is_present) kernels.elementwise->norm(plan.embed_norm.job, to, to);
+            const float* features = in.features + row * in.feature_size;
+            if (is_joined && plan.feature_norm.is_present)
+                kernels.elementwise->norm(plan.feature_norm.job, features, to + hidden);
+            else if (is_joined)
+                memcpy(to + hidden, features, sizeof(float) * hidden);
+            else if (!is_wide)
+                memcpy(x(row), features, sizeof(float) * hidden);
+        });
+        if (!is_joined && !is_wide) return;
+        if (is_joined)
+            pack_all(plan.fuse_site_, plan.beside_, row_stride(plan.beside_size_));
+        else
+            pack_all(plan.fuse_site_, in.features, in.feature_size);
+        const Packed input = packed(plan.fuse_site_, 0, num_rows);
+        const LinearJob fuse = job(*plan.fuse_, input, Finish::store, plan.x_, hidden_stride());
+        run(&fuse, 1);
+    }
+
+    void enter_or_embed() {
+        if (plan.entry_ == Entry::token)
+            embed();
+        else
+            enter();
+    }
+
+    // What the first attention of an EAGLE-3 head reads: the normed embedding, and beside it the normed features.
+    void pack_beside(const PlanLayer& l) {
+        const i64 hidden = plan.hidden_;
+        each(num_rows, [&](i64 row) {
+            norm_row(l.attn_in, row, beside(row) + hidden);
+            if (plan.is_residual_normed_) memcpy(x(row), beside(row) + hidden, sizeof(float) * hidden);
+        });
+        pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
+    }
+
+    // Keep a row of what layer i reads, if that is wanted.
+    void keep_input(i32 layer, i64 row) const {
+        const std::vector<i32>& kept = plan.kept_layers_;
+        const i64 count = static_cast<i64>(kept.size());
+        for (i64 i = 0; i < count; ++i)
+            if (kept[i] == layer) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
     }
 
     // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
@@ -295,7 +353,7 @@ struct Stepper {
     }
 
     void feed_forward(const PlanLayer& l) {
-        norm_and_pack(l.mlp_site, l.mlp_in, &l.attn_out, l.residual_scale, l.router != nullptr);
+        norm_and_pack(l.mlp_site, l.mlp_in, &l.attn_out, l.residual_scale, l.router != nullptr, -1);
         if (l.router) {
             mixture(l);
             return;
@@ -383,16 +441,21 @@ struct Stepper {
     }
 
     void layers() {
-        const size_t count = plan.layers_.size();
+        const size_t count = in.layers == nullptr ? plan.layers_.size() : static_cast<size_t>(in.num_layers);
+        const auto layer = [&](size_t i) -> const PlanLayer& { return *plan.layers_[in.layers == nullptr ? i : static_cast<size_t>(in.layers[i])]; };
         for (size_t i = 0; i < count; ++i) {
-            const PlanLayer& l = *plan.layers_[i];
-            const PlanLayer* before = i > 0 ? plan.layers_[i - 1].get() : nullptr;
-            norm_and_pack(l.attn_site, l.attn_in, before ? &before->mlp_out : nullptr, before ? before->residual_scale : 1.0f, false);
+            const PlanLayer& l = layer(i);
+            const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
+            if (i == 0 && plan.entry_ == Entry::beside)
+                pack_beside(l);
+            else
+                norm_and_pack(l.attn_site, l.attn_in, before ? &before->mlp_out : nullptr, before ? before->residual_scale : 1.0f, false,
+                              in.layers == nullptr ? static_cast<i32>(i) : in.layers[i]);
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
         }
-        const PlanLayer& last = *plan.layers_[count - 1];
+        const PlanLayer& last = layer(count - 1);
         if (last.mlp_out.is_present) each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
     }
 
@@ -432,7 +495,7 @@ void step_body(void* argument, Worker& worker) {
     const Call& call = *static_cast<Call*>(argument);
     const StepInput& in = *call.input;
     Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
-    stepper.embed();
+    stepper.enter_or_embed();
     stepper.layers();
     if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.wanted_rows : nullptr, in.num_logit_rows, in.logits);
 }
@@ -452,6 +515,10 @@ void hidden_body(void* argument, Worker& worker) {
 }  // namespace
 
 void Plan::step(const StepInput& input) {
+    if (input.layers != nullptr && input.num_layers < 1) throw std::invalid_argument("a step runs one layer at least");
+    for (i32 i = 0; input.layers != nullptr && i < input.num_layers; ++i)
+        if (input.layers[i] < 0 || input.layers[i] >= static_cast<i32>(layers_.size()))
+            throw std::invalid_argument("there is no layer " + std::to_string(input.layers[i]));
     const std::lock_guard<std::mutex> lock(guard_);
     reserve(input.batch.num_tokens, input.batch);
     Call call = {this, &input, nullptr, 0, nullptr};
@@ -464,6 +531,12 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
     const StepInput none;
     Call call = {this, &none, rows, count, out};
     run_team(std::min(num_threads, row_threads_), logits_body, &call);
+}
+
+void Plan::move_tokens(const i64* from, const i64* to, i32 count) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    for (const std::shared_ptr<PlanLayer>& layer : layers_)
+        for (i32 i = 0; i < count; ++i) kernels_used->attention->move(layer->kv, from[i], to[i]);
 }
 
 void Plan::hidden_states(const i32* rows, i32 count, float* out) {

@@ -44,9 +44,10 @@ async function problemOf(response) {
 export async function send(path, { body, signal, headers = {} } = {}) {
   for (let attempt = 0; ; attempt += 1) {
     const key = storedKey();
-    const all = { ...headers, ...(key && { authorization: `Bearer ${key}` }), ...(body && { "content-type": "application/json" }) };
+    const isForm = body instanceof FormData; // its type, with the border in it, is the browser's to say
+    const all = { ...headers, ...(key && { authorization: `Bearer ${key}` }), ...(body && !isForm && { "content-type": "application/json" }) };
     const options = { method: body ? "POST" : "GET", headers: all, signal, credentials: "omit", cache: "no-store" };
-    if (body) options.body = JSON.stringify(body);
+    if (body) options.body = isForm ? body : JSON.stringify(body);
     let response;
     try {
       response = await fetch(path, options);

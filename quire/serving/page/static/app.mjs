@@ -1,6 +1,7 @@
 // The page: which view is shown, the key, the model.
 
 import { getJson, onKeyNeeded, storeKey, storedKey } from "./api.mjs";
+import { BatchesView } from "./batches.mjs";
 import { ChatView } from "./chat.mjs";
 import { CompletionView } from "./completion.mjs";
 import { EngineView } from "./engine.mjs";
@@ -61,6 +62,7 @@ onKeyNeeded(askForKey);
 const views = {
   chat: new ChatView(byId("view-chat"), say),
   completion: new CompletionView(byId("view-completion"), say),
+  batches: new BatchesView(byId("view-batches"), say),
   engine: new EngineView(byId("view-engine"), say),
 };
 

@@ -94,13 +94,17 @@ class Cache:
         return keys[blocks, :, offsets], values[blocks, :, offsets]
 
 
-def attend(cache, rows, q, *, sinks=None, num_threads=1, isa=""):
-    """Return the attention of q [T, H * D] for rows, (sequence, context length, number of queries) each."""
+def attend(cache, rows, q, *, sinks=None, num_threads=1, isa="", trees=(None, None)):
+    """Return the attention of q [T, H * D] for rows, (sequence, context length, number of queries) each.
+
+    trees  [S] i32 how many of the last rows of each are a tree, [T] u64 the ancestors of each row
+    """
     s = cache.setup
     starts = torch.tensor([0, *torch.tensor([count for _, _, count in rows]).cumsum(0)], dtype=torch.int32)
     lengths = torch.tensor([length for _, length, _ in rows], dtype=torch.int32)
     tables = cache.tables[[sequence for sequence, _, _ in rows]].contiguous()
-    batch = native.AttentionBatch(len(rows), len(q), address(starts), address(lengths), address(tables), tables.shape[1])
+    addresses = [address(starts), address(lengths), address(tables), tables.shape[1], *map(address, trees)]
+    batch = native.AttentionBatch(len(rows), len(q), *addresses)
     job = native.AttentionJob(cache.layer(), s.num_heads, s.score_scale, s.window, s.softcap, address(sinks), s.is_bf16)
     size = native.attention_scratch_bytes(job, batch, num_threads, isa)
     guard = 256

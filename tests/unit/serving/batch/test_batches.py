@@ -148,8 +148,9 @@ def test_line_is_given_up_when_the_engine_dies_of_it_three_times():
     "text, code",
     [
         ("{", "invalid_json_line"),
-        ("[1]", "invalid_line"),
-        ('{"custom_id":"a"}', "invalid_line"),
+        ("[1]", "invalid_value"),
+        ('{"custom_id":"a"}', "missing_required_parameter"),
+        (line(5), "invalid_value"),
         (line(""), "invalid_custom_id"),
         (line("c" * 600), "invalid_custom_id"),
         (line("ok"), "duplicate_custom_id"),
@@ -167,6 +168,21 @@ def test_nothing_runs_when_a_line_is_not_valid(text, code):
     assert (error["code"], error["line"]) == (code, 3)
     assert not worker.calls
     assert output == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "param"),
+    [
+        ('{"custom_id":"a"}', "method is required", "method"),
+        (line(5), "custom_id: expected str, got int", "custom_id"),
+        ("[1]", "the line is invalid: expected object, got array", None),
+        (line("x", {"x": "bad"}), "bad body", "body.x"),
+    ],
+)
+def test_error_of_a_line_names_its_field_in_the_words_of_the_api(text, message, param):
+    record, _, _ = run([text])
+    (error,) = record.as_json()["errors"]["data"]
+    assert (error["message"], error["param"]) == (message, param)
 
 
 def test_batch_fails_when_its_file_is_empty():
@@ -252,7 +268,7 @@ def test_rest_of_a_batch_expires_when_its_window_ends():
 
         async with service_of(None, execute) as service:
             file = await upload(service, [line(f"r{n}") for n in range(3)])
-            batch = await service.add_batch("ann", file.id, URL, window_s=1)
+            batch = await service.add_batch("ann", file.id, URL, window_s=2)
             record = await ended(service, batch.id)
             return record, await read(service, record.output_file_id), await read(service, record.error_file_id)
 
@@ -301,11 +317,18 @@ def test_files_and_batches_of_another_owner_are_not_found():
 
 def test_file_cannot_be_deleted_while_a_batch_needs_it():
     async def go():
-        async with service_of(None, Worker(0.05)) as service:
+        gate = asyncio.Event()
+
+        async def execute(record, body):
+            await gate.wait()
+            return await Worker()(record, body)
+
+        async with service_of(None, execute) as service:
             file = await upload(service, [line("a")])
             batch = await service.add_batch("ann", file.id, URL)
             with pytest.raises(ApiError) as caught:
                 await service.delete_file("ann", file.id)
+            gate.set()
             await ended(service, batch.id)
             await service.delete_file("ann", file.id)
             return caught.value.code, await service.files("ann", "batch", None, 10, True)

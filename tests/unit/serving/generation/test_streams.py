@@ -86,7 +86,7 @@ def test_what_was_opened_is_left_when_a_later_one_is_refused():
 @pytest.mark.parametrize(
     ("step", "status"),
     [
-        (RequestDelta("r0", [], True, error="the prompt has 9 tokens", error_param="prompt"), 400),
+        (RequestDelta("r0", [], True, error="the prompt has 9 tokens", error_param="prompt", is_refused=True), 400),
         (RequestDelta("r0", [ChoiceDelta(0, "", [], finish_reason="error")], True, error="secret"), 500),
         (RequestDelta("r0", [ChoiceDelta(0, "", [], finish_reason="abort")], True), 503),
         (RequestDelta("r0", [], True), 503),

@@ -64,8 +64,20 @@ async def running(endpoints, **options):
     try:
         yield sock.getsockname()[1], context
     finally:
-        server.should_exit = server.force_exit = True
-        await task
+        await end(server)
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def end(server):
+    """Close what is open, and wait for what ran; the server's own end would look every tenth of a second whether it is over."""
+    for listener in server.servers:
+        listener.close()
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
+    if tasks := list(server.server_state.tasks):
+        _, pending = await asyncio.wait(tasks, timeout=60)
+        assert not pending
 
 
 async def exchange(port, request, until_close=False):

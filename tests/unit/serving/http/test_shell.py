@@ -61,7 +61,8 @@ def test_clients_id_is_not_echoed_when_it_is_too_long():
         (post("/echo", b'{"text":1}'), 400, "invalid_value"),
         (post("/echo").replace(b"application/json", b"text/plain"), 415, "unsupported_media_type"),
         (post("/echo", b"{}", "content-encoding: gzip"), 415, "unsupported_media_type"),
-        (post("/echo", b'{"a":' * 100_000), 400, "invalid_json"),
+        (post("/echo", b'{"a":' * 10_000), 400, "invalid_json"),
+        (post("/echo", b'{"a":' * 100_000), 400, "invalid_value"),
         (b"nonsense\r\n\r\n", 400, "bad_request"),
         (post("/echo", b"{}", *[f"x-{n}: 1" for n in range(101)]), 431, "headers_too_large"),
         (post("/echo", b"{}", f"x-a: {'a' * 40_000}"), 431, "headers_too_large"),
@@ -225,24 +226,37 @@ def test_stream_ends_with_an_error_event_when_it_fails_later():
 
 
 def test_stream_gets_comments_when_it_is_silent():
-    async def slow():
-        await asyncio.sleep(0.25)
-        yield b"data: 1\n\n"
+    async def go():
+        has_come = asyncio.Event()
 
-    async def stream(context, call):
-        return Stream(slow(), ApiError.openai_event)
+        async def slow():
+            await has_come.wait()
+            yield b"data: 1\n\n"
 
-    answer = read_stream(stream, keep_alive_comment_s=0.05)
-    assert answer.index(b": keep-alive\n\n") < answer.index(b"data: 1")
+        async def stream(context, call):
+            return Stream(slow(), ApiError.openai_event)
+
+        async with running([endpoint("/s", stream)], keep_alive_comment_s=0.02) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post("/s", b"{}", "connection: close"))
+            before = await reader.readuntil(b": keep-alive\n\n")
+            has_come.set()
+            after = await reader.read()
+            writer.close()
+            return before, after
+
+    before, after = asyncio.run(go())
+    assert b"data: 1" not in before
+    assert b"data: 1" in after
 
 
-async def leave(port, request, wait_for_answer):
+async def leave(port, request, wait_for_answer, started):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     if wait_for_answer:
         await reader.readuntil(b"data: 1")
     else:
-        await asyncio.sleep(0.1)
+        await started.wait()
     writer.close()
 
 
@@ -250,14 +264,14 @@ def stopped_by_leaving(make_answer, wait_for_answer):
     """Return whether the handler's own clean-up ran, and what was counted, after the client had gone."""
 
     async def go():
-        stopped = asyncio.Event()
+        started, stopped = asyncio.Event(), asyncio.Event()
 
         async def handler(context, call):
-            return make_answer(stopped)
+            return make_answer(started, stopped)
 
         async with running([endpoint("/s", handler)]) as (port, context):
-            await leave(port, post("/s"), wait_for_answer)
-            await asyncio.wait_for(stopped.wait(), 5)
+            await leave(port, post("/s"), wait_for_answer, started)
+            await asyncio.wait_for(stopped.wait(), 60)
             while not context.metrics.requests:
                 await asyncio.sleep(0.005)
             return context.metrics.requests
@@ -266,10 +280,11 @@ def stopped_by_leaving(make_answer, wait_for_answer):
 
 
 def test_work_is_cancelled_when_the_client_goes_before_a_unary_answer():
-    def make(stopped):
+    def make(started, stopped):
         async def work():
             try:
-                await asyncio.sleep(60)
+                started.set()
+                await asyncio.sleep(600)
             finally:
                 stopped.set()
 
@@ -280,13 +295,13 @@ def test_work_is_cancelled_when_the_client_goes_before_a_unary_answer():
 
 @pytest.mark.parametrize("is_blocked_in_send", [False, True])
 def test_stream_is_closed_when_the_client_goes(is_blocked_in_send):
-    def make(stopped):
+    def make(started, stopped):
         async def frames():
             try:
                 yield b"data: 1\n\n"
                 while is_blocked_in_send:
                     yield b"data: " + b"x" * 100_000 + b"\n\n"
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             finally:
                 stopped.set()
 
@@ -316,41 +331,6 @@ def test_connection_is_cut_when_its_answer_is_not_read():
             writer.close()
 
     asyncio.run(go())
-
-
-async def upload_in_chunks(port, num_chunks, pause_s):
-    """Send chunks of one MiB of blanks with a pause after each, and return the answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(post("/echo").partition(b"content-length")[0] + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n")
-    for _ in range(num_chunks):
-        writer.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
-        await asyncio.sleep(pause_s)
-    writer.write(b"2\r\n{}\r\n0\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    return parse(answer)
-
-
-def test_body_of_unknown_length_gets_more_time_the_more_of_it_has_come():
-    async def go():
-        async with running([endpoint("/echo", echo)], body_timeout_s=0.1) as (port, _):
-            return (await upload_in_chunks(port, 4, 0.15))[0], (await upload_in_chunks(port, 1, 1.5))[0]
-
-    assert asyncio.run(go()) == (200, 408)
-
-
-def test_connection_is_closed_when_a_head_or_a_body_comes_too_slowly():
-    async def go():
-        async with running([endpoint("/echo", echo)], head_timeout_s=0.1, body_timeout_s=0.1) as (port, _):
-            head = await exchange(port, b"POST /echo HT", until_close=True)
-            body = await exchange(port, post("/echo")[:-1], until_close=True)
-            silent = await exchange(port, b"", until_close=True)
-            return head, body, silent
-
-    head, body, silent = asyncio.run(go())
-    assert b"408" in head.split(b"\r\n")[0]
-    assert b"408" in body.split(b"\r\n")[0]
-    assert silent == b""
 
 
 def test_second_request_on_a_connection_is_served():

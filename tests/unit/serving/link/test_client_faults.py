@@ -20,6 +20,7 @@ from quire.serving.link.supervisor import LinkOptions
 from tests.unit.serving.link import fake_engine as fake
 
 COMMAND = (sys.executable, str(Path(fake.__file__)))
+WATCHDOG_S = 1.2  # the fake engine beats 20 times a second: on a busy machine it must not seem dead
 
 
 def options(**changes):
@@ -46,7 +47,7 @@ def counted(max_tokens):
     return "".join(f"{n} " for n in range(1, max_tokens + 1))
 
 
-async def until(condition, timeout_s=30.0):
+async def until(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come to pass"
@@ -97,10 +98,9 @@ def test_every_reader_hears_at_once_and_the_next_request_succeeds_when_the_engin
         first_pid = client.pid
         running = [client.submit(request(f"r{n}", max_tokens=100_000)) for n in range(20)]
         await asyncio.gather(*(subscription.next() for subscription in running))
-        asked_s = time.monotonic()
         running.append(client.submit(request("bad", code)))
         errors = await asyncio.gather(*map(read, running), return_exceptions=True)
-        assert time.monotonic() - asked_s < 2
+        assert states == ["restarting"]  # they need not wait for the next engine
         assert {(type(error), error.status, error.code) for error in errors} == {(ApiError, 503, "engine_error")}
         assert "secret" not in str(errors[0])
         with pytest.raises(ApiError, match="started again"):
@@ -134,7 +134,7 @@ def test_watchdog_ends_an_engine_that_makes_no_progress(fault):
         assert not is_alive(pid)
         assert text_of(await read(client.submit(request("b")))) == counted(5)
 
-    with_client(scenario, watchdog_timeout_s=0.6)
+    with_client(scenario, watchdog_timeout_s=WATCHDOG_S)
 
 
 def test_blocked_event_loop_is_not_taken_for_a_dead_engine():
@@ -142,12 +142,12 @@ def test_blocked_event_loop_is_not_taken_for_a_dead_engine():
         pid = client.pid
         running = client.submit(request("a", max_tokens=600))
         await running.next()
-        time.sleep(1.5)
+        time.sleep(1.5 * WATCHDOG_S)
         assert text_of(await read(running)).endswith("600 ")
         await asyncio.sleep(0.3)
         assert client.pid == pid
 
-    with_client(scenario, watchdog_timeout_s=0.6)
+    with_client(scenario, watchdog_timeout_s=WATCHDOG_S)
 
 
 @pytest.mark.parametrize("code", [fake.GAP, fake.GARBAGE, fake.FOREIGN])
@@ -397,7 +397,7 @@ def test_engine_ends_when_the_server_is_killed(code):
     server.kill()
     server.wait()
     server.stdout.close()
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

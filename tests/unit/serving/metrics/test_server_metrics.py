@@ -4,6 +4,7 @@ import asyncio
 import bisect
 import random
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -200,6 +201,27 @@ def test_totals_go_on_growing_when_the_engine_starts_again():
     assert found[("quire:num_preemptions_total",)] == 7
     assert found[("quire:engine_restarts_total",)] == 1
     assert {key[1][1]: value for key, value in found.items() if key[0] == "quire:engine_state"} == {"restarting": 0, "ready": 1}
+
+
+def test_drafts_are_counted_by_position_when_steps_report_them():
+    metrics, _ = make_metrics()
+    drafted = [(4, 16, [3, 2]), (6, 24, [5, 2, 1])]
+    for total_drafts, total_tokens, accepted in drafted:
+        metrics.step(StepOutputs([], msgspec.structs.replace(report(), total_drafts=total_drafts,
+                                                             total_draft_tokens=total_tokens,
+                                                             total_accepted_per_pos=accepted)))  # fmt: skip
+    found = samples(metrics)
+    name = "quire:spec_decode_num"
+    assert [found[(f"{name}_{one}_total",)] for one in ("drafts", "draft_tokens", "accepted_tokens")] == [6, 24, 8]
+    by_position = [found[(f"{name}_accepted_tokens_per_pos_total", ("position", str(position)))] for position in range(3)]
+    assert by_position == [5, 2, 1]
+    for state in ("restarting", "ready"):
+        metrics.engine_state(state)
+    metrics.step(
+        StepOutputs([], msgspec.structs.replace(report(), total_drafts=1, total_draft_tokens=4, total_accepted_per_pos=[1]))
+    )
+    assert samples(metrics)[(f"{name}_drafts_total",)] == 7
+    assert samples(metrics)[(f"{name}_accepted_tokens_per_pos_total", ("position", "0"))] == 6
 
 
 # Work and load.

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
 from quire.api.decode import decode_body
 from quire.base.errors import RequestError
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, engine_unavailable, overloaded
+from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, overloaded
 from quire.serving.generation.prepare import salt_of
 from quire.serving.interfaces import Owner
 from quire.serving.link.messages import ChoiceDelta
 from quire.serving.openai.chat import ChatCompletionRequest, chat
 from tests.unit.serving.fakes import make_served
-from tests.unit.serving.openai.asking import CALLER, USER, ask_chat, chunks_of
+from tests.unit.serving.openai.asking import CALLER, USER, ask_chat, chunks_of, finish
 from tests.unit.serving.openai.chatting import (
     TOOL,
     TOOLED,
@@ -156,6 +157,43 @@ def test_job_says_who_asks_and_how():
     job = where.gateway.jobs[0]
     assert (job.owner, job.route, job.is_streaming, job.priority) == (CALLER.owner, CALLER.route, False, "batch")
     assert job.request.request_id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize(
+    ("tier", "may_hurry", "priority", "told"),
+    [
+        ("priority", True, "interactive", "priority"),
+        ("fast", True, "interactive", "priority"),
+        ("priority", False, "default", "default"),
+        ("flex", False, "batch", "flex"),
+        ("auto", True, "default", "default"),
+        ("default", True, "default", "default"),
+        (None, True, "default", None),
+    ],
+)
+def test_service_tier_becomes_a_class_and_is_told(tier, may_hurry, priority, told):
+    where = say("Hi")
+    body = {"model": "demo", "messages": USER} | ({} if tier is None else {"service_tier": tier})
+    decoded, _ = decode_body(json.dumps(body).encode(), ChatCompletionRequest)
+    caller = replace(CALLER, owner=Owner(name="a", cache_salt="", may_hurry=may_hurry))
+    answer = asyncio.run(finish_chat(where, decoded, caller))
+    assert (where.gateway.jobs[0].priority, answer.get("service_tier")) == (priority, told)
+
+
+async def finish_chat(where, body, caller):
+    return json.loads(await finish(await chat(where, body, caller)))
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_has_left_are_refused_by_their_field(name):
+    whole(where := say("Hi"))
+    room = 1024 - len(where.gateway.jobs[0].request.prompt_token_ids)
+    whole(where := say("Hi"), **{name: room})
+    assert params_of(where).max_tokens == room
+    with pytest.raises(RequestError, match=rf"{name}: .* 1024 tokens .* {room} are left, and {room + 1}") as caught:
+        whole(say("Hi"), **{name: room + 1})
+    error = from_quire_error(caught.value)
+    assert (error.status, error.code, error.param) == (400, "context_length_exceeded", name)
 
 
 def test_unknown_model_is_a_404_and_too_many_choices_a_400():

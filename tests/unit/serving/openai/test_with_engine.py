@@ -9,6 +9,7 @@ import pytest
 
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
+from quire.serving.gateway.stream import error_of
 from quire.serving.generation.served_model import load_served_model
 from quire.serving.link.deltas import DeltaWriter
 from quire.serving.link.engine_info import describe_engine
@@ -36,7 +37,10 @@ class EngineStream:
         while not mine:
             for output in self.engine.step():
                 self.waiting[output.request_id].append(self.writer.write(output))
-        return mine.pop(0)
+        delta = mine.pop(0)
+        if (error := error_of(delta)) is not None:
+            raise error
+        return delta
 
     async def __aenter__(self):
         return self

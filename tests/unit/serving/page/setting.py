@@ -104,7 +104,7 @@ def parse(event):
 
 async def take(frames):
     """Return the next event, which must be there already."""
-    return parse(await asyncio.wait_for(anext(frames), 5))
+    return parse(await asyncio.wait_for(anext(frames), 60))
 
 
 def run(scenario):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.serving.fakes import FakeGateway
 from tests.unit.serving.responses.asking_responses import (
     CALL,
@@ -83,3 +85,18 @@ def test_effort_becomes_the_switch_of_the_template():
     answer, _ = ask(script("Hi"), reasoning={"effort": "xhigh"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning.effort")
     assert answer.json()["error"]["message"].startswith("reasoning.effort: ")
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority", "told"),
+    [("priority", "interactive", "priority"), ("flex", "batch", "flex"), (None, "default", "default")],
+)
+def test_service_tier_becomes_a_class_and_is_told(tier, priority, told):
+    answer, gateway = ask(script("Hi"), service_tier=tier)
+    assert (gateway.jobs[0].priority, answer.json()["service_tier"]) == (priority, told)
+
+
+def test_more_tokens_than_the_context_has_left_are_refused():
+    answer, _ = ask(script("Hi"), max_output_tokens=1024)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "max_output_tokens")

@@ -210,7 +210,7 @@ def test_folder_of_another_version_is_refused(tmp_path):
 
 def test_broken_database_is_a_503(tmp_path):
     async def use(store):
-        store._thread.submit(store._table._db.execute, "DROP TABLE response").result()
+        await store._thread.call(lambda table: table._db.execute("DROP TABLE response"))
         with pytest.raises(ApiError) as caught:
             await store.put("ann", record(1))
         return caught.value
@@ -253,7 +253,7 @@ class FailingCommits:
 
 def test_store_goes_on_after_a_commit_that_failed(tmp_path):
     async def use(store):
-        store._table._db = FailingCommits(store._table._db)
+        store._thread.store._db = FailingCommits(store._thread.store._db)
         with pytest.raises(ApiError) as caught:
             await store.put("ann", record(1))
         assert caught.value.code == "storage_full"

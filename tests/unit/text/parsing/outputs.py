@@ -41,6 +41,7 @@ class Case:
     thoughts: str = ""
     reasoning: str | None = "qwen3"
     starts: bool = False
+    starts_in_call: bool = False
     ids: tuple[str, ...] = ()
     special: tuple[str, ...] = field(default=())
 
@@ -72,6 +73,18 @@ def kimi(header, arguments):
 
 def harmony(channel, text, end="<|end|>"):
     return f"<|channel|>{channel}<|message|>{text}{end}"
+
+
+def dsml(name, *parameters):
+    return f'<｜DSML｜invoke name="{name}">\n{"".join(parameters)}</｜DSML｜invoke>\n'
+
+
+def dsml_parameter(key, value, is_string):
+    return f'<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>\n'
+
+
+def gemma(call):
+    return f"<start_function_call>call:{call}<end_function_call>"
 
 
 WEATHER = '{"city": "Ōsaka", "days": 2}'
@@ -198,6 +211,86 @@ CASES: dict[str, Case] = {
         f"<｜tool▁calls▁begin｜>{deepseek_v31('rm', '{}')}<｜tool▁calls▁end｜>",
         f"<｜tool▁calls▁begin｜>{deepseek_v31('rm', '{}')}<｜tool▁calls▁end｜>",
     ),
+    "deepseek-v32": Case(
+        "deepseek_v32",
+        "Ok\n\n<｜DSML｜function_calls>\n"
+        + dsml(
+            "get_weather",
+            dsml_parameter("city", ' "5"\n</｜DSML｜parameter> 東', "true"),
+            dsml_parameter("days", "2", "true"),
+            dsml_parameter("near", '["</｜DSML｜invoke>", {"a": null}]', "false"),
+            dsml_parameter("factor", "not JSON", "false"),
+        )
+        + dsml("now")
+        + "</｜DSML｜function_calls>",
+        "Ok\n\n",
+        (
+            (
+                "get_weather",
+                '{"city": " \\"5\\"\\n</｜DSML｜parameter> 東", "days": "2", "near": ["</｜DSML｜invoke>", {"a": null}], '
+                '"factor": "not JSON"}',
+            ),
+            ("now", "{}"),
+        ),
+    ),
+    "deepseek-v4": Case(
+        "deepseek_v4",
+        "<think>hm</think><｜DSML｜tool_calls>\n"
+        + dsml("get_weather", f"{NASTY}\n")
+        + dsml("now", "{}")
+        + "</｜DSML｜tool_calls>after",
+        "after",
+        BOTH,
+        "hm",
+    ),
+    "deepseek-v32-unknown": Case("deepseek_v32", f"a {dsml('rm')} b", f"a {dsml('rm')} b"),
+    "deepseek-v32-cut": Case(
+        "deepseek_v32",
+        '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" string="true">Osa',
+        calls=(("get_weather", '{"city": "Osa'),),
+    ),
+    "functiongemma": Case(
+        "functiongemma",
+        "Hm "
+        + gemma(
+            'get_weather{city:<escape>a "b"\n}, c:[<escape>,days:-2, exact:true,near:[<escape>x<escape>, [1,null]],'
+            "options:{<escape>k:1<escape>:{},l:word of it},factor:1.5e3}"
+        )
+        + gemma("now{}")
+        + "<start_function_response>",
+        "Hm ",
+        (
+            (
+                "get_weather",
+                '{"city": "a \\"b\\"\\n}, c:[", "days": -2, "exact": true, "near": ["x", [1, null]], '
+                '"options": {"k:1": {}, "l": "word of it"}, "factor": 1.5e3}',
+            ),
+            ("now", "{}"),
+        ),
+    ),
+    "functiongemma-unknown": Case("functiongemma", gemma("rm{a:1}"), gemma("rm{a:1}")),
+    "functiongemma-prose": Case("functiongemma", "say <start_function_call> now{}", "say <start_function_call> now{}"),
+    "functiongemma-cut": Case(
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Os<esc",
+        calls=(("get_weather", '{"city": "Os<esc'),),
+    ),
+    "functionary": Case(
+        "functionary_v3",
+        f">>>all\nLet me >>> see.>>>get_weather\n{NASTY}>>>now\n{{}}",
+        "Let me >>> see.",
+        BOTH,
+    ),
+    "functionary-begun": Case("functionary_v3", f"get_weather\n{NASTY}>>>now\n{{}}", calls=BOTH, starts_in_call=True),
+    "functionary-answer": Case("functionary_v3", "all\n>>> 1 + 1\n2", ">>> 1 + 1\n2", starts_in_call=True),
+    "functionary-lost": Case("functionary_v3", "Hello\nyou", "Hello\nyou", starts_in_call=True),
+    "functionary-v31": Case(
+        "functionary_v31",
+        f"Ok<function=get_weather>{NASTY}</function>\n<function=now>{{}}</function>",
+        "Ok",
+        BOTH,
+    ),
+    "functionary-v31-unknown": Case("functionary_v31", "<function=rm>{}</function>", "<function=rm>{}</function>"),
     "kimi": Case(
         "kimi_k2",
         f"<|tool_calls_section_begin|>{kimi('functions.get_weather:0', NASTY)}{kimi('functions.now:1', '{}')}"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.text.parsing.detection import ParserChoice, detect_formats, starts_in_reasoning
+from quire.text.parsing.detection import ParserChoice, detect_formats, starts_in_call, starts_in_reasoning
 from quire.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, markers_of
 
 
@@ -22,6 +22,10 @@ def no_token(token):
         ("<｜Assistant｜></think><｜tool▁call▁begin｜>x<｜tool▁sep｜>y```json", "deepseek_v3", "deepseek_r1"),
         ("<｜tool▁call▁begin｜>x<｜tool▁sep｜>y", "deepseek_v31", None),
         ("<|tool_call_begin|><|tool_call_argument_begin|>", "kimi_k2", None),
+        ("{% set dsml = '｜DSML｜' %}<think></think>", "deepseek_v32", "qwen3"),
+        ("<start_of_turn>model<start_function_call>call:", "functiongemma", None),
+        (">>>${recipient}\n${content}<|start_header_id|>", "functionary_v3", None),
+        ("<function=example>{}</function><|start_header_id|><|python_tag|>", "functionary_v31", None),
         ("<|start_header_id|><|python_tag|>", "llama3_json", None),
         ("<|channel|>analysis<|message|>functions.", "openai", "openai_gptoss"),
     ],
@@ -69,3 +73,10 @@ def test_harmony_reasoning_is_open_when_the_channel_is():
 
 def test_markers_of_formats_are_listed_once():
     assert markers_of("hermes", "qwen3") == ("<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+def test_a_call_is_begun_when_the_prompt_of_such_a_format_ends_with_its_opener():
+    assert starts_in_call("assistant<|end_header_id|>\n\n>>>", "functionary_v3")
+    assert not starts_in_call("assistant<|end_header_id|>\n\n", "functionary_v3")
+    assert not starts_in_call("<tool_call>", "hermes")
+    assert not starts_in_call(">>>", None)

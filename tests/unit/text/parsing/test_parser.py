@@ -14,7 +14,9 @@ from quire.text.parsing.parser import OutputParser, Tool
 from tests.unit.text.parsing.outputs import CASES, TOOLS, hermes
 
 # Formats whose arguments are not JSON when the model writes them.
-CONVERTED = ("qwen3_coder", "glm45", "minimax_m2", "pythonic", "llama4_pythonic")
+CONVERTED = ("qwen3_coder", "glm45", "minimax_m2", "pythonic", "llama4_pythonic", "deepseek_v32", "functiongemma")
+# Formats that take marks of their own out of content.
+MARKED = ("openai", "functionary_v3")
 
 
 def make_parser(tool_format, reasoning_format="qwen3", tools=TOOLS, starts=False, **kwargs):
@@ -31,7 +33,7 @@ def parse(pieces, *args, **kwargs):
 
 
 def parse_case(case, pieces):
-    return parse(pieces, case.format, case.reasoning, starts=case.starts)
+    return parse(pieces, case.format, case.reasoning, starts=case.starts, starts_in_call=case.starts_in_call)
 
 
 def cuts(text, seed):
@@ -62,14 +64,14 @@ def test_nothing_is_lost_or_raised_when_the_output_breaks_off(case):
             assert (broken.call_id, broken.name) == (complete.call_id, complete.name)
             if broken != complete and case.format not in CONVERTED and complete.arguments != '{"days": 2}':
                 assert complete.arguments.startswith(broken.arguments)
-        if not whole.calls and not case.thoughts and not case.starts and case.format != "openai":
+        if not whole.calls and not case.thoughts and not case.starts and case.format not in MARKED:
             shown = case.text[:end].removeprefix("<think>\n\n</think>").removeprefix("<think>").strip()
             assert whole.content.strip() == shown or case.format is None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_events_are_in_order(case):
-    parser = make_parser(case.format, case.reasoning, starts=case.starts)
+    parser = make_parser(case.format, case.reasoning, starts=case.starts, starts_in_call=case.starts_in_call)
     events = [event for character in case.text for event in parser.feed(character)] + parser.finish()
     num_started, is_open = 0, False
     for event in events:
@@ -89,7 +91,7 @@ def test_events_are_in_order(case):
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_calls_are_text_when_there_are_no_tools(format):
     for case in CASES.values():
-        if case.format == format and case.format != "openai" and not case.thoughts and "think" not in case.text:
+        if case.format == format and case.format not in MARKED and not case.thoughts and "think" not in case.text:
             assert parse([case.text], format, None, tools=()).content == case.text
 
 
@@ -203,7 +205,9 @@ def test_the_message_is_the_same_when_markers_are_tokens(case):
             tokens.append((ids[found.group()], found.group()))
             start = found.end()
     for lag in (0, 3):
-        parser = make_parser(case.format, case.reasoning, starts=case.starts, marker_token_ids=ids)
+        parser = make_parser(
+            case.format, case.reasoning, starts=case.starts, starts_in_call=case.starts_in_call, marker_token_ids=ids
+        )
         texts = [""] * lag + [text for _, text in tokens]
         pairs = zip([[token_id] for token_id, _ in tokens] + [[]] * lag, texts, strict=True)
         events = [event for token_ids, text in pairs for event in parser.feed(text, token_ids)]
@@ -263,3 +267,8 @@ def test_an_unknown_format_is_refused_with_the_list(option):
     names = {"tool_format": None, "reasoning_format": None, option: "nosuch"}
     with pytest.raises(ConfigError, match="'nosuch' is not known; allowed are deepseek"):
         OutputParser(**names, tools=(Tool("f"),), starts_in_reasoning=False)
+
+
+def test_content_marks_are_taken_out_when_there_are_no_tools():
+    assert parse("all\nHi", "functionary_v3", None, tools=(), starts_in_call=True).content == "Hi"
+    assert parse(">>>all\nHi>>>now\n{}", "functionary_v3", None, tools=()).content == "Hi>>>now\n{}"

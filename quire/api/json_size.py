@@ -1,0 +1,55 @@
+"""check_size: refuses a body with more in it than any request has, before it is decoded.
+
+Decoding holds the interpreter until it is done, in whatever thread: what it may take is bounded by what is to be decoded.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_STRINGS = 100_000  # names of fields count, too
+MAX_CONTAINERS = 50_000
+MAX_VALUES = 1 << 20
+_PART_BYTES = 1 << 20
+_BACKSLASH = ord("\\")
+_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
+
+
+def check_size(data: bytes) -> None:
+    """Raise ValueError where JSON has more strings, more lists and objects, or more values than a request can need.
+
+    What is no JSON is passed, or refused for its size: the decoder says what is wrong. Other threads run meanwhile.
+    """
+    num_strings = num_containers = num_values = position = 0
+    while True:
+        end = data.find(b'"', position, position + _PART_BYTES)
+        is_string = end >= 0
+        outside = data[position : end if is_string else position + _PART_BYTES]
+        num_containers += outside.count(b"[") + outside.count(b"{")
+        num_values += outside.count(b",")
+        num_strings += is_string
+        _check(num_strings, MAX_STRINGS, "strings")
+        _check(num_containers, MAX_CONTAINERS, "lists and objects")
+        _check(num_values, MAX_VALUES, "values")
+        position = _string_end(data, end + 1) if is_string else position + _PART_BYTES
+        if position >= len(data):
+            return
+
+
+def _string_end(data: bytes, start: int) -> int:
+    """Return where the string that begins at `start` is over, its quote included; the end of the data where it never is."""
+    while (quote := data.find(b'"', start)) >= 0:
+        if data[quote - 1] != _BACKSLASH:
+            return quote + 1
+        found = _STRING.match(data, start, start + _PART_BYTES)
+        if found is None or found.end() == start:
+            break
+        if found[1]:
+            return found.end()
+        start = found.end()
+    return len(data)
+
+
+def _check(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise ValueError(f"has more than {limit} {what}")

@@ -1,0 +1,52 @@
+"""Read a head from its folder, and build what runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from quire.base.errors import UnsupportedError
+from quire.contracts.model_spec import ModelSpec
+from quire.kernels.native import load_native
+from quire.model.build import Model
+from quire.model.heads.eagle import read_eagle1, read_eagle3
+from quire.model.heads.head_spec import LayerHead, ParallelHead
+from quire.model.heads.medusa import read_medusa
+from quire.model.heads.mtp import read_mtp
+from quire.model.heads.native_head import NativeHead
+from quire.model.heads.reference_head import ReferenceHead
+from quire.model.heads.stored import HeadFolder
+from quire.model.native_decoder import NativeDecoder
+from quire.quant.policy import QuantizationPolicy, parameter_quantizer
+
+HeadModel = NativeHead | ReferenceHead
+"""What runs a LayerHead, with the same `enter`, `recycled` and `draft`."""
+
+
+def read_layer_head(folder: Path, kind: Literal["eagle", "eagle3", "mtp"], target: ModelSpec) -> LayerHead:
+    """Return the head of a folder, for a model. Raises ModelFormatError or UnsupportedError."""
+    if target.num_learned_positions:
+        raise UnsupportedError("heads that draft are not supported for models with learned positions (yet)")
+    opened = HeadFolder.open(folder)
+    return {"eagle": read_eagle1, "eagle3": read_eagle3, "mtp": read_mtp}[kind](opened, target)
+
+
+def read_parallel_head(folder: Path, target: ModelSpec) -> ParallelHead:
+    """Return the Medusa head of a folder, for a model. Raises ModelFormatError."""
+    return read_medusa(HeadFolder.open(folder), target)
+
+
+def build_head(head: LayerHead, target: Model, max_model_len: int, policy: QuantizationPolicy | None = None) -> HeadModel:
+    """Return what runs a head beside a model, natively where the model is.
+
+    policy  how its weights are quantised, natively only. Raises UnsupportedError
+    """
+    native = load_native()
+    if native is not None and isinstance(target, NativeDecoder):
+        quantize = None if policy is None else parameter_quantizer(head.parameters, head.body, policy)
+        return NativeHead(native, head, target, max_model_len, quantize)
+    if isinstance(target, NativeDecoder):
+        raise UnsupportedError("a native model needs the native kernels for its head too")
+    if policy is not None:
+        raise UnsupportedError("speculative_config: quantization of a head needs the native kernels, which are not there")
+    return ReferenceHead(head, target, max_model_len)

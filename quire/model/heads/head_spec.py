@@ -1,0 +1,61 @@
+"""LayerHead and ParallelHead: what a head computes, as data, whatever layout it was stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from quire.contracts.model_spec import ModelSpec, NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHead:
+    """A decoder layer that reads, at the place of token i, features of the model there and the token i + 1, and says i + 2.
+
+    entry         "joined": the layer's input is fuse(embedding beside feature), both normed (multi-token prediction; EAGLE-1,
+                  arXiv 2401.15077, without the norms); "beside": it is the feature, made narrow by fuse, and attention reads
+                  the normed embedding beside the normed feature (EAGLE-3, arXiv 2503.01840)
+    body          the one layer, with the head's dtype; of "beside" attention reads twice the hidden size, and attn_in is the
+                  norm of the feature. Its vocabulary is what the head can say, its embedding the model's
+    tap_layers    layers of the model whose inputs are the features, low to high; none: the hidden state after the final norm
+    embed_norm, feature_norm
+                  of what enters; feature_norm is of "joined" alone
+    has_final_norm      whether there is a norm before the output
+    is_residual_normed  "beside": the layer adds to the normed feature
+    recycles_normed     the next place's feature is what is behind the final norm, not before
+    parameters    fuse.weight [H, n * H], fuse.bias, embed_norm.weight, feature_norm.weight, layers.0.*, final_norm.weight;
+                  embed.weight and lm_head.weight where they are not the model's
+    vocabulary    [body.vocab_size] i32 the model's token of each that the head says; None: the same
+    """
+
+    entry: Literal["joined", "beside"]
+    body: ModelSpec
+    tap_layers: tuple[int, ...]
+    embed_norm: NormSpec | None
+    feature_norm: NormSpec | None
+    has_final_norm: bool
+    is_residual_normed: bool
+    recycles_normed: bool
+    parameters: dict[str, Tensor]
+    vocabulary: Tensor | None = None
+
+    @property
+    def feature_size(self) -> int:
+        """Values of a feature as the model gives it."""
+        return self.body.hidden_size * max(1, len(self.tap_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelHead:
+    """Medusa (arXiv 2401.10774): block i of the hidden state behind the last token says the token 2 + i places behind it.
+
+    blocks      per output, residual layers h + silu(A h + b) one after the other: (A [H, H], b [H] or None)
+    heads       [V', H] of each output
+    vocabulary  [V'] i32 the model's token of each that the heads say; None: the same
+    """
+
+    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
+    heads: tuple[Tensor, ...]
+    vocabulary: Tensor | None = None

@@ -1,0 +1,83 @@
+"""Multi-token prediction: the layer behind the last one, in Qwen's layout (`mtp.*`) or DeepSeek's (`model.layers.N.*`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.contracts.model_spec import ModelSpec
+from quire.model.heads.head_spec import LayerHead
+from quire.model.heads.stored import HeadFolder, body_shapes, layer_sources
+
+
+def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
+    """Return the first module for multi-token prediction; its layer is of the model's own kind.
+
+    Raises ModelFormatError or UnsupportedError.
+    """
+    if any(name.startswith("mtp.") for name in folder.tensors):
+        return _read(folder, target, _qwen_names())
+    prefix = f"model.layers.{len(target.layers)}."
+    stored = [name for name in folder.tensors if re.fullmatch(r"model\.layers\.\d+\.eh_proj\.weight", name)]
+    if stored:
+        prefix = min(stored, key=lambda name: int(name.split(".")[2])).removesuffix("eh_proj.weight")
+        if any(name.startswith(f"{prefix}self_attn.kv_a_") for name in folder.tensors):
+            raise UnsupportedError(f"{folder.folder}: {prefix}self_attn is a latent attention, which quire has not (yet)")
+        if any(name.startswith(f"{prefix}mlp.experts.") for name in folder.tensors):
+            raise UnsupportedError(f"{folder.folder}: {prefix}mlp is a mixture of experts, which heads cannot have (yet)")
+        return _read(folder, target, _deepseek_names(prefix))
+    raise ModelFormatError(
+        f"{folder.folder} has no layer for multi-token prediction: neither mtp.* nor {prefix}eh_proj is stored; "
+        "give a model that has one, or as `model` the folder of a head that was trained for it"
+    )
+
+
+def _qwen_names() -> dict[str, str]:
+    return {
+        "fuse": "mtp.fc",
+        "embed_norm": "mtp.pre_fc_norm_embedding",
+        "feature_norm": "mtp.pre_fc_norm_hidden",
+        "layer": "mtp.layers.0.",
+        "final_norm": "mtp.norm",
+        "embed": "mtp.embed_tokens",
+        "lm_head": "mtp.lm_head",
+    }
+
+
+def _deepseek_names(prefix: str) -> dict[str, str]:
+    return {
+        "fuse": f"{prefix}eh_proj",
+        "embed_norm": f"{prefix}enorm",
+        "feature_norm": f"{prefix}hnorm",
+        "layer": prefix,
+        "final_norm": f"{prefix}shared_head.norm",
+        "embed": f"{prefix}embed_tokens",
+        "lm_head": f"{prefix}shared_head.head",
+    }
+
+
+def _read(folder: HeadFolder, target: ModelSpec, names: dict[str, str]) -> LayerHead:
+    # A layer without a window, where the model has some with one: modules attend to all before them.
+    layer = next((layer for layer in reversed(target.layers) if layer.attention.window is None), target.layers[-1])
+    hidden, norm = target.hidden_size, target.final_norm
+    body = replace(target, layers=(layer,), is_tied=False)
+    sources = layer_sources(layer, names["layer"])
+    for name in ("fuse", "embed_norm", "feature_norm", "final_norm"):
+        sources[f"{name}.weight"] = f"{names[name]}.weight"
+    for name in ("embed", "lm_head"):
+        if f"{names[name]}.weight" in folder.tensors:
+            sources[f"{name}.weight"] = f"{names[name]}.weight"
+    shapes = body_shapes(body, hidden)
+    shapes |= {"fuse.weight": (hidden, 2 * hidden), "embed_norm.weight": (hidden,), "feature_norm.weight": (hidden,)}
+    return LayerHead(
+        entry="joined",
+        body=body,
+        tap_layers=(),
+        embed_norm=norm,
+        feature_norm=norm,
+        has_final_norm=True,
+        is_residual_normed=False,
+        recycles_normed=True,
+        parameters=folder.take(sources, shapes, body.dtype),
+    )

@@ -1,0 +1,143 @@
+"""NativeHead: a LayerHead by the native CPU kernels, whole runs of drafts in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
+from quire.model.heads.head_spec import LayerHead
+from quire.model.native_decoder import NativeDecoder
+from quire.quant.parameters import Parameter
+
+_ENTRIES = {"joined": 1, "beside": 2}
+
+
+class NativeHead(NativeDecoder):
+    """Runs a head beside the model that it drafts for, whose packed embedding and output it shares where it has none.
+
+    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    quantize       applied to every weight by its name just before it is packed
+    """
+
+    def __init__(
+        self,
+        native: ModuleType,
+        head: LayerHead,
+        target: NativeDecoder,
+        max_model_len: int,
+        quantize: Callable[[str, Tensor], Parameter] | None = None,
+    ) -> None:
+        self.head_spec = head
+        self._target = target
+        self._vocabulary = None if head.vocabulary is None else head.vocabulary.contiguous()
+        super().__init__(native, head.body, dict(head.parameters), max_model_len, quantize)
+        self.head_spec = replace(head, parameters={})  # they are packed
+
+    def _build(self) -> list[Any]:
+        head, plan, body = self.head_spec, self._plan, self.spec
+        self.embedding = self._pack("embed") if "embed.weight" in self._parameters else self._target.embedding
+        self.head = self._pack("lm_head") if "lm_head.weight" in self._parameters else self._target.head
+        plan.set_embedding(self.embedding, None, body.embed_scale)
+        plan.set_head(self.head, body.logit_scale, body.final_softcap or 0.0)
+        for norm, spec, name in (
+            (plan.final_norm, body.final_norm if head.has_final_norm else None, "final_norm"),
+            (plan.embed_norm, head.embed_norm, "embed_norm"),
+            (plan.feature_norm, head.feature_norm, "feature_norm"),
+        ):
+            self._set_norm(norm, spec, name, body.hidden_size)
+        plan.set_entry(_ENTRIES[head.entry], self._pack("fuse"), head.is_residual_normed, head.recycles_normed)
+        layer = self._build_layer(body.layers[0], "layers.0.")
+        plan.add_layer(layer)
+        plan.finish()
+        self._extend_angles(max(self._max_model_len + 64, 1))
+        return [layer]
+
+    def enter(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, rows: list[int]
+    ) -> Tensor:
+        """Compute tokens behind their features, store their KV, and return the logits [R, V'] f32 of some rows.
+
+        token_ids, positions  [T] i64: the token i + 1 of each place i, and i
+        features              [T, feature_size] f32, or [T, H] of what `recycled` returned
+        rows                  R indices of tokens
+        """
+        self._bind(kv)
+        wanted = torch.tensor(rows, dtype=torch.int32)
+        logits = torch.empty(len(rows), self.spec.vocab_size)
+        place = _Place(step)
+        self._plan.num_threads = torch.get_num_threads()
+        self._plan.enter(
+            *_addresses(token_ids, positions, place),
+            features.data_ptr(),
+            features.shape[1],
+            wanted.data_ptr(),
+            len(rows),
+            logits.data_ptr(),
+        )
+        return logits
+
+    def recycled(self, count: int) -> Tensor:
+        """Return what the first `count` rows of the last `enter` are features of the next places with: [count, H] f32."""
+        found = torch.empty(count, self.spec.hidden_size)
+        self._plan.recycled(count, found.data_ptr())
+        return found
+
+    def draft(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, counts: list[int]
+    ) -> list[list[int]]:
+        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them.
+
+        Its block table has room for counts[s] - 1 tokens more.
+        """
+        self._bind(kv)
+        place = _Place(step)
+        num_drafts, limits = max(counts), _int32(counts)
+        tokens = np.empty((len(counts), num_drafts), dtype=np.int64)
+        vocabulary = self._vocabulary
+        self._plan.num_threads = torch.get_num_threads()
+        self._plan.draft(
+            *_addresses(token_ids, positions, place),
+            features.data_ptr(),
+            features.shape[1],
+            num_drafts,
+            limits.ctypes.data,
+            0 if vocabulary is None else vocabulary.data_ptr(),
+            tokens.ctypes.data,
+        )
+        return [line[:count] for line, count in zip(tokens.tolist(), counts, strict=True)]
+
+
+class _Place:
+    """The arrays of an AttentionInput as the plan takes them."""
+
+    def __init__(self, step: AttentionInput) -> None:
+        self.slots = step.slots
+        self.starts = _int32(step.query_starts)
+        self.lengths = _int32(step.context_lens)
+        self.tables = np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32)
+
+
+def _addresses(token_ids: Tensor, positions: Tensor, place: _Place) -> tuple[int, ...]:
+    return (
+        token_ids.data_ptr(),
+        positions.data_ptr(),
+        place.slots.data_ptr(),
+        token_ids.shape[0],
+        len(place.lengths),
+        place.starts.ctypes.data,
+        place.lengths.ctypes.data,
+        place.tables.ctypes.data,
+        place.tables.shape[1],
+    )
+
+
+def _int32(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(values, dtype=np.int32)

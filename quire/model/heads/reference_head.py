@@ -1,0 +1,104 @@
+"""ReferenceHead: a LayerHead by the torch reference kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.norm import normalize
+from quire.kernels.reference.rope import cos_sin, inverse_frequencies
+from quire.kv.pool import KvPool
+from quire.model.decoder import Decoder, DecoderLayer
+from quire.model.heads.head_spec import LayerHead
+
+
+class ReferenceHead:
+    """Runs a head beside the model that it drafts for.
+
+    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    """
+
+    def __init__(self, head: LayerHead, target: Decoder, max_model_len: int) -> None:
+        self.spec = head
+        body = head.body
+        self._dtype: torch.dtype = getattr(torch, body.dtype)
+        self._parameters = {name: tensor.to(self._dtype) for name, tensor in head.parameters.items()}
+        self._layer = DecoderLayer(body.layers[0], "layers.0.", self._parameters)
+        rope = body.layers[0].attention.rope
+        self._rope = rope
+        self._frequencies = None if rope is None else inverse_frequencies(rope, max_model_len)
+        self._target = target
+        self._embedding = self._parameters.get("embed.weight", target.parameter("embed.weight"))
+        self._recycled = torch.empty(0)
+
+    @torch.inference_mode()
+    def enter(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, rows: list[int]
+    ) -> Tensor:
+        """Compute tokens behind their features, store their KV, and return the logits [R, V'] of some rows.
+
+        token_ids, positions  [T] i64: the token i + 1 of each place i, and i
+        features              [T, feature_size], or [T, H] of what `recycled` returned
+        rows                  R indices of tokens
+        """
+        head, body = self.spec, self.spec.body
+        features = features.to(self._dtype)
+        e = F.embedding(token_ids, self._embedding)  # pyright: ignore[reportArgumentType]
+        if body.embed_scale != 1.0:
+            e = e * body.embed_scale
+        if head.embed_norm is not None:
+            e = normalize(e, head.embed_norm, self._parameters["embed_norm.weight"])
+        attended = None
+        if head.entry == "joined":
+            if head.feature_norm is not None:
+                features = normalize(features, head.feature_norm, self._parameters["feature_norm.weight"])
+            x = self._fuse(torch.cat((e, features), -1))
+        else:
+            x = features if features.shape[1] == body.hidden_size else self._fuse(features)
+            layer_norm = body.layers[0].attn_in
+            normed = x if layer_norm is None else normalize(x, layer_norm, self._parameters["layers.0.attn_in.weight"])
+            attended = torch.cat((e, normed), -1)
+            x = normed if head.is_residual_normed else x
+        rope = self._rope
+        angles = {} if rope is None else {rope: cos_sin(rope, self._frequencies, positions, self._dtype)}  # type: ignore[arg-type]
+        x = self._layer.forward(x, angles, step, kv.k[0], kv.v[0], attended)[torch.tensor(rows, dtype=torch.int64)]
+        normed = normalize(x, body.final_norm, self._parameters["final_norm.weight"]) if head.has_final_norm else x
+        self._recycled = (normed if head.recycles_normed else x).float()
+        if "lm_head.weight" in self._parameters:
+            return F.linear(normed, self._parameters["lm_head.weight"])
+        return self._target.logits(normed)
+
+    def recycled(self, count: int) -> Tensor:
+        """Return what the first `count` rows of the last `enter` are features of the next places with: [count, H] f32."""
+        return self._recycled[:count]
+
+    def _fuse(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._parameters["fuse.weight"], self._parameters.get("fuse.bias"))
+
+    def draft(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, counts: list[int]
+    ) -> list[list[int]]:
+        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them.
+
+        Its block table has room for counts[s] - 1 tokens more.
+        """
+        last = [start - 1 for start in step.query_starts[1:]]
+        first_lengths, count, size = list(step.context_lens), len(last), kv.spec.block_size
+        lengths = first_lengths
+        positions_of_last = positions[torch.tensor(last)]
+        found: list[list[int]] = [[] for _ in last]
+        for index in range(max(counts)):
+            best = self.enter(token_ids, positions, step, kv, features, last).argmax(-1)
+            token_ids = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
+            for tokens, token_id in zip(found, token_ids.tolist(), strict=True):
+                tokens.append(token_id)
+            if index + 1 < max(counts):
+                # A sequence that has its drafts goes on in its last slot, until the others have theirs.
+                lengths = [length + (index + 1 < limit) for length, limit in zip(lengths, counts, strict=True)]
+                slots = [int(step.block_tables[s, (at - 1) // size]) * size + (at - 1) % size for s, at in enumerate(lengths)]
+                positions = positions_of_last + torch.tensor(lengths) - torch.tensor(first_lengths)
+                step = AttentionInput(torch.tensor(slots), list(range(count + 1)), lengths, step.block_tables)
+                features, last = self.recycled(count), list(range(count))
+        return [tokens[:limit] for tokens, limit in zip(found, counts, strict=True)]

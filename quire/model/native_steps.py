@@ -1,0 +1,80 @@
+"""OneTokenSteps: several steps of the native decoder of one token a sequence each, with what they share made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kv.pool import KvPool
+from quire.model.native_decoder import NativeDecoder
+
+
+class OneTokenSteps:
+    """Computes the tokens of S sequences, each behind the one before, of which only the tokens have to be given.
+
+    positions  [S] of the first tokens
+    tables     [S, max_blocks] i64 the block tables; they hold the positions of all steps
+    layers     those that are run, in order; None: all
+    """
+
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        kv: KvPool,
+        positions: Sequence[int],
+        tables: NDArray[np.int64],
+        num_steps: int,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        first = np.array(positions, dtype=np.int64)
+        num_rows, size = len(first), kv.spec.block_size
+        decoder.prepare(kv, int(first.max()) + num_steps)
+        self._tables = np.ascontiguousarray(tables[:, : -(-(int(first.max()) + num_steps) // size)], dtype=np.int32)
+        self._positions = first + np.arange(num_steps, dtype=np.int64)[:, None]
+        blocks, offsets = np.divmod(self._positions, size)
+        self._slots = self._tables[np.arange(num_rows), blocks].astype(np.int64) * size + offsets
+        self._lengths = (self._positions + 1).astype(np.int32)
+        self._tokens = np.zeros(num_rows, dtype=np.int64)
+        self._starts = np.arange(num_rows + 1, dtype=np.int32)
+        self._plan: Any = decoder.plan
+        self._layers = None if layers is None else np.array(layers, dtype=np.int32)
+        self._index = 0
+        self.logits: Tensor = torch.empty(num_rows, decoder.spec.vocab_size)
+        self._addresses = [array.ctypes.data for array in (self._positions, self._slots, self._lengths)]
+        self._fixed = [array.ctypes.data for array in (self._tokens, self._starts, self._tables)]
+        self._logits_address = self.logits.data_ptr()
+
+    def run(self, token_ids: Sequence[int]) -> Tensor:
+        """Compute the next token of each sequence; return the logits [S, V] f32 behind them, which the next call overwrites."""
+        num_rows = len(self._tokens)
+        self._tokens[:] = token_ids
+        positions, slots, lengths = self._addresses
+        tokens, starts, tables = self._fixed
+        offset = self._index * num_rows
+        self._plan.step(
+            tokens,
+            positions + 8 * offset,
+            slots + 8 * offset,
+            num_rows,
+            num_rows,
+            starts,
+            lengths + 4 * offset,
+            tables,
+            self._tables.shape[1],
+            starts,  # rows 0, 1, ...: the logits of all
+            num_rows,
+            num_rows,
+            False,
+            self._logits_address,
+            0,
+            0,
+            0 if self._layers is None else self._layers.ctypes.data,
+            0 if self._layers is None else len(self._layers),
+        )
+        self._index += 1
+        return self.logits

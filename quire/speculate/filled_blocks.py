@@ -1,0 +1,53 @@
+"""FilledBlocks: how much of each block holds what a proposer keeps under the target's block ids."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.contracts.step import StepPlan
+
+
+class FilledBlocks:
+    """Counts, from the start of each block, the slots that hold something of the tokens which the block holds now."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_filled = np.zeros(num_blocks, dtype=np.int64)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in which blocks got other tokens; copies are counted as made."""
+        filled = self._num_filled
+        kept = [int(filled[source]) for source, _ in plan.block_copies]
+        for start in plan.starts:
+            for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):
+                filled[start.block_ids[index]] = 0
+        for block_ids in (plan.new_block_ids or {}).values():
+            filled[list(block_ids)] = 0
+        for replaced in (plan.replaced_blocks or {}).values():
+            filled[[block_id for _, block_id in replaced]] = 0
+        for (_, target), count in zip(plan.block_copies, kept, strict=True):
+            filled[target] = count
+
+    def note(self, table: NDArray[np.int64], first: int, last: int) -> None:
+        """Count the places [first, last) of a sequence as filled, as far as nothing before them in their blocks is missing."""
+        size, filled = self._block_size, self._num_filled
+        for index in range(first // size, -(-last // size)):
+            block_id = table[index]
+            if filled[block_id] >= first - index * size:
+                filled[block_id] = max(filled[block_id], min(size, last - index * size))
+
+    def run_before(self, table: NDArray[np.int64], place: int) -> tuple[int, int]:
+        """Return the filled places [first, last) that end at `place` or one before it; first is the start of a block.
+
+        The last place of a block may be missing: it waits for a token that whoever filled the block may never have got. Where
+        nothing is filled, first and last are the start of the block of `place`.
+        """
+        size, filled = self._block_size, self._num_filled
+        index = max(0, place - 1) // size
+        last = min(place, index * size + int(filled[table[index]]))
+        if last < place - 1 or last == index * size:
+            return place // size * size, place // size * size
+        while index > 0 and filled[table[index - 1]] == size:
+            index -= 1
+        return index * size, last

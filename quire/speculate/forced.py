@@ -1,0 +1,68 @@
+"""Tokens that a constraint forces: drafts that always match, whose own forward passes are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.base.ids import SequenceId
+from quire.sampling.row_state import SamplingRow
+from quire.speculate.draft import ROOT, Draft, DraftBuilder
+
+_MAX_FORCED = 32
+"""Forced tokens of a sequence in a step at most."""
+
+
+class ForcedTokens:
+    """What is forced after the step that was last looked at."""
+
+    def __init__(self) -> None:
+        self._forced: dict[SequenceId, tuple[int, ...]] = {}
+
+    def look(self, sequence_id: SequenceId, sampling: SamplingRow) -> int:
+        """Return how many tokens are forced next; called when a sequence has got its tokens of a step."""
+        forced = tuple(sampling.forced_tokens()[:_MAX_FORCED])
+        if forced:
+            self._forced[sequence_id] = forced
+        else:
+            self._forced.pop(sequence_id, None)
+        return len(forced)
+
+    def of(self, sequence_id: SequenceId) -> tuple[int, ...]:
+        """Return what was forced at the last look."""
+        return self._forced.get(sequence_id, ())
+
+    def forget(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence that ended or was preempted."""
+        self._forced.pop(sequence_id, None)
+
+
+def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit: int) -> Draft:
+    """Return a draft with what is forced first, and of a proposer's chain what agrees with it and fits the constraint.
+
+    Of a tree, what agrees with what is forced: what the constraint does not take behind that is not walked.
+    """
+    if sampling.matcher is None:
+        return draft
+    if not draft.is_chain:
+        return _fit_tree(draft, forced, limit) if forced else draft
+    num_shared = min(len(forced), len(draft))
+    if len(draft) > 0 and draft.tokens[:num_shared] == tuple(forced[:num_shared]):
+        num_fitting = sampling.num_fitting(draft.tokens)
+        if num_fitting >= min(len(forced), limit):
+            return draft if num_fitting == len(draft) else Draft.chain(draft.tokens[:num_fitting])
+    elif not forced:
+        return Draft()
+    return Draft.chain(tuple(forced[:limit]))
+
+
+def _fit_tree(draft: Draft, forced: Sequence[int], limit: int) -> Draft:
+    whole = DraftBuilder()
+    node = ROOT
+    for token_id in forced[:limit]:
+        node = whole.add(node, token_id)
+    places: dict[int, int] = {ROOT: ROOT}
+    for index, depth in enumerate(draft.depths()):
+        parent, token_id = draft.parents[index], draft.tokens[index]
+        if parent in places and len(whole) < limit and (depth > len(forced) or token_id == forced[depth - 1]):
+            places[index] = whole.add(places[parent], token_id)
+    return whole.build()

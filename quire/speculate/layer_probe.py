@@ -1,0 +1,100 @@
+"""LayerProbe: how often a model without some of its layers goes on as the whole one does, and what its steps take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.contracts.kv_spec import KvSpec
+from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
+from quire.model.build import Model
+from quire.model.native_decoder import NativeDecoder
+
+_BLOCK_SIZE = 16
+_WARM_UP, _NUM_TIMED = 2, 7
+
+
+class LayerProbe:
+    """Windows of a text, computed by the whole model, and places in them where the next token is asked for.
+
+    Those are the first tokens of blocks: each gets a block of its own behind the cached ones before it, so that all are
+    computed in one step, and read what the whole model left, as drafts do.
+
+    windows  token ids of each, at least one block and a token
+    """
+
+    def __init__(self, model: Model, windows: Sequence[Sequence[int]]) -> None:
+        lengths = [(len(window) - 1) // _BLOCK_SIZE for window in windows]
+        if not windows or min(lengths) < 1:
+            raise ConfigError(f"a window of text to probe needs at least {_BLOCK_SIZE + 1} tokens; give a longer text")
+        self._model = model
+        num_places = sum(lengths)
+        dtype = model.spec.dtype
+        is_half = isinstance(model, NativeDecoder) and dtype == "float16"
+        # The last block of the longest window, and what is computed behind it, for the timing.
+        self._pool = KvPool(KvSpec.of(model.spec, _BLOCK_SIZE, "float32" if is_half else dtype), 2 * num_places + 2)
+        self._tables = torch.zeros(num_places, max(lengths) + 1, dtype=torch.int64)
+        self._tokens: list[int] = []
+        self._positions: list[int] = []
+        answers: list[int] = []
+        first_block = 0
+        for window, num_blocks in zip(windows, lengths, strict=True):
+            blocks = torch.arange(first_block, first_block + num_blocks)
+            logits = self._prefill(window[: num_blocks * _BLOCK_SIZE + 1], blocks, 2 * num_places)
+            answers += logits.argmax(dim=-1).tolist()
+            for block in range(1, num_blocks + 1):
+                place = len(self._tokens)
+                self._tables[place, :block] = blocks[:block]
+                self._tables[place, block] = num_places + place
+                self._tokens.append(window[block * _BLOCK_SIZE])
+                self._positions.append(block * _BLOCK_SIZE)
+            first_block += num_blocks
+        self._answers = torch.tensor(answers)
+
+    def _prefill(self, window: Sequence[int], blocks: torch.Tensor, spare_block: int) -> torch.Tensor:
+        """Compute a window, its last token in a spare block; return the logits behind the first tokens of its blocks."""
+        positions = torch.arange(len(window))
+        table = torch.cat([blocks, torch.tensor([spare_block])])
+        slots = table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        step = AttentionInput(slots, [0, len(window)], [len(window)], table[None])
+        rows = list(range(_BLOCK_SIZE, len(window), _BLOCK_SIZE))
+        return self._model.step(torch.tensor(list(window)), positions, step, self._pool, rows)
+
+    @property
+    def num_places(self) -> int:
+        """Places where the next token is asked for."""
+        return len(self._tokens)
+
+    @torch.inference_mode()
+    def agreement(self, layers: Sequence[int]) -> float:
+        """Return the share of the places where the model with these layers alone finds the next token likeliest that the whole
+        one does."""
+        positions = torch.tensor(self._positions)
+        slots = self._tables[torch.arange(self.num_places), positions // _BLOCK_SIZE] * _BLOCK_SIZE
+        lengths = [position + 1 for position in self._positions]
+        step = AttentionInput(slots, list(range(self.num_places + 1)), lengths, self._tables)
+        rows = list(range(self.num_places))
+        logits = self._model.step(torch.tensor(self._tokens), positions, step, self._pool, rows, layers=layers)
+        return float((logits.argmax(dim=-1) == self._answers).double().mean())
+
+    @torch.inference_mode()
+    def step_s(self, num_rows: int, layers: Sequence[int] | None = None) -> float:
+        """Return the seconds of a step of num_rows <= 16 tokens behind the longest window; layers None: all."""
+        longest = max(range(self.num_places), key=lambda place: self._positions[place])
+        position = self._positions[longest]
+        table = self._tables[longest : longest + 1]
+        slots = int(table[0, position // _BLOCK_SIZE]) * _BLOCK_SIZE + torch.arange(num_rows)
+        step = AttentionInput(slots, [0, num_rows], [position + num_rows], table)
+        tokens = torch.tensor([self._tokens[longest]] * num_rows)
+        positions = torch.arange(position, position + num_rows)
+        times: list[float] = []
+        for _ in range(_WARM_UP + _NUM_TIMED):
+            begin = time.perf_counter()
+            self._model.step(tokens, positions, step, self._pool, list(range(num_rows)), layers=layers)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[_WARM_UP:])

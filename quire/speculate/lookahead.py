@@ -1,0 +1,125 @@
+"""Lookahead proposer: guesses at the tokens to come, which every step of the model improves (Fu et al., arXiv 2402.02057).
+
+A window holds guesses for some places ahead, in levels: the first is a chain behind the last known token, and under each of its
+tokens hangs what was guessed next from step to step. What the model would say behind the deepest level is the next one; the run
+of tokens of a column then goes to a pool, from which runs that begin with the last known token are drafted. Guesses that happen
+to be right count too: all of it is one tree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.contracts.speculative import SpeculativeConfig
+from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
+from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.records import WholeRecord
+
+_MAX_FIRST_TOKENS = 4096
+"""First tokens of runs that a sequence remembers."""
+
+
+@dataclass(slots=True)
+class _Memo:
+    """What is guessed of one sequence.
+
+    levels  of the window, each of a token per column; column i of level l stands i + l + 1 places behind the last known token
+    runs    first token -> the tokens that may follow it, the latest first
+    draft   the last one
+    nodes   of that draft: the index of the deepest token of each column that it has
+    """
+
+    levels: list[list[int]]
+    runs: OrderedDict[int, list[tuple[int, ...]]] = field(default_factory=OrderedDict[int, list[tuple[int, ...]]])
+    draft: Draft = field(default_factory=Draft)
+    nodes: list[int] = field(default_factory=list[int])
+
+
+class LookaheadProposer(Proposer):
+    """Drafts a window of guesses, and runs of tokens that came of earlier ones."""
+
+    record = WholeRecord
+    observes = True
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._width, self._num_guesses = config.lookahead_window, config.lookahead_guesses
+        self._depth = config.lookahead_ngram - 1  # tokens of a run behind its first one, and levels of the window
+
+    def look(self, sequence: DraftedSequence, limit: int) -> int:
+        """See Proposer."""
+        if sequence.memo is None:
+            sequence.memo = self._begin(sequence.token_ids)
+        memo: _Memo = sequence.memo
+        num_runs = len(memo.runs.get(sequence.token_ids[-1], ()))
+        return min(limit, (self._width + min(num_runs, self._num_guesses)) * self._depth)
+
+    def _begin(self, token_ids: list[int]) -> _Memo:
+        """Return a window of tokens of the sequence itself, and the runs that stand in it."""
+        count = len(token_ids)
+        levels = [
+            [token_ids[(7 * column + 13 * level) % count] for column in range(self._width)] for level in range(self._depth)
+        ]
+        memo = _Memo(levels)
+        for start in range(max(0, count - 1 - _MAX_FIRST_TOKENS), count - self._depth):
+            self._keep(memo, tuple(token_ids[start : start + self._depth + 1]))
+        return memo
+
+    def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
+        """See Proposer."""
+        return [self._draft(sequence, limit) for sequence, limit in wanted]
+
+    def _draft(self, sequence: DraftedSequence, limit: int) -> Draft:
+        """Return the tree; where the limit leaves no room for it, with fewer runs, and then with fewer columns."""
+        memo: _Memo = sequence.memo
+        depth = self._depth
+        width = min(self._width, limit // depth)
+        tree = DraftBuilder()
+        for run in memo.runs.get(sequence.token_ids[-1], ())[: min(self._num_guesses, limit // depth - width)]:
+            node = ROOT
+            for token_id in run:
+                node = tree.add(node, token_id)
+        memo.nodes = []
+        below = ROOT
+        for column in range(width):
+            node = below = tree.add(below, memo.levels[0][column])
+            for level in memo.levels[1:]:
+                node = tree.add(node, level[column])
+            memo.nodes.append(node)
+        memo.draft = tree.build()
+        return memo.draft
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """See Proposer: move the window on by what came, and keep the runs that it has made."""
+        for outcome in outcomes:
+            memo: _Memo | None = outcome.sequence.memo
+            if memo is None or not memo.nodes or outcome.draft is not memo.draft:
+                continue
+            # Row 0 is that behind the last known token.
+            rows = [outcome.rows[1 + node] for node in memo.nodes]
+            new = outcome.step_logits[rows].argmax(dim=-1).tolist()
+            for column, token_id in enumerate(new):
+                self._keep(memo, (*(level[column] for level in memo.levels), token_id))
+            self._advance(memo, new, len(outcome.path), outcome.sequence.token_ids)
+            memo.nodes = []
+
+    def _advance(self, memo: _Memo, new: list[int], num_accepted: int, token_ids: list[int]) -> None:
+        """Drop the first level, append the one that the model has made, and shift columns by the drafts that were accepted."""
+        new = new + memo.levels[-1][len(new) :]  # columns that were not drafted
+        levels = [*memo.levels[1:], new]
+        for index, level in enumerate(levels):
+            fresh = [token_ids[(11 * column + 5 * index) % len(token_ids)] for column in range(min(num_accepted, self._width))]
+            levels[index] = level[num_accepted:] + fresh
+        memo.levels = levels
+
+    def _keep(self, memo: _Memo, run: tuple[int, ...]) -> None:
+        """Put a run into the pool, in front of those with the same first token."""
+        known = memo.runs.setdefault(run[0], [])
+        if run[1:] in known:
+            known.remove(run[1:])
+        known.insert(0, run[1:])
+        del known[self._num_guesses :]
+        memo.runs.move_to_end(run[0])
+        if len(memo.runs) > _MAX_FIRST_TOKENS:
+            memo.runs.popitem(last=False)

@@ -1,0 +1,130 @@
+"""Merged proposer: the drafts of several proposers in one tree, the likeliest tokens of all first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quire.contracts.step import StepPlan
+from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
+from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.records import AcceptanceRecord, TreeRecord
+
+_RECENT, _EVER = 0.95, 0.98
+_NOTHING = Draft()
+
+
+@dataclass(slots=True)
+class _Part:
+    """A sequence as one of the proposers sees it, how its drafts fared, how many tokens it found, and what it drafted."""
+
+    sequence: DraftedSequence
+    record: AcceptanceRecord
+    num_found: int = 0
+    draft: Draft = _NOTHING
+
+
+class MergedProposer(Proposer):
+    """Lets every proposer draft. Which of their tokens are verified is decided by how theirs fared so far.
+
+    max_tokens  of the tree
+    """
+
+    record = TreeRecord
+    observes = True
+
+    def __init__(self, proposers: Sequence[Proposer], max_tokens: int) -> None:
+        self._proposers = tuple(proposers)
+        self._max_tokens = max_tokens
+        self._ever = [proposer.record(max_tokens, _EVER) for proposer in proposers]
+
+    def apply(self, plan: StepPlan) -> None:
+        """See Proposer."""
+        for proposer in self._proposers:
+            proposer.apply(plan)
+
+    def look(self, sequence: DraftedSequence, limit: int) -> int:
+        """See Proposer; as if no token were found twice."""
+        if sequence.memo is None:
+            records = [proposer.record(self._max_tokens, _RECENT) for proposer in self._proposers]
+            sequence.memo = [_Part(replace(sequence, memo=None), record) for record in records]
+        for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
+            part.num_found = proposer.look(part.sequence, limit)
+        return min(limit, sum(part.num_found for part in self._parts(sequence)))
+
+    def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
+        """See Proposer."""
+        for index, proposer in enumerate(self._proposers):
+            parts = [(self._parts(sequence)[index], limit) for sequence, limit in wanted]
+            asked = [(part, min(part.num_found, limit)) for part, limit in parts if part.num_found > 0]
+            drafts = proposer.propose([(part.sequence, limit) for part, limit in asked]) if asked else []
+            for part, _ in parts:
+                part.draft = _NOTHING
+            for (part, _), draft in zip(asked, drafts, strict=True):
+                part.draft = draft
+        priors = [record.rates() for record in self._ever]
+        return [self._merge(self._parts(sequence), priors, limit) for sequence, limit in wanted]
+
+    def _merge(self, parts: list[_Part], priors: list[list[float]], limit: int) -> Draft:
+        """Return the likeliest tokens of all drafts; none without the one before it, whose probability is never lower."""
+        whole = DraftBuilder()
+        chances: list[float] = []
+        for part, prior in zip(parts, priors, strict=True):
+            shares = part.record.shares(prior)
+            nodes: list[int] = []
+            for index, (token_id, parent) in enumerate(zip(part.draft.tokens, part.draft.parents, strict=True)):
+                node = whole.add(ROOT if parent == ROOT else nodes[parent], token_id)
+                nodes.append(node)
+                if node == len(chances):
+                    chances.append(0.0)
+                chances[node] = max(chances[node], shares[index])
+        return _likeliest(whole, chances, limit)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """See Proposer: count what every proposer drafted, whether it was verified or not, by the tokens that came."""
+        told: list[list[Outcome]] = [[] for _ in self._proposers]
+        for outcome in outcomes:
+            if outcome.sequence.memo is None:
+                continue
+            come = outcome.sequence.token_ids[-1 - len(outcome.path) :]
+            for index, part in enumerate(self._parts(outcome.sequence)):
+                path = _follow(part.draft, come)
+                if len(part.draft) > 0 and len(outcome.draft) > 0:
+                    num_known = min(len(part.draft), len(come)) if part.draft.is_chain else len(part.draft)
+                    part.record.note(num_known, path)
+                    self._ever[index].note(num_known, path)
+                told[index].append(replace(outcome, sequence=part.sequence))
+        for proposer, one in zip(self._proposers, told, strict=True):
+            if proposer.observes:
+                proposer.observe(one)
+
+    def release(self, sequence: DraftedSequence) -> None:
+        """See Proposer."""
+        if sequence.memo is not None:
+            for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
+                proposer.release(part.sequence)
+
+    def _parts(self, sequence: DraftedSequence) -> list[_Part]:
+        return sequence.memo
+
+
+def _likeliest(whole: DraftBuilder, chances: list[float], limit: int) -> Draft:
+    nodes = whole.nodes
+    for node, (parent, _) in enumerate(nodes):
+        if parent != ROOT:
+            chances[node] = min(chances[node], chances[parent])
+    order = sorted(range(len(nodes)), key=lambda node: -chances[node])[:limit]
+    places = {node: place for place, node in enumerate(order)} | {ROOT: ROOT}
+    return Draft(tuple(nodes[node][1] for node in order), tuple(places[nodes[node][0]] for node in order))
+
+
+def _follow(draft: Draft, tokens: Sequence[int]) -> list[int]:
+    """Return the indices of those first tokens that were drafted."""
+    path: list[int] = []
+    node: int | None = ROOT
+    for token_id in tokens:
+        node = draft.child(node, token_id)
+        if node is None:
+            break
+        path.append(node)
+    return path

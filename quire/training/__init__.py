@@ -1,0 +1,1 @@
+"""Training of draft heads: what drafts ahead of a model is taught by that model's own outputs."""

@@ -1,0 +1,68 @@
+"""DraftTraining: what is trained, on what, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.base.errors import ConfigError
+
+Kind = Literal["eagle3", "medusa", "mtp"]
+KINDS: tuple[Kind, ...] = ("eagle3", "medusa", "mtp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTraining:
+    """Options of a training run. Raises ConfigError.
+
+    model             the model whose outputs are to be drafted: a folder, a hub id or the name of a bundled model
+    text              text files: one, or a folder of .txt and .md files; those of all its folders
+    out               folder to write the head to; what a run needs to go on lies in its folder `training`
+    minutes           of computing, over all runs that go on from one another
+    sequence_tokens   tokens of a training sequence
+    prompt_tokens     tokens of text that a sequence begins with; the model writes the rest; sequence_tokens: all of it is text
+    num_sequences     sequences at most; they are taken over and over
+    sampled_share     share of the sequences that the model samples at temperature 0.8; the others are greedy
+    batch_tokens      tokens of a training step
+    num_steps_ahead   tokens ahead that are learned: steps of an unrolled eagle3 or mtp head, heads of medusa
+    draft_vocab_size  the most frequent tokens, which alone are drafted, of eagle3 and medusa; None: 32000 at most
+    tap_layers        eagle3: layers whose inputs are read, low to high; None: 2, n // 2, n - 3
+    learning_rate     of the matrices, for which the Muon optimiser is used; others get a quarter
+    """
+
+    kind: Kind
+    model: str
+    text: Path
+    out: Path
+    minutes: float = 60.0
+    sequence_tokens: int = 256
+    prompt_tokens: int = 96
+    num_sequences: int = 10_000
+    sampled_share: float = 0.25
+    batch_tokens: int = 4096
+    num_steps_ahead: int = 4
+    draft_vocab_size: int | None = None
+    tap_layers: tuple[int, ...] | None = None
+    learning_rate: float = 2e-3
+    num_threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        for name, low in (("sequence_tokens", 32), ("prompt_tokens", 1), ("num_sequences", 8), ("num_steps_ahead", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.prompt_tokens > self.sequence_tokens:
+            raise ConfigError(
+                f"prompt_tokens must be at most sequence_tokens, {self.sequence_tokens}, got {self.prompt_tokens}"
+            )
+        if self.batch_tokens < self.sequence_tokens:
+            raise ConfigError(f"batch_tokens must be at least sequence_tokens, {self.sequence_tokens}, got {self.batch_tokens}")
+        if self.num_steps_ahead >= self.sequence_tokens // 2:
+            raise ConfigError(f"num_steps_ahead must be below half of sequence_tokens, got {self.num_steps_ahead}")
+        if self.minutes <= 0 or self.learning_rate <= 0 or not 0 <= self.sampled_share <= 1:
+            raise ConfigError("minutes and learning_rate must be above 0, sampled_share from 0 to 1")
+        if self.tap_layers is not None and (len(self.tap_layers) != 3 or list(self.tap_layers) != sorted(set(self.tap_layers))):
+            raise ConfigError(f"tap_layers must be three layers, low to high, got {self.tap_layers}")

@@ -1,0 +1,72 @@
+"""Schemas that llguidance refuses: sent to xgrammar where that enforces them, else refused with the pointer."""
+
+import json
+
+import jsonschema
+import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("xgrammar")
+
+from quire.base.errors import RequestError
+from quire.contracts.constraint import Constraint
+from quire.grammar.compiler import GrammarCompiler
+from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    vocabulary = make_vocabulary()
+    compiler = GrammarCompiler(lambda: vocabulary)
+    yield compiler
+    compiler.close()
+
+
+def closed(**more):
+    return {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "additionalProperties": False, **more}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (closed(minProperties=1, maxProperties=1), [{}, {"a": 1}, {"b": "x"}, {"a": 1, "b": 2}, {"a": "x"}]),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}}, [{}, {"a": 1}, {"ab": 1, "c": 2}, {"d": 1}, {"aB": 0}]),
+        ({"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "null"}},
+         [{"x": None}, {"z": None}, {"y": 1}]),
+        ({"type": "object", "properties": {"u": {"type": "string", "format": "uri-reference"}}, "odd": 1},
+         [{"u": "/a/b?c"}, {"u": "http://a.b/c#d"}, {"u": 1}]),
+    ],
+    ids=["counts", "names", "names-enum", "reference"],
+)  # fmt: skip
+def test_schema_is_enforced_when_the_other_backend_can(compiler, schema, values):
+    before = compiler.num_sent_on
+    grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(schema), param="here")).result()
+    assert compiler.num_sent_on == before + 1
+    for value in values:
+        assert accepts(grammar, json.dumps(value)) == jsonschema.validators.Draft202012Validator(schema).is_valid(value), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"type": "object", "propertyNames": {"maxLength": 2}, "properties": {"long": {}}}, "/propertyNames"),
+        ({"properties": {"a": {"format": "path"}}}, "/properties/a/format"),
+        ({"properties": {"a": {"not": {}}}}, "/properties/a/not"),
+        ({"type": "object", "propertyNames": {"pattern": '^["]$'}}, "/propertyNames"),
+        ({"type": "array", "uniqueItems": True}, "/uniqueItems"),
+        ({"type": "object", "additionalProperties": {}, "minProperties": 2}, "/minProperties"),
+    ],
+)
+def test_schema_is_refused_with_its_pointer_when_no_backend_enforces_it(compiler, schema, pointer):
+    before = compiler.num_sent_on
+    with pytest.raises(RequestError, match="here: ") as caught:
+        compiler.start(Constraint(kind="json_schema", source=json.dumps(schema), param="here")).result()
+    assert f"(at {pointer})" in str(caught.value)
+    assert compiler.num_sent_on == before
+
+
+def test_only_llguidance_is_asked_when_the_request_says_so(compiler):
+    schema = json.dumps({"type": "object", "propertyNames": {"maxLength": 2}})
+    assert compiler.start(Constraint(kind="json_schema", source=schema)).result()
+    with pytest.raises(RequestError, match="propertyNames"):
+        compiler.start(Constraint(kind="json_schema", source=schema, backend="llguidance")).result()

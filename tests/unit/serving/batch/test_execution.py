@@ -1,0 +1,87 @@
+"""What a line of a batch runs: the routes themselves, over the real handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
+from quire.serving.batch.records import BatchRecord
+from quire.serving.batch.runner import usage_of
+from quire.serving.errors import ApiError
+from tests.unit.serving.fakes import FakeGateway, make_served, text_script
+from tests.unit.serving.real_app import running_app
+
+SERVED = make_served()
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+def record_of(endpoint):
+    return BatchRecord(
+        id="batch_x",
+        owner="anonymous",
+        endpoint=endpoint,
+        input_file_id="file-x",
+        completion_window="24h",
+        status="in_progress",
+        created_at=0,
+        expires_at=int(time.time()) + 1000,
+    )
+
+
+def run(endpoint, body, keeps_responses=True):
+    """Return the answer to a line, the jobs of the gateway, and the responses that are stored."""
+
+    async def work():
+        gateway = FakeGateway(text_script(SERVED.tokenizer, "Hello"))
+        async with running_app(gateway, SERVED) as app:
+            app.context.keeps_responses = keeps_responses
+            answer = await make_execute(app.context)(record_of(endpoint), json.dumps({"model": "demo", **body}).encode())
+            found = json.loads(answer.body)
+            stored = 200 if keeps_responses else None
+            if endpoint == "/v1/responses":
+                async with app.http() as client:
+                    stored = (await client.get(f"/v1/responses/{found['id']}")).status_code
+            return found, gateway.jobs, stored, usage_of(answer.body)
+
+    return asyncio.run(work())
+
+
+def test_endpoints_are_those_of_the_batch_api_that_the_server_has():
+    assert set(BATCH_ENDPOINTS) == {*BODIES, "/v1/embeddings"}
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_line_runs_in_the_class_of_batches(endpoint):
+    answer, (job,), _, usage = run(endpoint, BODIES[endpoint])
+    assert (job.priority, job.route) == ("batch", endpoint)
+    assert "Hello" in json.dumps(answer)
+    assert usage.input_tokens > 0
+    assert usage.output_tokens > 0
+
+
+def test_response_of_a_line_is_stored_when_the_server_stores():
+    answer, _, status, _ = run("/v1/responses", {"input": "hi"})
+    assert (answer["store"], status) == (True, 200)
+
+
+def test_response_of_a_line_says_that_it_is_not_stored_when_nothing_is():
+    answer, _, status, _ = run("/v1/responses", {"input": "hi"}, keeps_responses=False)
+    assert (answer["store"], status) == (False, 404)
+    with pytest.raises(ApiError, match="no responses are stored") as caught:
+        run("/v1/responses", {"input": "hi", "previous_response_id": "resp_x"}, keeps_responses=False)
+    assert (caught.value.status, caught.value.param) == (400, "previous_response_id")
+
+
+def test_body_is_refused_by_its_field_when_its_route_would_refuse_it():
+    for body, param in (({"input": "hi", "stream": True}, "stream"), ({"input": 5}, "input")):
+        with pytest.raises(ApiError) as caught:
+            check_batch_body("/v1/responses", json.dumps({"model": "demo", **body}).encode())
+        assert (caught.value.status, caught.value.param) == (400, param)

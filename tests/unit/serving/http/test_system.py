@@ -1,0 +1,43 @@
+"""What the server says of itself, and to whom."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from quire.serving.config import ApiKey
+from quire.serving.http.auth import hash_key
+from quire.serving.http.system import health
+from tests.unit.serving.http.shell import endpoint, exchange, running
+from tests.unit.serving.http.test_shell import parse
+
+ERROR = "the engine's process ended: /secret/path"
+KEYS = (ApiKey("a", hash_key("k")),)
+
+
+def ask(headers, **options):
+    async def go():
+        async with running([endpoint("/health", health, method="GET", is_open=True)], **options) as (port, context):
+            context.client = SimpleNamespace(state="restarting", heartbeat_age_s=1.0, last_error=ERROR)
+            return parse(await exchange(port, f"GET /health HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode()))
+
+    status, _, body = asyncio.run(go())
+    return status, json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("keys", "headers", "is_told"),
+    [
+        ((), "", True),
+        (KEYS, "", False),
+        (KEYS, "authorization: Bearer wrong\r\n", False),
+        (KEYS, "authorization: Bearer k\r\n", True),
+        (KEYS, "x-api-key: k\r\n", True),
+    ],
+)
+def test_health_tells_the_error_to_those_who_may_ask_and_the_state_to_all(keys, headers, is_told):
+    status, body = ask(headers, api_keys=keys)
+    assert (status, body["status"], body["engine"], body["phase"]) == (503, "unhealthy", "restarting", "starting")
+    assert body.get("error") == (ERROR if is_told else None)
+    assert ("error" in body) == is_told

@@ -1,0 +1,344 @@
+"""Heads that draft: what they compute, in every layout, and that the engine feeds them what they were made for."""
+
+import json
+
+import head_checkpoints as heads
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.contracts.kv_spec import KvSpec
+from quire.kernels.native import load_native
+from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
+from quire.model.build import build_model, load_model
+from quire.model.checkpoint import open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
+from quire.model.stored_tensors import open_tensors
+from quire.speculate.medusa import likeliest_tree
+from quire.speculate.pace import Pace
+from quire.speculate.records import AcceptanceRecord
+
+needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
+MAKERS = {
+    "eagle": heads.eagle1,
+    "eagle3": heads.eagle3,
+    "eagle3 narrow": lambda folder: heads.eagle3(folder, layers=(1,)),
+    "eagle3 normed residual": lambda folder: heads.eagle3(folder, norm_before_residual=True),
+    "mtp": heads.mtp,
+}
+LENGTH = 9
+
+
+def rms(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def plain_layer(t, x, attended, positions):
+    """A Llama layer over one sequence, as plainly as can be."""
+
+    def split(name):
+        y = (attended @ t[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, heads.HEAD_DIM)
+        norm = t.get(f"self_attn.{name}_norm.weight")
+        return y if norm is None else rms(y, norm)
+
+    def rotate(y):
+        angles = positions[:, None] * 10000.0 ** -(torch.arange(0, heads.HEAD_DIM, 2) / heads.HEAD_DIM)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = y.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    q, k, v = rotate(split("q")), rotate(split("k")), split("v")
+    out = torch.zeros(len(x), heads.HEADS, heads.HEAD_DIM)
+    for head in range(heads.HEADS):
+        own = head * heads.KV_HEADS // heads.HEADS
+        scores = q[:, head] @ k[:, own].T * heads.HEAD_DIM**-0.5
+        out[:, head] = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1) @ v[:, own]
+    x = x + out.flatten(1) @ t["self_attn.o_proj.weight"].T
+    y = rms(x, t["post_attention_layernorm.weight"])
+    return x + (F.silu(y @ t["mlp.gate_proj.weight"].T) * (y @ t["mlp.up_proj.weight"].T)) @ t["mlp.down_proj.weight"].T
+
+
+def expected_logits(kind, folder, target, token_ids, positions, features):
+    t = {name: tensor.float() for name, tensor in open_tensors(folder).items()}
+    embed = t.get("embed_tokens.weight", target.parameter("embed.weight"))[token_ids]
+    if kind == "eagle":
+        layer = {name.removeprefix("layers.0."): tensor for name, tensor in t.items()}
+        x = torch.cat((embed, features), -1) @ t["fc.weight"].T + t["fc.bias"]
+        return target.logits(plain_layer(layer, x, x, positions))
+    if kind == "mtp":
+        layer = {name.removeprefix("mtp.layers.0."): tensor for name, tensor in t.items()}
+        both = rms(embed, t["mtp.pre_fc_norm_embedding.weight"]), rms(features, t["mtp.pre_fc_norm_hidden.weight"])
+        x = torch.cat(both, -1) @ t["mtp.fc.weight"].T
+        return target.logits(
+            rms(plain_layer(layer, x, rms(x, layer["input_layernorm.weight"]), positions), t["mtp.norm.weight"])
+        )
+    layer = {name.removeprefix("midlayer."): tensor for name, tensor in t.items()}
+    g = features @ t["fc.weight"].T if features.shape[1] == t["fc.weight"].shape[1] != heads.HIDDEN else features
+    normed = rms(g, layer["hidden_norm.weight"])
+    attended = torch.cat((rms(embed, layer["input_layernorm.weight"]), normed), -1)
+    x = plain_layer(layer, normed if kind.endswith("residual") else g, attended, positions)
+    return rms(x, t["norm.weight"]) @ t["lm_head.weight"].T
+
+
+def decoders(folder):
+    """The target by torch, and natively where that can be."""
+    spec = read_model_spec(folder)
+    found = [load_model(folder)]
+    if load_native() is not None:
+        found.append(build_model(spec, open_parameters(folder, spec), 256, 16))
+    return found
+
+
+def one_sequence(spec, length):
+    kv = KvPool(KvSpec.of(spec, 16, "float32"), 4)
+    slots = torch.arange(length)
+    return kv, slots, AttentionInput(slots, [0, length], [length], torch.arange(4)[None])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if "narrow" not in kind])
+def test_a_head_computes_what_its_layout_means(tiny_model, tmp_path, kind):
+    folder = MAKERS[kind](tmp_path / "head")
+    for target in decoders(tiny_model):
+        head = read_layer_head(folder, kind.split()[0], target.spec)
+        generator = torch.Generator().manual_seed(1)
+        token_ids = torch.randint(0, heads.VOCAB, (LENGTH,), generator=generator)
+        features = torch.randn(LENGTH, head.feature_size, generator=generator)
+        model = build_head(head, target, 256)
+        kv, positions, step = one_sequence(head.body, LENGTH)
+        found = model.enter(token_ids, positions, step, kv, features, list(range(LENGTH)))
+        expected = expected_logits(kind, folder, load_model(tiny_model), token_ids, positions, features)
+        torch.testing.assert_close(found.float(), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_drafts_are_the_most_likely_tokens_one_after_the_other(tiny_model, tmp_path, kind):
+    folder = MAKERS[kind](tmp_path / "head")
+    for target in decoders(tiny_model):
+        head = read_layer_head(folder, kind.split()[0], target.spec)
+        generator = torch.Generator().manual_seed(2)
+        token_ids = torch.randint(0, heads.VOCAB, (LENGTH,), generator=generator)
+        features = torch.randn(LENGTH, head.feature_size, generator=generator)
+        model = build_head(head, target, 256)
+        kv, positions, step = one_sequence(head.body, LENGTH)
+        drafted = model.draft(token_ids, positions, step, kv, features, [4])
+        ids = torch.arange(heads.VOCAB) if head.vocabulary is None else head.vocabulary.long()
+        kv, _, step = one_sequence(head.body, LENGTH)
+        rows = [LENGTH - 1]
+        for place in range(4):
+            best = int(ids[model.enter(token_ids, positions, step, kv, features, rows).argmax(-1)])
+            assert drafted[0][place] == best
+            features, token_ids, rows = model.recycled(1).clone(), torch.tensor([best]), [0]
+            positions = torch.tensor([LENGTH + place])
+            step = AttentionInput(positions, [0, 1], [LENGTH + place + 1], torch.arange(4)[None])
+
+
+def test_the_layouts_of_a_head_are_read_as_one(tiny_model, tmp_path):
+    spec = read_model_spec(tiny_model)
+
+    def same(a, b):
+        assert a.parameters.keys() == b.parameters.keys()
+        assert all(torch.equal(tensor, b.parameters[name]) for name, tensor in a.parameters.items())
+        assert (a.tap_layers, a.recycles_normed, a.body.layers) == (b.tap_layers, b.recycles_normed, b.body.layers)
+
+    same(
+        read_layer_head(heads.eagle3(tmp_path / "a"), "eagle3", spec),
+        read_layer_head(heads.speculators(tmp_path / "b"), "eagle3", spec),
+    )
+    same(
+        read_layer_head(heads.mtp(tmp_path / "c"), "mtp", spec),
+        read_layer_head(heads.mtp(tmp_path / "d", "deepseek"), "mtp", spec),
+    )
+    found = [read_parallel_head(heads.medusa(tmp_path / name, name), spec) for name in ("medusa", "full", "vllm")]
+    assert len(found[0].heads) == 3  # the config says 2, as published ones do
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0].heads, other.heads, strict=True))
+        assert all(torch.equal(a[0][0], b[0][0]) for a, b in zip(found[0].blocks, other.blocks, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make, kind, error, words",
+    [
+        (heads.mtp, "eagle3", ModelFormatError, "lacks"),
+        (heads.eagle3, "mtp", ModelFormatError, "no layer for multi-token prediction"),
+        (lambda folder: heads.eagle3(folder, norm_output=True), "eagle3", UnsupportedError, "norm_output"),
+        (lambda folder: heads.eagle3(folder, hidden_size=64), "eagle3", ModelFormatError, "hidden size 64, the model of 32"),
+        (lambda folder: heads.eagle3(folder, draft_vocab_size=99), "eagle3", ModelFormatError, "wrong shape"),
+        (
+            lambda folder: heads.eagle3(folder, eagle_aux_hidden_state_layer_ids=[0, 7]),
+            "eagle3",
+            ModelFormatError,
+            "layers from 0 to 1",
+        ),
+        (lambda folder: heads.eagle1(folder, model_type="llama", mlp_bias=True), "eagle", ModelFormatError, "lacks"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(tiny_model, tmp_path, make, kind, error, words):
+    with pytest.raises(error, match=words):
+        read_layer_head(make(tmp_path / "head"), kind, read_model_spec(tiny_model))
+
+
+def test_latent_attention_is_refused_by_name(tiny_model, tmp_path):
+    folder = heads.mtp(tmp_path / "head", "deepseek")
+    tensors = dict(open_tensors(folder)) | {"model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 4)}
+    heads.write(tmp_path / "other", json.loads((folder / "config.json").read_text()), tensors)
+    with pytest.raises(UnsupportedError, match="latent attention"):
+        read_layer_head(tmp_path / "other", "mtp", read_model_spec(tiny_model))
+
+
+def test_contradicting_vocabularies_are_refused(tiny_model, tmp_path):
+    folder = heads.eagle3(tmp_path / "head")
+    tensors = {name: tensor.clone() for name, tensor in open_tensors(folder).items()}
+    tensors["t2d"][:] = ~tensors["t2d"]
+    heads.write(folder, json.loads((folder / "config.json").read_text()), tensors)
+    with pytest.raises(ModelFormatError, match="contradict"):
+        read_layer_head(folder, "eagle3", read_model_spec(tiny_model))
+
+
+PROMPTS = [list(range(20, 90)), [7, 8, 9], [5] * 33, [*range(20, 84), 1, 2, 3], list(range(100, 133))]
+
+
+def start(model, kind, folder, **options):
+    config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    return LLM(str(model), **{"max_num_seqs": 8, "num_kv_blocks": 80, "speculative_config": config, **options})
+
+
+def spy(llm):
+    """Return the list that what is drafted will stand in: known tokens, and drafts."""
+    proposer = llm.llm_engine._runner._speculator._proposer
+    propose, seen = proposer.propose, []
+
+    def note(wanted):
+        known = [tuple(sequence.token_ids) for sequence, _ in wanted]
+        drafts = propose(wanted)
+        seen.extend((tokens, draft.tokens) for tokens, draft in zip(known, drafts, strict=True))
+        return drafts
+
+    proposer.propose = note
+    return seen
+
+
+class Oracle:
+    """Drafts from a fresh run of the model over all known tokens."""
+
+    def __init__(self, model, folder, kind):
+        spec = read_model_spec(model)
+        self.target = build_model(spec, open_parameters(model, spec), 256, 16)
+        self.head = read_layer_head(folder, kind.split()[0], spec)
+        self.model = build_head(self.head, self.target, 256)
+        self.target.keep_inputs(self.head.tap_layers)
+
+    def draft(self, tokens, count):
+        length = len(tokens) - 1
+        kv = KvPool(KvSpec.of(self.target.spec, 16, "float32"), 16)
+        positions = torch.arange(length)
+        step = AttentionInput(positions, [0, length], [length], torch.arange(16)[None])
+        rows = list(range(length))
+        self.target.step(torch.tensor(tokens[:-1]), positions, step, kv, [length - 1], True, rows)
+        features = self.target.layer_inputs(rows) if self.head.tap_layers else self.target.hidden_states(0, length)
+        own = KvPool(KvSpec.of(self.head.body, 16, "float32"), 16)
+        return tuple(self.model.draft(torch.tensor(tokens[1:]), positions, step, own, features, [count])[0])
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_kv_blocks": 10, "enable_prefix_caching": False}, {"long_prefill_token_threshold": 5}, {"max_num_seqs": 2}],
+    ids=["roomy", "recomputed", "chunked", "two seats"],
+)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_the_engine_drafts_what_a_fresh_run_over_the_known_tokens_drafts(tiny_model, tmp_path, kind, options):
+    folder = MAKERS[kind](tmp_path / "head")
+    llm = start(tiny_model, kind, folder, **options)
+    seen = spy(llm)
+    request = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, request, use_tqdm=False)
+    llm.close()
+    if "num_kv_blocks" in options:
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    oracle = Oracle(tiny_model, folder, kind)
+    assert len(seen) > 60
+    for tokens, drafts in seen[::7]:
+        assert drafts == oracle.draft(tokens, len(drafts))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_cached_prefixes_are_drafted_like_others(tiny_model, tmp_path, kind):
+    folder = MAKERS[kind](tmp_path / "head")
+    llm = start(tiny_model, kind, folder)
+    request = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    llm.generate(PROMPTS[:2], request, use_tqdm=False)
+    seen = spy(llm)
+    outputs = llm.generate(PROMPTS[:2], request, use_tqdm=False)
+    assert outputs[0].metrics.num_cached_tokens == 64
+    llm.close()
+    oracle = Oracle(tiny_model, folder, kind)
+    equal = [drafts == oracle.draft(tokens, len(drafts)) for tokens, drafts in seen]
+    assert sum(equal) == len(equal) > 20
+
+
+@needs_native
+def test_drafts_of_sampled_requests_use_the_noise_of_their_places(tiny_model, tmp_path):
+    """A head drafts for itself as it would be verified: with one vocabulary for both nothing else could differ."""
+    folder = heads.eagle3(tmp_path / "head")
+    llm = start(tiny_model, "eagle3", folder)
+    seen = spy(llm)
+    requests = [
+        SamplingParams(temperature=[0.0, 1.0][i % 2], seed=i, max_tokens=20, ignore_eos=True) for i in range(len(PROMPTS))
+    ]
+    found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, requests, use_tqdm=False)]
+    llm.close()
+    plain = LLM(str(tiny_model), num_kv_blocks=80)
+    assert found == [o.outputs[0].token_ids for o in plain.generate(PROMPTS, requests, use_tqdm=False)]
+    plain.close()
+    said = set(read_layer_head(folder, "eagle3", read_model_spec(tiny_model)).vocabulary.tolist())
+    assert {token for _, drafts in seen for token in drafts} <= said
+
+
+def test_the_likeliest_paths_are_drafted_first():
+    tokens, shares = [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]]
+    paths = {}
+    for a in range(3):
+        paths[a,] = shares[0][a]
+        for b in range(3):
+            paths[a, b] = paths[a,] * shares[1][b]
+            for c in range(3):
+                paths[a, b, c] = paths[a, b] * shares[2][c]
+    draft = likeliest_tree(tokens, shares, 12)
+    found = [
+        tuple(tokens[level].index(draft.tokens[node]) for level, node in enumerate(draft.path_to(index))) for index in range(12)
+    ]
+    assert len(set(found)) == 12
+    assert [paths[path] for path in found] == pytest.approx(sorted(paths.values(), reverse=True)[:12])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_heads_draft_beside_a_model_that_torch_runs(tiny_model, tmp_path, monkeypatch, kind):
+    for module in ("quire.model.build", "quire.model.heads.build"):
+        monkeypatch.setattr(f"{module}.load_native", lambda: None)
+    folder = MAKERS[kind](tmp_path / "head")
+    request = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = LLM(str(tiny_model), num_kv_blocks=80)
+    expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, request, use_tqdm=False)]
+    plain.close()
+    llm = start(tiny_model, kind, folder)
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, request, use_tqdm=False)] == expected
+    assert llm.llm_engine.stats.num_draft_tokens > 0
+    llm.close()
+
+
+def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
+    folder = heads.eagle3(tmp_path / "head")
+    llm = start(tiny_model, "eagle3", folder)
+    speculator = llm.llm_engine._runner._speculator
+    pace = Pace(3, AcceptanceRecord)
+    speculator._pace = pace
+    pace._sleep_left = 1000
+    assert speculator.tap_layers is None
+    pace._sleep_left = 10
+    assert speculator.tap_layers == (0, 1)
+    llm.close()

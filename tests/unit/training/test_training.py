@@ -1,0 +1,150 @@
+"""Training heads that draft: what is trained is what is drafted, a run can be gone on with, and what is written is read."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.contracts.kv_spec import KvSpec
+from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
+from quire.model.build import load_model
+from quire.model.config_reader import read_model_spec
+from quire.model.heads.build import read_layer_head, read_parallel_head
+from quire.model.heads.reference_head import ReferenceHead
+from quire.training import loop
+from quire.training.config import KINDS, DraftTraining
+from quire.training.heads import build_head
+from quire.training.target import Target
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs away from what it has seen in the dark wood "
+
+
+def options(model, tmp_path, kind, **changes):
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 60, encoding="utf-8")
+    return DraftTraining(
+        kind=kind,
+        model=str(model),
+        text=text,
+        **{
+            "out": tmp_path / kind,
+            **{"sequence_tokens": 32, "prompt_tokens": 20, "num_sequences": 24, "batch_tokens": 256, "num_steps_ahead": 3},
+            **{"draft_vocab_size": None if kind == "mtp" else 100, "minutes": 0.2, "num_threads": None, **changes},
+        },
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock by which every step of the training takes one second."""
+    now = iter(range(1_000_000))
+    monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(now)))
+
+
+def run_of_drafts(model, kv, token_ids, features, place, count):
+    """What the head says behind the token at `place`, its own features from then on: [count, V']."""
+    positions = torch.arange(place + 1)
+    step = AttentionInput(positions, [0, place + 1], [place + 1], torch.arange(2)[None])
+    said = [model.enter(token_ids[1 : place + 2], positions, step, kv, features[: place + 1], [place])[0]]
+    for index in range(1, count):
+        at = torch.tensor([place + index])
+        step = AttentionInput(at, [0, 1], [place + index + 1], torch.arange(2)[None])
+        said.append(model.enter(token_ids[at + 1], at, step, kv, model.recycled(1), [0])[0])
+    return torch.stack(said)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_what_is_unrolled_in_training_is_what_is_drafted(tiny_model, tmp_path, kind):
+    wanted = options(tiny_model, tmp_path, kind)
+    target = Target(str(tiny_model), 32, (0, 1) if kind == "eagle3" else ())
+    torch.manual_seed(3)
+    head = build_head(target, wanted, sorted(torch.randperm(301)[:100].tolist()))
+    head.to(torch.bfloat16).float()  # as it is written
+    head.embedding = target.parameter("embed.weight")
+    if kind == "mtp":
+        head.head = target.head()
+    token_ids = torch.randint(0, 301, (2, 16))
+    rows = target.compute(token_ids)
+    with torch.no_grad():
+        said = torch.stack(list(head.unroll(token_ids, rows.inputs if kind == "eagle3" else rows.hidden)))
+    loop._write(wanted_folder(wanted), head, loop._Progress(), [])
+    spec = read_model_spec(tiny_model)
+    read = read_layer_head(wanted.out, kind, spec)
+    model = ReferenceHead(read, load_model(tiny_model), 64)
+    features = rows.inputs if kind == "eagle3" else rows.hidden
+    for sequence in range(2):
+        for place in (0, 3, 9):
+            kv = KvPool(KvSpec.of(read.body, 16, "float32"), 2)
+            drafted = run_of_drafts(model, kv, token_ids[sequence], features[sequence], place, 3)
+            torch.testing.assert_close(drafted, said[:, sequence, place], atol=1e-4, rtol=1e-4)
+
+
+def wanted_folder(wanted):
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    return wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_model, tmp_path, clock, kind):
+    whole = options(tiny_model, tmp_path, kind, out=tmp_path / "whole")
+    made = loop.train_draft(replace(whole), show_progress=False)
+    assert made.num_steps == 12
+    assert len(made.agreement) == 3
+    broken = replace(whole, out=tmp_path / "broken")
+
+    original, calls = loop._batch, []
+
+    def batch(sequences, step, wanted):
+        calls.append(step)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return original(sequences, step, wanted)
+
+    loop_save, loop._SAVE_S = loop._SAVE_S, 0.5
+    try:
+        loop._batch = batch
+        with pytest.raises(KeyboardInterrupt):
+            loop.train_draft(broken, show_progress=False)
+    finally:
+        loop._batch, loop._SAVE_S = original, loop_save
+    again = loop.train_draft(broken, show_progress=False)
+    assert again.num_steps == 12
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "broken" / "model.safetensors").read_bytes()
+    spec = read_model_spec(tiny_model)
+    if kind == "medusa":
+        assert len(read_parallel_head(again.folder, spec).heads) == 3
+    else:
+        assert read_layer_head(again.folder, kind, spec).body.vocab_size == (301 if kind == "mtp" else 100)
+
+
+def test_training_lowers_the_loss(tiny_model, tmp_path, clock):
+    wanted = options(tiny_model, tmp_path, "medusa", minutes=1.0)
+    made = loop.train_draft(wanted, show_progress=False)
+    assert made.num_steps == 60
+    assert made.agreement[0] > 0.03  # one in a hundred by chance; what a random model writes is hard to foretell
+    config = json.loads((made.folder / "config.json").read_text())
+    assert config["truncated_vocab_size"] == 100
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"kind": "eagle2"}, "kind must be one of"),
+        ({"prompt_tokens": 40}, "prompt_tokens must be at most"),
+        ({"tap_layers": (1, 0, 2)}, "low to high"),
+        ({"minutes": 0.0}, "above 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(tiny_model, tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        options(tiny_model, tmp_path, changes.pop("kind", "eagle3"), **changes)
+
+
+def test_too_little_text_is_refused(tiny_model, tmp_path):
+    wanted = options(tiny_model, tmp_path, "medusa")
+    wanted.text.write_text("few words")
+    with pytest.raises(ConfigError, match="too few"):
+        loop.train_draft(wanted, show_progress=False)
