@@ -25,6 +25,7 @@ _NOT_ENFORCED = (
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
     "extends", "divisibleBy",
 )  # fmt: skip
+_COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"))
 KNOWN_KEYWORDS = frozenset(
     (
         *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
@@ -129,7 +130,10 @@ _MESSAGES = (
 
 
 def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
-    """Take out keywords that are written down but demand nothing."""
+    """Take out keywords that are written down but demand nothing, and write counts such as 2.0 as the integers that they are."""
+    for key in _COUNTS & schema.keys():
+        if isinstance(schema[key], float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
     if has_lone_references and isinstance(schema.get("$ref"), str):
         for key in schema.keys() - {"$ref", "$schema", "$id", "id", "definitions", "$defs"}:
             del schema[key]
