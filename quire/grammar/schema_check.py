@@ -130,7 +130,7 @@ _MESSAGES = (
 
 
 def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
-    """Take out keywords that are written down but demand nothing, and write counts such as 2.0 as the integers that they are."""
+    """Take out keywords that are written down but demand nothing, and write counts such as 2.0 as integers."""
     for key in _COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
