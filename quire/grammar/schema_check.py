@@ -15,7 +15,7 @@ from typing import Any, cast
 from quire.grammar.errors import GrammarError, escape_pointer
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-_MORE_FORMATS = frozenset(("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"))
+_MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
@@ -25,6 +25,7 @@ _NOT_ENFORCED = (
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
     "extends", "divisibleBy",
 )  # fmt: skip
+_COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"))
 KNOWN_KEYWORDS = frozenset(
     (
         *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
@@ -52,7 +53,9 @@ class Reach:
 
 
 LLGUIDANCE = Reach(_NOT_ENFORCED, _FORMATS, False)
-XGRAMMAR = Reach(tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS | _MORE_FORMATS, True)
+XGRAMMAR = Reach(
+    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS - {"date", "date-time"} | _MORE_FORMATS, True
+)
 
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
 _LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")
@@ -127,7 +130,10 @@ _MESSAGES = (
 
 
 def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
-    """Take out keywords that are written down but demand nothing."""
+    """Take out keywords that are written down but demand nothing, and write counts such as 2.0 as integers."""
+    for key in _COUNTS & schema.keys():
+        if isinstance(schema[key], float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
     if has_lone_references and isinstance(schema.get("$ref"), str):
         for key in schema.keys() - {"$ref", "$schema", "$id", "id", "definitions", "$defs"}:
             del schema[key]

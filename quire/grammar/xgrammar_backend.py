@@ -134,6 +134,11 @@ def _check_beside(schema: dict[str, Any], pointer: str) -> None:
     for key in ("anyOf", "$ref"):
         if key in schema and schema.keys() - {key, "$defs", "definitions"}:
             raise GrammarError(f"xgrammar forgets what stands beside {key}", f"{pointer}/{key}")
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
+        raise GrammarError("xgrammar forgets references but those into the schema itself", f"{pointer}/$ref")
+    if "propertyNames" in schema and schema.get("type") != "object":
+        raise GrammarError('xgrammar forgets propertyNames where the type is not "object"', f"{pointer}/propertyNames")
     if "propertyNames" in schema and schema.keys() - _BESIDE_NAMES:
         raise GrammarError("xgrammar forgets propertyNames beside properties", f"{pointer}/propertyNames")
     if schema.keys() >= {"format", "pattern"} or ("format" in schema and schema.keys() & {"minLength", "maxLength"}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -31,6 +32,8 @@ _NO_ROWS = torch.empty(0, dtype=torch.int32)
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
 _PROGRESS_DELAY_S = 3.0
+_OWN_REFERENCES = 2
+"""To an array that nobody else holds: the attribute, and the argument of the function that counts."""
 
 
 def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
@@ -74,6 +77,7 @@ class NativeDecoder:
         self._kv: KvPool | None = None
         self._hidden_rows = _NO_ROWS
         self._num_kept = 0
+        self._logits = np.empty(0, np.float32)
         self._process = os.getpid()
         if self._parameters:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
@@ -273,7 +277,7 @@ class NativeDecoder:
         self._hidden_rows = rows[len(logit_rows) :] if keeps_all else _NO_ROWS
         if hidden_rows and not keeps_all:
             self._hidden_rows = _int32(range(len(logit_rows), rows.shape[0]))
-        logits = torch.empty(len(logit_rows), self.spec.vocab_size)
+        logits = self._new_logits(len(logit_rows))
         self._plan.step(
             token_ids.data_ptr(),
             positions.data_ptr(),
@@ -293,6 +297,14 @@ class NativeDecoder:
             *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
         )
         return logits
+
+    def _new_logits(self, count: int) -> Tensor:
+        """Return an uninitialised [count, vocab_size] f32, in the memory of the step before unless somebody still holds that:
+        the system takes longer to find new pages than the head to fill them."""
+        size = count * self.spec.vocab_size
+        if self._logits.size < size or sys.getrefcount(self._logits) > _OWN_REFERENCES:
+            self._logits = np.empty(size, np.float32)
+        return torch.from_numpy(self._logits[:size]).view(count, self.spec.vocab_size)
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers, low to high, in every step from now on."""

@@ -17,7 +17,8 @@ _NUM_ARRAYS, _HUGE_PAGE_BYTES = 20, 2 << 20
 def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_threads: int) -> int:
     """Return the most that a step of so many tokens takes beside weights and cache, logits left out."""
     row_words = _row_words(spec)
-    rows = num_threads * 4 * _stride(spec.hidden_size)
+    # A row for each thread, and that row packed.
+    rows = num_threads * 4 * row_words
     attention = max(attention_bytes(layer.attention, max_model_len, num_threads) for layer in spec.layers)
     ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
     # Cosine and sine of every position; their tables are made anew when they grow.

@@ -75,6 +75,24 @@ def test_hidden_states_are_those_of_the_sequence_alone_in_any_batch(decoder, kee
         torch.set_num_threads(before)
 
 
+def test_logits_do_not_change_while_they_are_held(decoder):
+    sequences = prompts(decoder.spec.vocab_size)
+    whole, _ = run(decoder, sequences[3:], list(range(33)), [])
+    copy = whole.clone()
+    part = run(decoder, sequences[2:3], list(range(20)), [])[0][7]
+    part_copy = part.clone()
+    for tokens in sequences:
+        run(decoder, [tokens], list(range(len(tokens))), [])
+    assert torch.equal(whole, copy)
+    assert torch.equal(part, part_copy)
+
+
+def test_logits_take_the_memory_of_those_before_when_nobody_holds_them(decoder):
+    sequences = prompts(decoder.spec.vocab_size)
+    address = run(decoder, sequences[2:3], list(range(20)), [])[0].data_ptr()
+    assert run(decoder, sequences[:1], list(range(5)), [])[0].data_ptr() == address
+
+
 def test_runs_of_hidden_states_are_parts_of_the_whole(decoder):
     rows = [7, 3, 30, 31, 32, 58]
     sequences = prompts(decoder.spec.vocab_size)

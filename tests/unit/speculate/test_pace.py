@@ -79,7 +79,7 @@ def test_delays_of_the_first_drafted_step_do_not_end_what_pays(delay):
     for _ in range(400):
         if counts[0]:
             accepted = next((depth for depth in range(counts[0]) if rng.random() >= 0.75), counts[0])
-            pace.note_verified(record, counts[0], accepted)
+            pace.note_verified(record, counts[0], tuple(range(accepted)))
             num_drafted += 1
         # As long as nothing is drafted, the draft model falls behind.
         pace.note_step(1, counts[0], 1.0 + 0.1 * counts[0] + delay * (counts[0] > 0 and not was_drafting))

@@ -69,6 +69,7 @@ struct LinearCall {
     i64 x_stride;
     LinearJob job;
     Packed packed;
+    LinearJob following;  // of what the job packs, where it does
     int num_threads;  // that came, perhaps fewer than asked for
 };
 
@@ -83,10 +84,14 @@ void linear_call(void* argument, Worker& worker) {
     barrier(worker);
     table.linear(worker, &call.job, 1);
     barrier(worker);
+    if (call.job.packed == nullptr) return;
+    table.linear(worker, &call.following, 1);
+    barrier(worker);
 }
 
 void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out, i64 out_stride,
-                i32 finish, i32 activation, float factor, uintptr_t best_index, i32 num_threads, const std::optional<std::string>& isa) {
+                i32 finish, i32 activation, float factor, uintptr_t best_index, const NativeWeight* following, i32 num_threads,
+                const std::optional<std::string>& isa) {
     LinearCall call = {};
     call.kernels = &kernels_for(isa.value_or(""));
     call.x = reinterpret_cast<const float*>(x);
@@ -102,6 +107,17 @@ void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_
     call.job.factor = factor;
     call.job.out = reinterpret_cast<float*>(out);
     call.job.out_stride = out_stride;
+    std::optional<PackedMemory> between;
+    if (following != nullptr) {
+        if (following->weight.format != Format::bf16 || following->weight.columns != nullptr || following->weight.k != w.n)
+            throw std::invalid_argument("the following weight must be bf16, in order, and read all results");
+        between.emplace(*call.kernels->linear, following->weight, m);
+        call.following = call.job;
+        call.following.weight = &following->weight;
+        call.following.second = nullptr;
+        call.following.input = call.job.packed = &between->packed;
+        call.following.finish = Finish::store;
+    }
     std::vector<float> values(static_cast<size_t>(m) * num_threads, -__builtin_inff());
     std::vector<i32> indices(static_cast<size_t>(m) * num_threads, -1);
     call.job.best_value = values.data();
@@ -232,6 +248,6 @@ void bind_linear(nb::module_& m) {
             kernels_for(isa.value_or("")).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
         }, "n"_a, "out"_a, "isa"_a = nb::none());
     m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
-          "factor"_a = 1.0f, "best_index"_a = 0, "num_threads"_a = 1, "isa"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
-          "Run one linear layer over f32 rows [m, k]; see LinearJob in weight.h.");
+          "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(), "num_threads"_a = 1, "isa"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+          "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");
 }

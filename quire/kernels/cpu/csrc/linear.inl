@@ -46,6 +46,8 @@ struct Tile {
     float* out;  // [P][R][16]
 };
 
+QUIRE_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+
 using TileFunction = void (*)(const Tile&);
 
 template <int P>
@@ -363,8 +365,42 @@ void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
     job.best_index[at] = index;
 }
 
+// The place of a row: its tile's first row and number of rows, and its own number there.
+struct RowPlace {
+    i32 first, rows, r;
+};
+
+QUIRE_INLINE RowPlace place_of(const Packed& x, i32 row) {
+    const i32 first = row / x.tile_rows * x.tile_rows;
+    return {first, x.tile_rows < x.m - first ? x.tile_rows : x.m - first, row - first};
+}
+
+// Where a word of a row goes.
+QUIRE_INLINE u32* word_at(const Packed& x, RowPlace place, i32 word) {
+    return x.data + static_cast<i64>(place.first) * steps_of(x.kind, x.k) + static_cast<i64>(word) * place.rows + place.r;
+}
+
+// Finish one panel of a tile whose result is the input of the next layer: as pack_rows would write it from `out`.
+void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y, const float* y2) {
+    const Packed& to = *job.packed;
+    const i32 word = panel * 8, num_words = smaller(steps_of(to.kind, to.k) - word, 8);
+    const Mask lanes = first_lanes(job.weight->n - panel * 16);
+    I32 words[16] = {};
+    for (i32 r = 0, together; r < place.rows; r += together) {
+        const RowPlace at = place_of(to, place.first_row + r);
+        together = smaller(smaller(at.rows - at.r, 16), place.rows - r);
+        for (i32 i = 0; i < together; ++i) {
+            F32 value = activate(job.activation, scaled(*job.weight, panel, y + (r + i) * 16));
+            if (job.finish == Finish::gate) value = value * scaled(*job.second, panel, y2 + (r + i) * 16);
+            words[i] = bf16_words(select(lanes, value, zero()), zero());
+        }
+        store_columns(word_at(to, at, word), at.rows, words, together, num_words);
+    }
+}
+
 // Finish one panel of a tile: y and, for gate, y2 are [R][16].
 void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePlace place, const float* y, const float* y2) {
+    if (job.packed != nullptr) return pack_panel(job, panel, place, y, y2);
     const Weight& w = *job.weight;
     const Mask lanes = first_lanes(w.n - panel * 16);
     for (i32 r = 0; r < place.rows; ++r) {
@@ -434,7 +470,7 @@ void run_panels(const Unit& unit, Tile& tile, const Weight& w, const Walk& walk,
 QUIRE_INLINE void prefetch_finish(const LinearJob& job, const Weight& w, i32 panel) {
     if (w.column_scale != nullptr) prefetch(w.column_scale + panel * 16);
     if (w.bias != nullptr) prefetch(w.bias + panel * 16);
-    if (job.out == nullptr) return;
+    if (job.out == nullptr || job.packed != nullptr) return;
     const i32 rows = job.input->m < MAX_FLOATS ? job.input->m : 0;
     for (i32 row = 0; row < rows; ++row) prefetch(job.out + row * job.out_stride + panel * 16);
 }
@@ -481,29 +517,32 @@ void run_unit(const Unit& unit) {
     }
 }
 
-// Panels of a unit: many where the weight has many, so that threads seldom meet and streams are long, yet eight units or so a thread.
-QUIRE_INLINE i32 unit_panels(const LinearJob& job, int num_threads) {
-    if (job.input->m > max_rows(job.weight->format)) return 8;
-    const i32 share = panels_of(*job.weight) / (8 * num_threads) / 4 * 4;
-    const i32 most = job.finish == Finish::gate ? 8 : 16;
-    return share < 4 ? (job.finish == Finish::gate ? 2 : 4) : share < most ? share : most;
+// Panels of a unit of work: those that a tile computes side by side, as long as a sequence of units is one stream from memory.
+QUIRE_INLINE i32 unit_panels(const LinearJob& job) {
+    const i32 width = panels_for(*job.weight, job.input->tile_rows);
+    return job.finish == Finish::gate && width > 1 ? width / 2 : width;
 }
+
+QUIRE_INLINE i64 num_units(const LinearJob& job) { return job.input->m > 0 ? ceil_div(panels_of(*job.weight), unit_panels(job)) : 0; }
+
+// Panels that a thread takes at once: long streams while there is much to do.
+constexpr i32 MAX_UNIT_PANELS = 16;
 
 void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
     i64 total = 0;
-    for (i32 j = 0; j < num_jobs; ++j)
-        if (jobs[j].input->m > 0) total += ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j], worker.size));
-    for (i64 unit = next(worker, total, 1); unit < total; unit = next(worker, total, 1)) {
-        i64 left = unit;
-        i32 j = 0;
-        for (;; ++j) {
-            if (jobs[j].input->m == 0) continue;
-            const i64 units = ceil_div(panels_of(*jobs[j].weight), unit_panels(jobs[j], worker.size));
-            if (left < units) break;
-            left -= units;
+    for (i32 j = 0; j < num_jobs; ++j) total += num_units(jobs[j]);
+    for (;;) {
+        const Range range = next_of_share(worker, total, num_jobs > 0 ? MAX_UNIT_PANELS / unit_panels(jobs[0]) : 1);
+        if (range.first == range.last) return;
+        i64 start = 0;
+        for (i32 j = 0; j < num_jobs && start < range.last; ++j) {
+            const i64 units = num_units(jobs[j]), first = range.first > start ? range.first - start : 0;
+            const i64 last = range.last - start < units ? range.last - start : units;
+            start += units;
+            if (first >= last) continue;
+            const i32 width = unit_panels(jobs[j]), panels = panels_of(*jobs[j].weight);
+            run_unit({worker, jobs[j], static_cast<i32>(first) * width, smaller(panels, static_cast<i32>(last) * width) - static_cast<i32>(first) * width});
         }
-        const i32 step = unit_panels(jobs[j], worker.size), first = static_cast<i32>(left) * step, panels = panels_of(*jobs[j].weight);
-        run_unit({worker, jobs[j], first, step < panels - first ? step : panels - first});
     }
 }
 
@@ -515,36 +554,26 @@ QUIRE_INLINE F32 inputs_at(const Packed& x, const float* values, i32 j) {
     return load(lanes);
 }
 
-// Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127 / peak overflows.
+// Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127 / peak
+// overflows. Return the sum of the codes.
 i32 pack_group(const Packed& x, const float* values, u32* data, i64 apart, i32 begin, i32 end, float inverse) {
-    i32 sum = 0;
+    I32 sum = set1(0);
     for (i32 j = 4 * begin; j < 4 * end; j += 16) {
         i8 codes[16];
         const F32 v = select(first_lanes(4 * end - j), inputs_at(x, values, j), zero());
-        store_s8(codes, to_i32(max(set1(-127.0f), min(set1(127.0f), v * set1(inverse)))));
-        for (int w = 0; w < 4 && j / 4 + w < end; ++w) {
-            u32 word;
-            __builtin_memcpy(&word, codes + 4 * w, 4);
-            data[(j / 4 + w - begin) * apart] = word;
-            sum += codes[4 * w] + codes[4 * w + 1] + codes[4 * w + 2] + codes[4 * w + 3];
+        // NaN becomes the least integer: its group has no scale, but sums must not overflow.
+        const I32 code = max(set1(-128), to_i32(max(set1(-127.0f), min(set1(127.0f), v * set1(inverse)))));
+        sum = sum + code;
+        store_s8(codes, code);
+        u32* to = data + (j / 4 - begin) * apart;
+        if (apart == 1 && j + 16 <= 4 * end) {
+            __builtin_memcpy(to, codes, 16);
+            continue;
         }
+        for (int w = 0; w < 4 && j / 4 + w < end; ++w) __builtin_memcpy(to + w * apart, codes + 4 * w, 4);
     }
-    return sum;
-}
-
-// The place of a row: its tile's first row and number of rows, and its own number there.
-struct RowPlace {
-    i32 first, rows, r;
-};
-
-QUIRE_INLINE RowPlace place_of(const Packed& x, i32 row) {
-    const i32 first = row / x.tile_rows * x.tile_rows;
-    return {first, x.tile_rows < x.m - first ? x.tile_rows : x.m - first, row - first};
-}
-
-// Where a word of a row goes.
-QUIRE_INLINE u32* word_at(const Packed& x, RowPlace place, i32 word) {
-    return x.data + static_cast<i64>(place.first) * steps_of(x.kind, x.k) + static_cast<i64>(word) * place.rows + place.r;
+    // Exact: at most 60,000 codes.
+    return static_cast<i32>(sum_lanes(to_f32(sum)));
 }
 
 QUIRE_INLINE i32 first_word_of(const Packed& x, i32 begin) { return begin / x.input_group * ceil_div(x.input_group, 4); }
@@ -585,10 +614,7 @@ void pack_quantized(const Packed& x, const float* values, RowPlace place, u32* d
 // Sixteen words from input j on of a row that is not quantised.
 QUIRE_INLINE I32 words_at(const Packed& x, const float* values, i32 j) {
     if (x.kind != Format::bf16) return as_i32(inputs_at(x, values, j));
-    alignas(64) u16 halves[32];
-    store_bf16(halves, inputs_at(x, values, j));
-    store_bf16(halves + 16, j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
-    return load(reinterpret_cast<const i32*>(halves));
+    return bf16_words(inputs_at(x, values, j), j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
 }
 
 // Up to sixteen rows of a tile: their words are turned in registers, so that those of one step are written together.

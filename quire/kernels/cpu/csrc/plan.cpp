@@ -171,10 +171,11 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(pair_row_, pairs);
         take(pair_of_, pairs);
         take(expert_start_, max_experts_ + 1);
-        take(packed_data_, rows * packed_words_ + 64);
-        take(packed_scales_, rows * packed_groups_ + 64);
-        take(packed_sums_, rows * packed_groups_ + 64);
-        take(packed_starts_, rows * packed_groups_ + 64);
+        const i64 packed_rows = std::max(rows, static_cast<i64>(num_threads));
+        take(packed_data_, packed_rows * own_stride(packed_words_) + 64);
+        take(packed_scales_, packed_rows * own_stride(packed_groups_) + 64);
+        take(packed_sums_, packed_rows * own_stride(packed_groups_) + 64);
+        take(packed_starts_, packed_rows * own_stride(packed_groups_) + 64);
         if (pass == 0) {
             arena_ = Memory(0);
             arena_ = Memory(used);

@@ -13,6 +13,9 @@ namespace quire {
 // compete for the same few lines of a cache.
 static inline i64 row_stride(i64 size) { return (size + 31) / 32 * 32 + 16; }
 
+// Words from one thread's packed row to the next thread's: whole pairs of cache lines.
+static inline i64 own_stride(i64 size) { return (size + 31) / 32 * 32; }
+
 struct Norm {
     bool is_present = false;
     NormJob job;
@@ -147,7 +150,7 @@ private:
     i32 beside_size_ = 0;
     float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
     i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0;
-    i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site
+    i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site; one row is packed by every thread for itself
     // Memory of a step, made for capacity_ rows and grown when a step is larger.
     i32 capacity_ = 0;
     int row_threads_ = 0;  // that row_ has room for

@@ -14,6 +14,7 @@
 //   zero_below(limit, x, y)  y, or 0 in lanes where x < limit; y where x is NaN
 //   load_bf16, store_bf16  16 values; the store rounds to nearest even and keeps denormals
 //   store_bf16_flushed     the same and faster; denormals may become 0
+//   bf16_words(a, b)       the bits of what store_bf16 writes of a and then of b
 //   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
 //   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[4i + j], j < 4, w unsigned, x signed, |x| <= 127. Exact
 //   unpack_nibbles         table lookups of the low and the high nibble of 64 bytes; load_table takes 16 entries

@@ -170,6 +170,12 @@ QUIRE_INLINE void store_bf16(u16* p, F32 x, Mask m) {
     copy_lanes(p, lanes, m);
 }
 QUIRE_INLINE void store_bf16_flushed(u16* p, F32 x) { store_bf16(p, x); }
+QUIRE_INLINE I32 bf16_words(F32 x, F32 y) {
+    alignas(64) u16 halves[32];
+    store_bf16(halves, x);
+    store_bf16(halves + 16, y);
+    return load(reinterpret_cast<const i32*>(halves));
+}
 QUIRE_INLINE F32 load_f16(const u16* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};

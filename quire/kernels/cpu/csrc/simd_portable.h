@@ -124,6 +124,14 @@ QUIRE_INLINE u16 round_bf16(float x) {
 QUIRE_INLINE void store_bf16(u16* p, F32 a) { QUIRE_EACH p[i] = round_bf16(a.v[i]); }
 QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { QUIRE_EACH if (has(m, i)) p[i] = round_bf16(a.v[i]); }
 QUIRE_INLINE void store_bf16_flushed(u16* p, F32 a) { store_bf16(p, a); }
+QUIRE_INLINE I32 bf16_words(F32 a, F32 b) {
+    u16 halves[32];
+    store_bf16(halves, a);
+    store_bf16(halves + 16, b);
+    I32 r;
+    __builtin_memcpy(r.v, halves, sizeof(halves));
+    return r;
+}
 QUIRE_INLINE float from_f16(u16 h) {
     const u32 sign = static_cast<u32>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
     if (exponent == 0) return f32_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));

@@ -34,11 +34,11 @@ struct Stepper {
     Worker& worker;
     i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
 
-    // Call body(item) for every item, shared by the team in runs of `grain`, and wait for all.
+    // Call body(item) for every item and wait for all. A thread has the same share of rows every time: what it wrote is in its caches.
     template <class Body>
-    void each(i64 count, Body body, i64 grain = 1) {
-        for (i64 first = next(worker, count, grain); first < count; first = next(worker, count, grain))
-            for (i64 item = first; item < first + grain && item < count; ++item) body(item);
+    void each(i64 count, Body body) {
+        for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
+            for (i64 item = range.first; item < range.last; ++item) body(item);
         barrier(worker);
     }
 
@@ -51,9 +51,11 @@ struct Stepper {
     float* own_row() const { return plan.row_ + worker.rank * hidden_stride(); }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
-    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other.
+    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. One row is packed by every
+    // thread for itself: that takes less than to wait for another and to fetch what it wrote.
     Packed packed(const Site& site, i32 form_index, i32 rows) const {
-        i64 words = 0, groups = 0;
+        i64 words = rows == 1 ? worker.rank * own_stride(plan.packed_words_) : 0;
+        i64 groups = rows == 1 ? worker.rank * own_stride(plan.packed_groups_) : 0;
         for (i32 i = 0; i < form_index; ++i) {
             words += static_cast<i64>(steps_of(site.forms[i].kind, site.forms[i].k)) * rows;
             groups += static_cast<i64>(groups_of(site.forms[i].k, site.forms[i].group)) * rows;
@@ -82,9 +84,10 @@ struct Stepper {
             kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
     }
 
-    // Pack all rows. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
+    // Pack all rows, and wait for them. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
     void pack_all(const Site& site, const float* values, i64 stride) {
-        bool is_cut = num_rows > 1 && num_rows <= MAX_CUT_ROWS;
+        if (num_rows == 1) return pack(site, 0, values);
+        bool is_cut = num_rows <= MAX_CUT_ROWS;
         for (const InputForm& form : site.forms) is_cut = is_cut && (form.input_group == 0 || CUT_INPUTS % form.input_group == 0);
         if (!is_cut) {
             const i64 rows = pack_grain(site);
@@ -105,15 +108,21 @@ struct Stepper {
         });
     }
 
-    // Norm every row into normed_, after what `before` does to it, and pack it. One row is packed where it is normed: it is one part.
-    template <class Before>
-    void norm_and_pack(const Site& site, const Norm& norm, Before before) {
-        each(num_rows, [&](i64 row) {
-            before(row);
-            norm_row(norm, row, plan.normed_ + row * hidden_stride());
-            if (num_rows == 1) pack(site, row, plan.normed_);
-        }, pack_grain(site));
-        if (num_rows > 1) pack_all(site, plan.normed_, hidden_stride());
+    // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
+    // One row is normed by every thread for itself, unless others read it from normed_.
+    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept) {
+        const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr && before->is_present;
+        if (!is_own || has_before) {
+            each(num_rows, [&](i64 row) {
+                if (has_before) add_normed(*before, scale, row);
+                if (is_own) return;
+                keep_input(kept, row);
+                norm_row(norm, row, plan.normed_ + row * hidden_stride());
+            });
+        }
+        if (is_own && worker.rank == 0) keep_input(kept, 0);
+        if (is_own) norm_row(norm, 0, own_row());
+        pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
     }
 
     static LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) {
@@ -189,11 +198,11 @@ struct Stepper {
     }
 
     // Keep a row of what layer i reads, if that is wanted.
-    void keep_input(size_t layer, i64 row) const {
+    void keep_input(i32 layer, i64 row) const {
         const std::vector<i32>& kept = plan.kept_layers_;
         const i64 count = static_cast<i64>(kept.size());
         for (i64 i = 0; i < count; ++i)
-            if (kept[i] == static_cast<i32>(layer)) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
+            if (kept[i] == layer) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
     }
 
     // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
@@ -216,13 +225,11 @@ struct Stepper {
         run(&j, 1);
     }
 
-    // Ask for the cache lines that the new tokens go to: a token touches many, and the products before that are long.
-    void fetch_cache(const PlanLayer& l) const {
-        const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width;
-        for (i64 item = worker.rank; item < static_cast<i64>(in.batch.num_tokens) * l.num_kv_heads; item += worker.size) {
-            const i64 slot = in.slots[item / l.num_kv_heads];
-            const i32 head = static_cast<i32>(item % l.num_kv_heads), offset = static_cast<i32>(slot % l.kv.block_size);
-            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, offset) * width;
+    // Ask for the cache lines that a new token goes to, of some heads: they are many.
+    void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
+        const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width, slot = in.slots[row];
+        for (i32 head = first_head; head < first_head + num_heads; ++head) {
+            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, static_cast<i32>(slot % l.kv.block_size)) * width;
             for (i64 line = 0; line < run; line += 64) {
                 __builtin_prefetch(static_cast<const u8*>(l.kv.keys) + at + line, 1, 2);
                 __builtin_prefetch(static_cast<const u8*>(l.kv.values) + at + line, 1, 2);
@@ -233,7 +240,6 @@ struct Stepper {
     void project(const PlanLayer& l) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const i64 width = row_stride(qkv_size(l));
-        if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l);
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
         const LinearJob jobs[3] = {job(*l.q, q, Finish::store, plan.qkv_, width), job(*l.k, k, Finish::store, plan.qkv_ + q_size, width),
                                    job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width)};
@@ -250,18 +256,19 @@ struct Stepper {
                 kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
             });
         }
-        // A few rows are cut by heads, so that all threads have some.
+        // Fewer rows than threads could share are cut by heads.
         const i32 parts = in.batch.num_tokens < 4 * worker.size ? l.num_kv_heads : 1;
         const i32 kv_heads = l.num_kv_heads / parts, heads = l.num_heads / parts;
         each(static_cast<i64>(in.batch.num_tokens) * parts, [&](i64 item) {
             const i64 row = item / parts;
             const i32 part = static_cast<i32>(item % parts);
+            if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
             turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[row]);
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
-        }, parts == 1 ? RUN : 1);
+        });
     }
 
     // Norm, where heads have one of their own, and rotate heads that follow one another.
@@ -314,29 +321,44 @@ struct Stepper {
         run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
     }
 
-    void activate(const PlanLayer& l) {
+    // Whether the activation can be written as the input of the last layer of the block: no scale of a group has to be found first.
+    static bool is_packed_at_once(const PlanLayer& l, bool is_joint) {
+        const InputForm& form = l.down_site.forms[0];
+        return (!l.gate || is_joint) && l.down_site.forms.size() == 1 && form.kind == Format::bf16 && form.columns == nullptr && form.k == l.up->weight.n;
+    }
+
+    // Return the input of the last layer: what the activation wrote, or else is packed here.
+    Packed activate(const PlanLayer& l) {
         const i64 inner = row_stride(l.up->weight.n);
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
         const bool is_joint = l.gate && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
         LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
         first.second = is_joint ? &l.up->weight : nullptr;
         first.activation = l.activation;
+        Packed result = packed(l.down_site, l.down_form, num_rows);
+        if (is_packed_at_once(l, is_joint)) {
+            // Not where the rows are that the layer reads.
+            result.data = reinterpret_cast<u32*>(plan.inner_);
+            first.packed = &result;
+            run(&first, 1);
+            return result;
+        }
         run(&first, 1);
-        if (!l.gate || is_joint) return;
-        const LinearJob second = job(*l.up, up_input, Finish::multiply, plan.inner_, inner);
-        run(&second, 1);
+        if (l.gate && !is_joint) {
+            const LinearJob second = job(*l.up, up_input, Finish::multiply, plan.inner_, inner);
+            run(&second, 1);
+        }
+        pack_all(l.down_site, plan.inner_, inner);
+        return result;
     }
 
     void feed_forward(const PlanLayer& l) {
-        norm_and_pack(l.mlp_site, l.mlp_in, [&](i64 row) { add_normed(l.attn_out, l.residual_scale, row); });
+        norm_and_pack(l.mlp_site, l.mlp_in, &l.attn_out, l.residual_scale, l.router != nullptr, -1);
         if (l.router) {
             mixture(l);
             return;
         }
-        activate(l);
-        const i64 inner = row_stride(l.up->weight.n);
-        pack_all(l.down_site, plan.inner_, inner);
-        run_to_residual(*l.down, packed(l.down_site, l.down_form, num_rows), l.mlp_out, l.residual_scale);
+        run_to_residual(*l.down, activate(l), l.mlp_out, l.residual_scale);
     }
 
     // Sort the (row, choice) pairs by expert, rows in order: expert e has places [expert_start_[e], expert_start_[e + 1]).
@@ -423,19 +445,18 @@ struct Stepper {
         const auto layer = [&](size_t i) -> const PlanLayer& { return *plan.layers_[in.layers == nullptr ? i : static_cast<size_t>(in.layers[i])]; };
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = layer(i);
+            const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else
-                norm_and_pack(l.attn_site, l.attn_in, [&](i64 row) {
-                    if (i > 0) add_normed(layer(i - 1).mlp_out, layer(i - 1).residual_scale, row);
-                    keep_input(in.layers == nullptr ? i : static_cast<size_t>(in.layers[i]), row);
-                });
+                norm_and_pack(l.attn_site, l.attn_in, before ? &before->mlp_out : nullptr, before ? before->residual_scale : 1.0f, false,
+                              in.layers == nullptr ? static_cast<i32>(i) : in.layers[i]);
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
         }
         const PlanLayer& last = layer(count - 1);
-        each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
+        if (last.mlp_out.is_present) each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
     }
 
     // Hidden states after the final norm of `count` rows of x_.
@@ -446,8 +467,12 @@ struct Stepper {
     // Logits of `count` rows of x_; rows null: the first ones.
     void logits(const i32* rows, i32 count, float* out) {
         num_rows = count;
-        each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
-        pack_all(plan.head_site_, plan.normed_, hidden_stride());
+        const auto norm_to = [&](i64 i, float* to) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], to); };
+        if (count == 1)
+            norm_to(0, own_row());
+        else
+            each(count, [&](i64 i) { norm_to(i, plan.normed_ + i * hidden_stride()); });
+        pack_all(plan.head_site_, count == 1 ? own_row() : plan.normed_, hidden_stride());
         const Packed input = packed(plan.head_site_, 0, count);
         const LinearJob head = job(*plan.head_, input, Finish::store, out, plan.vocab_);
         run(&head, 1);
@@ -505,7 +530,7 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
     const StepInput none;
     Call call = {this, &none, rows, count, out};
-    run_team(num_threads, logits_body, &call);
+    run_team(std::min(num_threads, row_threads_), logits_body, &call);
 }
 
 void Plan::move_tokens(const i64* from, const i64* to, i32 count) {

@@ -2,11 +2,18 @@
 
 #include <omp.h>
 #include <sched.h>
+
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace quire {
+
+// What is taken of a thread's share: from the front, from the back, and in which phase; what another phase wrote counts as nothing.
+struct alignas(128) Taken {
+    u64 word;
+};
 
 // Each counter on lines of its own: false sharing would cost more than the barrier.
 struct Team {
@@ -14,9 +21,13 @@ struct Team {
     alignas(128) u32 phase;
     alignas(128) i64 taken;
     int size;
+    std::vector<Taken> shares;
 };
 
 namespace {
+
+constexpr int COUNT_BITS = 22;
+constexpr u64 MAX_COUNT = (u64{1} << COUNT_BITS) - 1;
 
 constexpr int SPINS_BEFORE_YIELD = 4000;
 
@@ -32,6 +43,7 @@ void barrier(Worker& worker) {
     Team& team = *worker.team;
     if (team.size == 1) {
         team.taken = 0;
+        ++team.phase;
         return;
     }
     const u32 phase = __atomic_load_n(&team.phase, __ATOMIC_ACQUIRE);
@@ -62,8 +74,40 @@ i64 next(Worker& worker, i64 count, i64 grain) {
     return __atomic_fetch_add(&team.taken, grain, __ATOMIC_RELAXED);
 }
 
+namespace {
+
+// Take up to half of what is left of a thread's share, from one of its ends.
+Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) {
+    const i64 start = share_start(count, rank, team.size), end = share_start(count, rank + 1, team.size);
+    u64* shared = &team.shares[rank].word;
+    u64 word = __atomic_load_n(shared, __ATOMIC_RELAXED);
+    for (;;) {
+        const bool is_current = word >> (2 * COUNT_BITS) == phase;
+        const i64 front = is_current ? static_cast<i64>(word >> COUNT_BITS & MAX_COUNT) : 0, back = is_current ? static_cast<i64>(word & MAX_COUNT) : 0;
+        const i64 left = end - start - front - back;
+        if (left <= 0) return {0, 0};
+        const i64 half = (left + 1) / 2, taken = half < most ? half : most;
+        const u64 new_front = static_cast<u64>(front + (is_front ? taken : 0)), new_back = static_cast<u64>(back + (is_front ? 0 : taken));
+        const u64 now = phase << (2 * COUNT_BITS) | new_front << COUNT_BITS | new_back;
+        if (!__atomic_compare_exchange_n(shared, &word, now, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+        return is_front ? Range{start + front, start + front + taken} : Range{end - back - taken, end - back};
+    }
+}
+
+}  // namespace
+
+Range next_of_share(Worker& worker, i64 count, i64 most) {
+    Team& team = *worker.team;
+    // From 1: no word has phase 0 but those that nothing was taken from.
+    const u64 phase = (__atomic_load_n(&team.phase, __ATOMIC_RELAXED) + u64{1}) & ((u64{1} << (64 - 2 * COUNT_BITS)) - 1);
+    Range range = take(team, phase, worker.rank, count, most, true);
+    for (int i = 1; i < team.size && range.first == range.last; ++i) range = take(team, phase, (worker.rank + i) % team.size, count, most, false);
+    return range;
+}
+
 void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {
     Team team = {};
+    team.shares.resize(num_threads > 1 ? num_threads : 1);
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp single

@@ -21,6 +21,15 @@ void barrier(Worker& worker);
 // order, each once, between two barriers; a thread that is slow or descheduled takes fewer.
 i64 next(Worker& worker, i64 count, i64 grain);
 
+struct Range {
+    i64 first, last;
+};
+
+// Return some of `count` items for this thread, none when all are taken: each item once between two barriers. Every thread has a
+// contiguous share, which it takes from the front, and then what is left of others' from their ends. At most `most` at a time, and
+// fewer where little is left, so that all come to the end together. A share has less than 2^22 items.
+Range next_of_share(Worker& worker, i64 count, i64 most);
+
 // Call body(argument, worker) on num_threads threads and return when all have returned. Denormals are flushed inside (FTZ, DAZ);
 // the callers' own setting comes back.
 void run_team(int num_threads, void (*body)(void* argument, Worker& worker), void* argument);

@@ -70,7 +70,8 @@ enum class Finish : i32 {
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
 
 // One linear layer over packed rows. Best needs best_value, best_index of
-// [m][num_threads].
+// [m][num_threads]. With `packed` the result of gate or activate goes there, the input of the layer that follows, and not to `out`: a
+// bf16 one of as many rows, whose inputs are not permuted.
 struct LinearJob {
     const Weight* weight = nullptr;
     const Weight* second = nullptr;
@@ -78,6 +79,7 @@ struct LinearJob {
     Finish finish = Finish::store;
     Activation activation = Activation::silu;
     float factor = 1.0f;
+    const Packed* packed = nullptr;
     float* out = nullptr;
     i64 out_stride = 0;
     float* best_value = nullptr;

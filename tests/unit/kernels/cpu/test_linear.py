@@ -240,6 +240,24 @@ def test_activate_and_gate_are_those_of_torch(isa, kind, activation):
             assert_within(gated, want * y2, bound)
 
 
+@pytest.mark.parametrize("inner, finish", [(1, GATE), (15, ACTIVATE), (33, GATE), (72, ACTIVATE), (130, GATE)])
+def test_packed_result_is_to_the_next_layer_what_the_stored_one_is(isa, inner, finish):
+    bias = ("bias",)
+    layer, second, following = (
+        make_layer(native, "bf16", n, k, 0, options=options, seed=seed)
+        for seed, (n, k, options) in enumerate([(inner, 72, bias), (inner, 72, bias), (50, inner, ())])
+    )
+    for m, threads in ((1, 1), (2, 2), (7, 1), (16, 2), (17, 3), (28, 1), (29, 2), (61, 2)):
+        x, out = finishing_inputs(m, 72), torch.full((m, 50), float("nan"))
+        x[m // 2, 3] = torch.nan
+        want = run(following, run(layer, x, isa, finish, second if finish == GATE else None), isa)
+        other = second.native if finish == GATE else None
+        addresses = (x.data_ptr(), 72, m, out.data_ptr(), 50)
+        native.linear(layer.native, other, *addresses, finish=finish, following=following.native, num_threads=threads, isa=isa)
+        assert torch.equal(out.nan_to_num(7.0), want.nan_to_num(7.0)), (m, threads)
+        assert out[m // 2].isnan().all()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_best_is_the_first_largest_result(isa, kind, threads):
     layer = layer_of(kind, 333, 40)
