@@ -12,11 +12,14 @@ from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
+from quire.kernels.native import load_native
 from quire.kv.pool import KvPool
 from quire.model.build import Model, build_model, runs_natively
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
+from quire.model.heads.parallel_model import ParallelModel
+from quire.model.native_decoder import NativeDecoder
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES, QuantizationPolicy
@@ -56,7 +59,9 @@ def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport,
             folder = report.folder if config.model is None else resolve_model(config.model)
             return _build_layer_head("mtp", folder, config, report, target.model)
         case "medusa":
-            return MedusaProposer(read_parallel_head(resolve_model(str(config.model)), report.spec), config.draft_top_k)
+            head = read_parallel_head(resolve_model(str(config.model)), report.spec)
+            model = ParallelModel(head, load_native() if isinstance(target.model, NativeDecoder) else None)
+            return MedusaProposer(model, head.vocabulary, config.draft_top_k)
         case "self":
             return LayerSkipProposer(target, config.skipped_layers or ())
         case "suffix":

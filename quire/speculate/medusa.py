@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quire.base.errors import UnsupportedError
-from quire.model.heads.head_spec import ParallelHead
+from quire.model.heads.parallel_model import ParallelModel
 from quire.speculate.draft import ROOT, Draft, DraftedSequence
 from quire.speculate.proposer import Proposer
 from quire.speculate.records import TreeRecord
@@ -28,26 +26,18 @@ class _Memo:
 class MedusaProposer(Proposer):
     """Drafts the most likely token of every head, as a chain, or of the most likely ones of all the likeliest tree.
 
-    top_k  tokens of a head that are tried behind each of the head before; 1: a chain
+    vocabulary  [V'] the model's token of each that the heads say; None: the same
+    top_k       tokens of a head that are tried behind each of the head before; 1: a chain
     """
 
     tap_layers: tuple[int, ...] | None = ()
 
-    def __init__(self, head: ParallelHead, top_k: int = 1) -> None:
+    def __init__(self, model: ParallelModel, vocabulary: Tensor | None, top_k: int = 1) -> None:
         if top_k > 1:
             self.record = TreeRecord
-        self._top_k = min(top_k, len(head.heads[0]))
-        depth = max(map(len, head.blocks))
-        if any(len(block) != depth for block in head.blocks):
-            raise UnsupportedError("Medusa heads with different numbers of layers are not supported")
-        self._num_heads, self._hidden_size = len(head.heads), head.heads[0].shape[1]
-        self._layers: list[tuple[Tensor, Tensor | None]] = []
-        for index in range(depth):
-            biases = [block[index][1] for block in head.blocks]
-            bias = None if any(b is None for b in biases) else torch.stack([b for b in biases if b is not None])[:, None]
-            self._layers.append((torch.stack([block[index][0] for block in head.blocks]).transpose(1, 2), bias))
-        self._heads = head.heads
-        self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()
+        self._model = model
+        self._top_k = min(top_k, model.vocab_size)
+        self._vocabulary = None if vocabulary is None else vocabulary.long()
 
     def feed(self, sequence: DraftedSequence, first: int, features: Tensor) -> None:
         """See Proposer."""
@@ -57,28 +47,24 @@ class MedusaProposer(Proposer):
         """See Proposer."""
         memo: _Memo | None = sequence.memo
         is_fresh = memo is not None and memo.place == len(sequence.token_ids) - 2
-        return min(limit, sum(self._top_k ** (1 + index) for index in range(self._num_heads))) if is_fresh else 0
+        return min(limit, sum(self._top_k ** (1 + index) for index in range(self._model.num_heads))) if is_fresh else 0
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        count = min(self._num_heads, max(count for _, count in wanted))
-        hidden = torch.stack([sequence.memo.hidden for sequence, _ in wanted]).to(self._heads[0].dtype)
-        x = hidden.expand(count, -1, -1)
-        for weight, bias in self._layers:
-            y = torch.bmm(x, weight[:count])
-            x = x + F.silu(y if bias is None else y + bias[:count])
+        count = min(self._model.num_heads, max(count for _, count in wanted))
+        said = self._model.speak(torch.stack([sequence.memo.hidden for sequence, _ in wanted]), count)
         if self._top_k > 1:
-            return self._grow(x, [limit for _, limit in wanted])
-        best = torch.stack([F.linear(x[index], self._heads[index]).argmax(-1) for index in range(count)])
+            return self._grow(said, [limit for _, limit in wanted])
+        best = torch.stack([logits.argmax(-1) for logits in said])
         tokens = (best if self._vocabulary is None else self._vocabulary[best]).T.tolist()
         return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(tokens, wanted, strict=True)]
 
-    def _grow(self, x: Tensor, limits: list[int]) -> list[Draft]:
-        """Return for each sequence the likeliest tree, the likeliest tokens first, where heads say x [heads, S, H]."""
+    def _grow(self, said: list[Tensor], limits: list[int]) -> list[Draft]:
+        """Return for each sequence the likeliest tree, the likeliest tokens first, from the logits [S, V'] of every head."""
         shares: list[list[list[float]]] = []
         tokens: list[list[list[int]]] = []
-        for index in range(len(x)):
-            found = F.linear(x[index], self._heads[index]).float().softmax(-1).topk(self._top_k)
+        for logits in said:
+            found = logits.softmax(-1).topk(self._top_k)
             ids = found.indices if self._vocabulary is None else self._vocabulary[found.indices]
             shares.append(found.values.tolist())
             tokens.append(ids.tolist())

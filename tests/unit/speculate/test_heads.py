@@ -17,6 +17,7 @@ from quire.model.build import build_model, load_model
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
+from quire.model.heads.parallel_model import ParallelModel
 from quire.model.stored_tensors import open_tensors
 from quire.speculate.medusa import likeliest_tree
 from quire.speculate.pace import Pace
@@ -342,3 +343,14 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     pace._sleep_left = 10
     assert speculator.tap_layers == (0, 1)
     llm.close()
+
+
+@needs_native
+def test_medusa_says_the_same_natively_and_by_torch(tiny_model, tmp_path):
+    head = read_parallel_head(heads.medusa(tmp_path / "head"), read_model_spec(tiny_model))
+    hidden = torch.randn(4, heads.HIDDEN, generator=torch.Generator().manual_seed(1))
+    native, plain = (ParallelModel(head, module).speak(hidden, 3) for module in (load_native(), None))
+    for said, expected, block, output in zip(native, plain, head.blocks, head.heads, strict=True):
+        torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
+        weight, bias = block[0]
+        torch.testing.assert_close(expected, (hidden + F.silu(hidden @ weight.T + bias)) @ output.T, atol=1e-4, rtol=1e-4)
