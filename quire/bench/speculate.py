@@ -58,6 +58,7 @@ class Trial:
 class Line:
     """One method at one batch size; times are medians of whole runs.
 
+    speed_up         median of the ratios of runs that followed each other, which a machine that slows down slows both
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
     """
@@ -141,7 +142,7 @@ def _measure(plain: LLM, speculating: LLM, method: str, batch_size: int, trial: 
     return Line(
         method=method,
         batch_size=batch_size,
-        speed_up=times[0] / times[1],
+        speed_up=statistics.median(plain / drafted for plain, drafted in zip(plain_s, speculative_s, strict=True)),
         plain_s=times[0],
         speculative_s=times[1],
         tokens_per_step=num_tokens / (num_steps * batch_size),

@@ -15,7 +15,7 @@ from typing import Any, cast
 from quire.grammar.errors import GrammarError, escape_pointer
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-_MORE_FORMATS = frozenset(("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"))
+_MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
@@ -52,7 +52,9 @@ class Reach:
 
 
 LLGUIDANCE = Reach(_NOT_ENFORCED, _FORMATS, False)
-XGRAMMAR = Reach(tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS | _MORE_FORMATS, True)
+XGRAMMAR = Reach(
+    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS - {"date", "date-time"} | _MORE_FORMATS, True
+)
 
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
 _LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")

@@ -88,12 +88,13 @@ class MergedProposer(Proposer):
                 continue
             come = outcome.sequence.token_ids[-1 - len(outcome.path) :]
             for index, part in enumerate(self._parts(outcome.sequence)):
-                path = _follow(part.draft, come)
-                if len(part.draft) > 0 and len(outcome.draft) > 0:
+                if len(part.draft) > 0:
+                    path = _follow(part.draft, come)
                     num_known = min(len(part.draft), len(come)) if part.draft.is_chain else len(part.draft)
                     part.record.note(num_known, path)
                     self._ever[index].note(num_known, path)
-                told[index].append(replace(outcome, sequence=part.sequence))
+                if self._proposers[index].observes:
+                    told[index].append(replace(outcome, sequence=part.sequence))
         for proposer, one in zip(self._proposers, told, strict=True):
             if proposer.observes:
                 proposer.observe(one)

@@ -15,9 +15,9 @@ from quire.speculate.records import AcceptanceRecord
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step computed of a sequence that got tokens in it; these are known by now.
+    """What a step computed of a sequence whose draft it verified; the tokens that it got are known by now.
 
-    draft   what was verified, perhaps nothing
+    draft   what was verified
     path    indices of the drafts that were accepted, in order: the tokens of all but the last one that was sampled
     rows    1 + len(draft) rows of step_logits: behind the token that was the last known one, and behind each draft
     """

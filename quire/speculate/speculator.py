@@ -98,16 +98,18 @@ class Speculator:
     def observe(self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor) -> None:
         """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
 
-        paths         of the sequences that got tokens, the drafts that were accepted
+        paths         of the sequences that got tokens, the drafts that were accepted; it is told of those with drafts
         sequence_ids  whose next tokens were sought: logits [R, vocab_size] are those behind the last known token of each, and
                       then those behind their drafts
         """
-        if self._proposer is None or not self._proposer.observes:
+        if self._proposer is None or not self._proposer.observes or not self._drafts:
             return
         outcomes: list[Outcome] = []
         next_row = len(sequence_ids)
         for index, sequence_id in enumerate(sequence_ids):
-            draft = self._drafts.get(sequence_id, _NONE)
+            draft = self._drafts.get(sequence_id)
+            if draft is None:
+                continue
             if sequence_id in paths:
                 rows = (index, *range(next_row, next_row + len(draft)))
                 sequence = self._followed[sequence_id].sequence

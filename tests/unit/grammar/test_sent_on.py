@@ -22,21 +22,16 @@ def compiler():
     compiler.close()
 
 
-def closed(**more):
-    return {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "additionalProperties": False, **more}
-
-
 @pytest.mark.parametrize(
     ("schema", "values"),
     [
-        (closed(minProperties=1, maxProperties=1), [{}, {"a": 1}, {"b": "x"}, {"a": 1, "b": 2}, {"a": "x"}]),
         ({"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}}, [{}, {"a": 1}, {"ab": 1, "c": 2}, {"d": 1}, {"aB": 0}]),
         ({"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "null"}},
          [{"x": None}, {"z": None}, {"y": 1}]),
-        ({"type": "object", "properties": {"u": {"type": "string", "format": "uri-reference"}}, "odd": 1},
-         [{"u": "/a/b?c"}, {"u": "http://a.b/c#d"}, {"u": 1}]),
+        ({"type": "object", "properties": {"p": {"type": "string", "format": "json-pointer"}}, "odd": 1},
+         [{"p": "/a/b~0c"}, {"p": ""}, {"p": 1}]),
     ],
-    ids=["counts", "names", "names-enum", "reference"],
+    ids=["names", "names-enum", "pointer"],
 )  # fmt: skip
 def test_schema_is_enforced_when_the_other_backend_can(compiler, schema, values):
     before = compiler.num_sent_on
@@ -54,6 +49,7 @@ def test_schema_is_enforced_when_the_other_backend_can(compiler, schema, values)
         ({"properties": {"a": {"not": {}}}}, "/properties/a/not"),
         ({"type": "object", "propertyNames": {"pattern": '^["]$'}}, "/propertyNames"),
         ({"type": "array", "uniqueItems": True}, "/uniqueItems"),
+        ({"format": "uri-reference"}, "/format"),  # xgrammar would refuse absolute ones
         ({"type": "object", "additionalProperties": {}, "minProperties": 2}, "/minProperties"),
     ],
 )
