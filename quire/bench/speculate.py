@@ -7,6 +7,7 @@ tokens are equal is checked on the way.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -50,6 +51,9 @@ class Trial:
         ):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        for method in self.methods:
+            if method.startswith(_REPLAY):
+                _share_of(method)
         if max(self.batch_sizes) > len(self.prompts):
             raise ConfigError(f"there are {len(self.prompts)} prompts, too few for a batch of {max(self.batch_sizes)}")
 
@@ -99,6 +103,17 @@ class SpeculationRecord:
         return json.dumps(asdict(self), indent=2)
 
 
+def _share_of(method: str) -> float:
+    text = method.removeprefix(_REPLAY)
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ConfigError(f"methods: the share of right drafts in {method!r} must be a number from 0 to 1, got {text!r}")
+    return share
+
+
 def measure_speculation(config: EngineConfig, trial: Trial) -> SpeculationRecord:
     """Measure every method at every batch size. Raises InvariantError where a token differs from plain decoding."""
     plain = LLM(replace(config, speculative_config=None))
@@ -121,7 +136,7 @@ def _measure(plain: LLM, speculating: LLM, method: str, batch_size: int, trial: 
     expected, _ = _run(plain, prompts, trial)
     if method.startswith(_REPLAY):
         outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in expected}
-        share = float(method.removeprefix(_REPLAY))
+        share = _share_of(method)
         speculating.llm_engine.draft_with(ReplayProposer(outputs, share, speculating.llm_engine.report.spec.vocab_size))
     _run(speculating, prompts, trial)
     stats = speculating.llm_engine.stats

@@ -55,7 +55,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--speculative",
         metavar="JSON",
         help='draft tokens ahead: {"method": "ngram", "num_speculative_tokens": 6}; methods: ngram, suffix, draft_model, '
-        "lookahead, self, or a list of several to be merged",
+        "eagle, eagle3, medusa, mtp, lookahead, self, or a list of several to be merged; demo-draft, demo-eagle3, demo-medusa "
+        "and demo-mtp draft for the bundled demo model",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
 

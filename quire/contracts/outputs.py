@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 from quire.contracts.request import FinishReason
 
+NOTHING_LEFT = "no token can follow: allowed_token_ids, bad_words and min_tokens exclude every token"
+NOTHING_FITS = (
+    "no token can follow: the constraint on the output, with allowed_token_ids, bad_words and min_tokens where they are given, "
+    "excludes every token"
+)
+CONTRADICTIONS = frozenset((NOTHING_LEFT, NOTHING_FITS))
+"""Errors of requests whose own wishes exclude each other, which nothing but the tokens so far could show."""
+
 
 @dataclass(slots=True)
 class Logprob:

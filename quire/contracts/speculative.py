@@ -110,8 +110,9 @@ class SpeculativeConfig:
     def _check_methods(self) -> None:
         for method in self.methods or (None,):
             if method not in METHODS:
-                state = "is not supported yet" if str(method) in _KNOWN_ELSEWHERE else "is none"
-                raise ConfigError(f"speculative_config: method {method!r} {state}; the methods are {', '.join(METHODS)}")
+                state = "is not supported yet" if str(method) in _KNOWN_ELSEWHERE else "is unknown"
+                what = "method is missing" if method is None else f"method {method!r} {state}"
+                raise ConfigError(f"speculative_config: {what}; the methods are {', '.join(METHODS)}")
         if len(set(self.methods)) < len(self.methods):
             raise ConfigError(f"speculative_config: a method stands twice in {list(self.methods)}; name each once")
         alone = [method for method in self.methods if method in _ALONE]

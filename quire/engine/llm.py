@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
-from quire.base.logging import show_log
+from quire.base.logging import get_logger, show_log
 from quire.contracts.config import EngineConfig
 from quire.contracts.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
@@ -18,6 +18,8 @@ from quire.engine.beam_search import search_beams
 from quire.engine.llm_engine import EngineOutput, LLMEngine
 from quire.engine.request_factory import PromptLike
 from quire.text.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 
@@ -135,6 +137,9 @@ class LLM:
                 engine.abort_request(request_id)
             if progress is not None:
                 progress.close()
+        failed = [output for output in outputs.values() if output.error is not None]
+        if failed:
+            logger.warning("%d of %d requests failed; the first: %s", len(failed), len(requests), failed[0].error)
         return [outputs[request.request_id] for request in requests]
 
     def get_tokenizer(self) -> Tokenizer:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.outputs import NOTHING_FITS, NOTHING_LEFT
 from quire.contracts.step import TokenLogprobs
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus, sample_rows, takes_logits
 from quire.kernels.native import load_native
@@ -36,11 +37,6 @@ _SPARSE_SHARE = 0.25
 _HOLDS_NAN = "the model's logits hold NaN"
 _HOLDS_INFINITY = "the model's logits hold +inf"
 _ALL_NEVER = "the model's logits are all -inf: no token can follow"
-_NOTHING_LEFT = "no token can follow: allowed_token_ids, bad_words and min_tokens exclude every token"
-_NOTHING_FITS = (
-    "no token can follow: the constraint on the output, with allowed_token_ids, bad_words and min_tokens where they are given, "
-    "excludes every token"
-)
 _TOO_LARGE = "the logits exceed the range of f32 after logit_bias, penalties and temperature"
 _RAW_ERRORS = {
     SampleStatus.FINE: None,
@@ -48,11 +44,11 @@ _RAW_ERRORS = {
     SampleStatus.INFINITE: _HOLDS_INFINITY,
     SampleStatus.NOTHING: _ALL_NEVER,
     SampleStatus.OVERFLOW: _TOO_LARGE,
-    SampleStatus.UNDERFLOW: _NOTHING_LEFT,
+    SampleStatus.UNDERFLOW: NOTHING_LEFT,
 }
 # What the kernel says of logits that were fine before the processors changed them, and of those of a constrained output.
-_EDITED_ERRORS = _RAW_ERRORS | {SampleStatus.INFINITE: _TOO_LARGE, SampleStatus.NOTHING: _NOTHING_LEFT}
-_MASKED_ERRORS = {SampleStatus.NOTHING: _NOTHING_FITS, SampleStatus.UNDERFLOW: _NOTHING_FITS}
+_EDITED_ERRORS = _RAW_ERRORS | {SampleStatus.INFINITE: _TOO_LARGE, SampleStatus.NOTHING: NOTHING_LEFT}
+_MASKED_ERRORS = {SampleStatus.NOTHING: NOTHING_FITS, SampleStatus.UNDERFLOW: NOTHING_FITS}
 
 
 class Sampled(NamedTuple):
@@ -218,7 +214,7 @@ def _sample_pass(logits: Tensor, rows: list[SamplingRow]) -> list[Sampled]:
     peaks = logits.amax(1)
     for index, peak in enumerate(peaks.tolist()):
         if errors[index] is None and peak == float("-inf"):
-            errors[index] = _NOTHING_LEFT if rows[index].token_mask is None else _NOTHING_FITS
+            errors[index] = NOTHING_LEFT if rows[index].token_mask is None else NOTHING_FITS
         elif errors[index] is None and peak == float("inf"):
             errors[index] = _TOO_LARGE
     usable = [index for index, error in enumerate(errors) if error is None]

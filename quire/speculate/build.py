@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
@@ -54,12 +54,12 @@ def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport,
             policy = None if config.quantization is None else POLICIES[config.quantization]
             return _build_draft_model(str(config.model), policy, report.spec, report.memory)
         case "eagle" | "eagle3":
-            return _build_layer_head(method, resolve_model(str(config.model)), config, report, target.model)
+            return _build_layer_head(method, _find(str(config.model)), config, report, target.model)
         case "mtp" | "deepseek_mtp":
-            folder = report.folder if config.model is None else resolve_model(config.model)
+            folder = report.folder if config.model is None else _find(config.model)
             return _build_layer_head("mtp", folder, config, report, target.model)
         case "medusa":
-            head = read_parallel_head(resolve_model(str(config.model)), report.spec)
+            head = read_parallel_head(_find(str(config.model)), report.spec)
             model = ParallelModel(head, load_native() if isinstance(target.model, NativeDecoder) else None)
             return MedusaProposer(model, head.vocabulary, config.draft_top_k)
         case "self":
@@ -70,6 +70,13 @@ def _build_proposer(method: str, config: SpeculativeConfig, report: ModelReport,
             return LookaheadProposer(config)
         case _:
             return NgramProposer(config)
+
+
+def _find(model: str) -> Path:
+    try:
+        return resolve_model(model)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: model: {error}") from None
 
 
 def _build_layer_head(
@@ -92,8 +99,12 @@ def _build_layer_head(
 def _build_draft_model(
     model: str, policy: QuantizationPolicy | None, target: ModelSpec, memory: MemoryPlan
 ) -> DraftModelProposer:
-    folder = resolve_model(model, None)
-    spec = read_model_spec(folder, "auto")
+    folder = _find(model)
+    try:
+        spec = read_model_spec(folder, "auto")
+    except UnsupportedError as error:
+        heads = 'for a head that was trained to draft give its method: "eagle", "eagle3", "medusa" or "mtp"'
+        raise UnsupportedError(f"speculative_config: the draft model {model} cannot be used: {error}; {heads}") from None
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft model {model} has a vocabulary of {spec.vocab_size}, the model one of {target.vocab_size}; "

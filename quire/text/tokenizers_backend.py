@@ -16,9 +16,17 @@ if TYPE_CHECKING:
 
 # The classes whose text is split as GPT-2 does; others (Qwen2) need their tokenizer.json.
 _GPT2_CLASSES = frozenset(("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast"))
+_LONG_TEXT = 4096
 _SPACE_MARK = "\u2581"
 _REPLACE_SPACE_MARK = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
 _STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) < _LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    # Of a batch the ids are the same, and other threads run meanwhile.
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class TokenizersBackend:
@@ -42,7 +50,7 @@ class TokenizersBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(self._tokenizer, text, add_special_tokens)
 
     def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]:
         """Return the ids of a text in which the added tokens `hidden` are ordinary text."""
@@ -54,7 +62,7 @@ class TokenizersBackend:
             content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in hidden]
             content["post_processor"] = None
             known = self._without = (hidden, tokenizers.Tokenizer.from_str(json.dumps(content)))
-        return known[1].encode(text, add_special_tokens=False).ids
+        return _encode(known[1], text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; ids without a token have none."""

@@ -64,5 +64,7 @@ class DraftTraining:
             raise ConfigError(f"num_steps_ahead must be below half of sequence_tokens, got {self.num_steps_ahead}")
         if self.minutes <= 0 or self.learning_rate <= 0 or not 0 <= self.sampled_share <= 1:
             raise ConfigError("minutes and learning_rate must be above 0, sampled_share from 0 to 1")
+        if self.tap_layers is not None and self.kind != "eagle3":
+            raise ConfigError(f"tap_layers are of kind eagle3 alone, got {list(self.tap_layers)} with kind {self.kind}")
         if self.tap_layers is not None and (len(self.tap_layers) != 3 or list(self.tap_layers) != sorted(set(self.tap_layers))):
             raise ConfigError(f"tap_layers must be three layers, low to high, got {self.tap_layers}")

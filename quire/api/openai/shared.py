@@ -112,7 +112,7 @@ class SamplingFields(Body, kw_only=True):
     logit_bias: (
         Annotated[dict[BiasedToken, Bias], Meta(max_length=MAX_BIASES, description="Token id to what its logit gains.")] | None
     ) = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 18)] | None = None
     bad_words: Annotated[list[StopString], Meta(max_length=256)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -141,12 +141,22 @@ class SamplingFields(Body, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
             **dict.fromkeys(
-                ("use_beam_search", "logits_processors", "truncate_prompt_tokens"),
+                ("use_beam_search", "logits_processors", "truncate_prompt_tokens", "early_stopping"),
                 _refuse_truthy,
             ),
             **{
                 name: always("is not supported; leave it out")
-                for name in ("thinking_token_budget", "repetition_detection", "kv_transfer_params", "vllm_xargs")
+                for name in (
+                    "thinking_token_budget",
+                    "repetition_detection",
+                    "kv_transfer_params",
+                    "vllm_xargs",
+                    "length_penalty",
+                    "logprob_token_ids",
+                    "prompt_embeds",
+                    "guided_whitespace_pattern",
+                    "guided_decoding_backend",
+                )
             },
         }
 

@@ -165,4 +165,4 @@ def error_of(delta: RequestDelta) -> ApiError | None:
         return None
     if delta.is_refused:
         return from_quire_error(RequestError(delta.error, delta.error_param))
-    return ApiError(500, "the engine failed in a step with this request", code="engine_error")
+    return ApiError(500, f"the engine failed in a step with this request: {delta.error}", code="engine_error")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
+from quire.contracts.outputs import CONTRADICTIONS, CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 from quire.serving.link.messages import ChoiceDelta, RequestDelta, TokenLogprob
 
 
@@ -36,6 +36,7 @@ class DeltaWriter:
             output.metrics if has_metrics else None,
             None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs],
             output.error,
+            is_refused=output.error in CONTRADICTIONS,
         )
 
     def _embedding(self, output: EmbeddingRequestOutput) -> RequestDelta:

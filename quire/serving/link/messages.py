@@ -264,7 +264,7 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     error            what went wrong, when a choice has finish_reason "error"
     error_param      the field at fault, when the engine refused the request; then no choice follows
     embedding        of a request with PoolingParams, on its only delta, where its one choice ended with "stop"
-    is_refused       the request is at fault: it is invalid, or can never be served here. There is an error then, and no choice
+    is_refused       the request is at fault: it is invalid, can never be served here, or excludes every token that could follow
     """
 
     request_id: str

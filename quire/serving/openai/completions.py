@@ -12,7 +12,7 @@ from quire.serving.openai.completion_answers import CompletionFold, CompletionSh
 from quire.serving.openai.frames import StreamOptions
 from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer
 from quire.serving.openai.logprobs import LogprobWriter
-from quire.serving.openai.requests import check_n, completion_options
+from quire.serving.openai.requests import check_n, check_sequences, completion_options
 
 
 async def post_completion(context: ServerContext, call: Call) -> Answer:
@@ -29,6 +29,7 @@ async def complete(context: ServerContext, body: CompletionRequest, caller: Call
     check_n(body.best_of, context.config.max_n)
     head = new_head(served, "cmpl-")
     prompts = split_prompts(body.prompt, MAX_PROMPTS, "prompt")
+    check_sequences(len(prompts), body.n or body.best_of or 1, context.config.max_queued_requests)
     ids = [f"{head.id}-{position}" for position in range(len(prompts))]
     plans = await served.preparation.run(
         prepare_prompts,

@@ -55,6 +55,14 @@ def check_n(n: int | None, limit: int) -> None:
         raise RequestError(f"n: this server gives at most {limit} choices, got {n}", "n")
 
 
+def check_sequences(num_prompts: int, n: int, limit: int) -> None:
+    """Raise RequestError where prompts and choices are more than the queue ever holds: coming back would not help."""
+    if num_prompts * n > limit:
+        raise RequestError(
+            f"prompt: {num_prompts} prompts of {n} choices are more than the {limit} that this server takes", "prompt"
+        )
+
+
 def priority_of(service_tier: str | None, owner: Owner) -> PriorityClass:
     """Return the class of a service tier; an owner that may not hurry gets the default one for "priority"."""
     if service_tier in ("priority", "fast"):

@@ -163,6 +163,10 @@ def test_missing_field_is_named(name):
         ("truncate_prompt_tokens", 5),
         ("logits_processors", ["x"]),
         ("documents", [{}]),
+        ("length_penalty", 1.2),
+        ("early_stopping", True),
+        ("prompt_embeds", "AAAA"),
+        ("guided_decoding_backend", "outlines"),
     ],
 )
 def test_known_parameter_is_refused_by_name_when_it_is_not_supported(name, value):

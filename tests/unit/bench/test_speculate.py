@@ -38,6 +38,9 @@ def test_forced_shares_are_found_in_the_figures(tiny_model):
 def test_a_trial_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="2 prompts, too few for a batch of 3"):
         trial(("replay:1",), batch_sizes=(3,))
+    for share in ("2", "-0.1", "x", "nan"):
+        with pytest.raises(ConfigError, match="from 0 to 1"):
+            trial((f"replay:{share}",))
     with pytest.raises(ConfigError, match="output_len must be at least 1"):
         trial(("replay:1",), output_len=0)
 

@@ -42,9 +42,9 @@ def test_methods_may_be_several():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "method None is none; the methods are ngram, suffix, draft_model, lookahead, self"),
-        ({"method": []}, "method None is none"),
-        ({"method": ["ngram", "guess"]}, "'guess' is none"),
+        ({}, "method is missing; the methods are ngram, suffix, draft_model, lookahead, self"),
+        ({"method": []}, "method is missing"),
+        ({"method": ["ngram", "guess"]}, "'guess' is unknown"),
         ({"method": ["ngram", "ngram"]}, "stands twice"),
         ({"method": ["ngram", "lookahead"]}, "'lookahead' cannot be merged"),
         ({"method": ["ngram", "suffix"], "model": "x"}, "takes no model, got 'x'"),
@@ -55,7 +55,7 @@ def test_methods_may_be_several():
         ({"method": "ngram", "skipped_layers": [1]}, "'self' alone takes skipped_layers"),
         ({"method": "self", "skipped_layers": [1, 1]}, "a list of different layers"),
         ({"method": "self", "skipped_layers": [-1]}, "must be an integer from 0"),
-        ({"method": "guess"}, "'guess' is none"),
+        ({"method": "guess"}, "'guess' is unknown"),
         ({"method": "mlp_speculator", "model": "x"}, "'mlp_speculator' is not supported yet"),
         ({"method": "eagle3"}, "'eagle3' takes a model, got None"),
         ({"method": ["eagle3", "ngram"], "model": "x"}, "'eagle3' cannot be merged with others"),

@@ -257,3 +257,9 @@ def test_encode_chat_adds_bos_once(real_tokenizer):
     ids = real_tokenizer("stories").encode_chat([{"role": "user", "content": "Once"}])
     assert ids.count(1) == 1
     assert ids[0] == 1
+
+
+def test_long_text_has_the_ids_that_the_tokenizer_gives(tmp_path):
+    rust = write_tokenizer(tmp_path)
+    text = "a b\u00e9 </s> " * 1000
+    assert load_tokenizer(tmp_path).encode(text, add_special_tokens=False) == rust.encode(text, add_special_tokens=False).ids

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from quire.base.errors import RequestError
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError
 from quire.serving.gateway.stream import error_of
 from quire.serving.generation.served_model import load_served_model
 from quire.serving.link.deltas import DeltaWriter
@@ -141,3 +143,15 @@ def test_greedy_choices_and_best_of_are_served(context):
     assert answer["usage"]["completion_tokens"] == 24
     answer = json.loads(ask_completion(context, n=2, best_of=4, seed=1, max_tokens=8))
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+
+
+def test_request_is_told_what_excludes_every_token_when_its_own_wishes_do(context):
+    with pytest.raises(ApiError, match="allowed_token_ids, bad_words and min_tokens exclude every token") as caught:
+        ask_completion(context, prompt="Once", allowed_token_ids=[0, 1], stop_token_ids=[0, 1], min_tokens=5, max_tokens=8)
+    assert caught.value.status == 400
+
+
+def test_prompts_are_refused_at_once_when_they_are_more_than_the_queue_holds(context):
+    with pytest.raises(RequestError, match="256 prompts of 16 choices are more than the 1024") as caught:
+        ask_completion(context, prompt=["a"] * 256, n=16, max_tokens=1)
+    assert caught.value.param == "prompt"
