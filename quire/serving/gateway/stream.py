@@ -7,12 +7,15 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from quire.base.errors import RequestError
+from quire.base.logging import get_logger
 from quire.serving.admission.ticket import Ticket
 from quire.serving.errors import ApiError, from_quire_error
 from quire.serving.gateway.engine import Subscription
 from quire.serving.interfaces import AbortReason, Job
 from quire.serving.link.messages import ChoiceDelta, RequestDelta
 from quire.serving.metrics.request_record import RequestRecord
+
+logger = get_logger(__name__)
 
 
 class StreamOwner(Protocol):
@@ -165,4 +168,5 @@ def error_of(delta: RequestDelta) -> ApiError | None:
         return None
     if delta.is_refused:
         return from_quire_error(RequestError(delta.error, delta.error_param))
-    return ApiError(500, f"the engine failed in a step with this request: {delta.error}", code="engine_error")
+    logger.warning("request %s failed in a step: %s", delta.request_id, delta.error)  # not for everybody's eyes
+    return ApiError(500, "the engine failed in a step with this request; its log says why", code="engine_error")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -29,7 +30,8 @@ def prepare_chat(
     served: ServedModel, request_id: str, chat: ChatInput, options: GenerationOptions, owner: Owner
 ) -> GenerationPlan:
     """Return the plan of a conversation. Raises RequestError with the field at fault."""
-    rendered = render_chat(served, chat)
+    with renamed("chat_template", "messages"):
+        rendered = render_chat(served, chat)
     setup = _parser_setup(served, chat, rendered.text)
     sampling = dict(options.sampling)
     hides_special = sampling.get("skip_special_tokens") is not False
@@ -59,6 +61,17 @@ def prepare_chat(
     )
 
 
+@contextlib.contextmanager
+def renamed(field: str, sent: str) -> Iterator[None]:
+    """Let errors of a field name the one that the client sent instead."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param != field:
+            raise
+        raise RequestError(str(error), sent) from error
+
+
 def prepare_prompts(
     served: ServedModel,
     request_ids: Sequence[str],
@@ -86,7 +99,8 @@ def prepare_prompts(
         text, token_ids = encode_prompt(served, prompt, add_special_tokens, is_pooling=False)
         _check_room(served, len(token_ids), options)
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
-        request = served.factory.make(request_id, served.next_index(), stated, params)
+        with renamed("prompt_token_ids", "prompt"):
+            request = served.factory.make(request_id, served.next_index(), stated, params)
         echo = ""
         if options.echo:
             echo = text if text is not None else need_tokenizer(served).decode(token_ids, skip_special_tokens=False)

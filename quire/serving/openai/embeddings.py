@@ -18,7 +18,7 @@ from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
 from quire.serving.errors import engine_unavailable
 from quire.serving.generation.caller import Caller
-from quire.serving.generation.prepare import encode_prompt, salt_of
+from quire.serving.generation.prepare import encode_prompt, renamed, salt_of
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Gateway, Job, Owner
 from quire.serving.openai.frames import encode_json
@@ -62,7 +62,8 @@ def prepare_embeddings(served: ServedModel, body: EmbeddingRequest, owner: Owner
         if num_tokens > MAX_INPUT_TOKENS:
             raise RequestError(f"input: may have {MAX_INPUT_TOKENS} tokens in total; send several requests", "input")
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt}
-        requests.append(served.factory.make(f"{prefix}-{position}", served.next_index(), stated, params))
+        with renamed("prompt_token_ids", "input"):
+            requests.append(served.factory.make(f"{prefix}-{position}", served.next_index(), stated, params))
     return requests
 
 

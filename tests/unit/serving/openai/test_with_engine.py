@@ -155,3 +155,9 @@ def test_prompts_are_refused_at_once_when_they_are_more_than_the_queue_holds(con
     with pytest.raises(RequestError, match="256 prompts of 16 choices are more than the 1024") as caught:
         ask_completion(context, prompt=["a"] * 256, n=16, max_tokens=1)
     assert caught.value.param == "prompt"
+
+
+def test_token_that_the_model_has_not_is_refused_under_the_name_that_was_sent(context):
+    with pytest.raises(RequestError, match="token ids must be integers from 0") as caught:
+        ask_completion(context, prompt=[999_999])
+    assert caught.value.param == "prompt"
