@@ -93,7 +93,8 @@ def test_accepted_requests_are_in_time_when_four_times_as_many_come():
         assert all(body["usage"]["completion_tokens"] == MAX_TOKENS for status, _, body in outcomes if status == 200)
         refusals = [headers for status, headers, _ in outcomes if status == 503]
         assert all(1 <= int(headers["retry-after"]) <= 120 for headers in refusals)
-        assert len({headers["retry-after-ms"] for headers in refusals}) > len(refusals) / 20  # they return one by one
+        # They return one by one, as far as whole milliseconds can tell.
+        assert len({headers["retry-after-ms"] for headers in refusals}) > min(len(refusals) / 20, 100)
         assert len(refusals) > len(outcomes) / 4
         assert counted >= statuses[200]
         assert met >= 0.95 * counted
