@@ -22,6 +22,7 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenSteps
 from quire.sampling.drafting import DraftDraws, draw_drafts
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.filled_blocks import FilledBlocks
 from quire.speculate.proposer import Proposer
 
 _MAX_CATCH_UP = 512
@@ -56,24 +57,13 @@ class DraftModelProposer(Proposer):
     def __init__(self, model: Model, kv: KvPool, max_len: int) -> None:
         self._model, self._kv, self._max_len = model, kv, max_len
         self._block_size = kv.spec.block_size
-        # Tokens from the start of each block whose KV is that of the tokens which the block holds.
-        self._num_filled = np.zeros(kv.num_blocks, dtype=np.int64)
+        self._filled = FilledBlocks(kv.num_blocks, self._block_size)
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""
-        filled = self._num_filled
-        kept = [int(filled[source]) for source, _ in plan.block_copies]
+        self._filled.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
-        for start in plan.starts:
-            for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):
-                filled[start.block_ids[index]] = 0
-        for block_ids in (plan.new_block_ids or {}).values():
-            filled[list(block_ids)] = 0
-        for replaced in (plan.replaced_blocks or {}).values():
-            filled[[block_id for _, block_id in replaced]] = 0
-        for (_, target), count in zip(plan.block_copies, kept, strict=True):
-            filled[target] = count
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
@@ -156,7 +146,7 @@ class DraftModelProposer(Proposer):
         """Return how many tokens the blocks hold from the start without a gap."""
         total, size = 0, self._block_size
         for block_id in sequence.table[: -(-len(sequence.token_ids) // size)].tolist():
-            filled = int(self._num_filled[block_id])
+            filled = int(self._filled.counts[block_id])
             total += filled
             if filled < size:
                 break
@@ -164,7 +154,7 @@ class DraftModelProposer(Proposer):
 
     def _note_done(self, sequence: DraftedSequence, num_done: int) -> None:
         memo: _Memo = sequence.memo
-        size, filled = self._block_size, self._num_filled
+        size, filled = self._block_size, self._filled.counts
         for index in range(memo.num_done // size, -(-num_done // size)):
             block_id = sequence.table[index]
             filled[block_id] = max(filled[block_id], min(size, num_done - index * size))

@@ -9,15 +9,18 @@ from quire.contracts.step import StepPlan
 
 
 class FilledBlocks:
-    """Counts, from the start of each block, the slots that hold something of the tokens which the block holds now."""
+    """Counts, from the start of each block, the slots that hold something of the tokens which the block holds now.
+
+    counts  [num_blocks] i64
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._num_filled = np.zeros(num_blocks, dtype=np.int64)
+        self.counts = np.zeros(num_blocks, dtype=np.int64)
 
     def apply(self, plan: StepPlan) -> None:
         """Take in which blocks got other tokens; copies are counted as made."""
-        filled = self._num_filled
+        filled = self.counts
         kept = [int(filled[source]) for source, _ in plan.block_copies]
         for start in plan.starts:
             for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):
@@ -31,7 +34,7 @@ class FilledBlocks:
 
     def note(self, table: NDArray[np.int64], first: int, last: int) -> None:
         """Count the places [first, last) of a sequence as filled, as far as nothing before them in their blocks is missing."""
-        size, filled = self._block_size, self._num_filled
+        size, filled = self._block_size, self.counts
         for index in range(first // size, -(-last // size)):
             block_id = table[index]
             if filled[block_id] >= first - index * size:
@@ -43,7 +46,7 @@ class FilledBlocks:
         The last place of a block may be missing: it waits for a token that whoever filled the block may never have got. Where
         nothing is filled, first and last are the start of the block of `place`.
         """
-        size, filled = self._block_size, self._num_filled
+        size, filled = self._block_size, self.counts
         index = max(0, place - 1) // size
         last = min(place, index * size + int(filled[table[index]]))
         if last < place - 1 or last == index * size:
