@@ -16,6 +16,7 @@ from quire.kernels.reference.moe import mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kv.pool import KvPool
+from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
 
 
@@ -37,6 +38,7 @@ class Decoder:
         self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
+        self._kept_rows: list[int] | None = None
         self._tap_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
@@ -86,6 +88,20 @@ class Decoder:
         self._hidden_rows = hidden_rows or []
         return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
 
+    def run(
+        self,
+        runs: TokenRuns,
+        kv: KvPool,
+        logit_rows: list[int],
+        hidden_rows: list[int] | None = None,
+        *,
+        keeps_all: bool = False,
+        wants_best: bool = False,
+    ) -> tuple[Tensor, list[int] | None]:
+        """As `step`, of runs of tokens; None in place of the best tokens: only the native decoder finds them on the way."""
+        self._kept_rows = None if keeps_all else logit_rows
+        return self.step(*runs.tensors(kv.spec.block_size), kv, logit_rows, True, hidden_rows), None
+
     def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
         """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
         for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
@@ -102,6 +118,14 @@ class Decoder:
         if self._hidden is None:
             raise InvariantError("the last step did not keep its rows")
         return self._hidden[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
+
+    def final_states(self, places: Sequence[int]) -> Tensor:
+        """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last `run`: the indices of
+        tokens where it kept all, else places in its logit_rows."""
+        if self._hidden is None:
+            raise InvariantError("the last step did not keep its rows")
+        rows = places if self._kept_rows is None else [self._kept_rows[place] for place in places]
+        return self._hidden[torch.tensor(rows, dtype=torch.int64)].float()
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers, low to high, in every step from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ from tqdm import tqdm
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 from quire.kernels.reference.attention import AttentionInput
-from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
+from quire.model.native_angles import NativeAngles
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form
+from quire.model.parameters import parameter_shapes
+from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.weight import QuantizedWeight
 
@@ -28,10 +31,11 @@ logger = get_logger(__name__)
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
-_NO_ROWS = torch.empty(0, dtype=torch.int32)
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
 _PROGRESS_DELAY_S = 3.0
+_SHORT_FROM = 1 << 26
+"""Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
 _OWN_REFERENCES = 2
 """To an array that nobody else holds: the attribute, and the argument of the function that counts."""
 
@@ -68,14 +72,15 @@ class NativeDecoder:
         self._parameters = parameters
         self._quantize = quantize
         self._max_model_len = max_model_len
-        self._packer = WeightPacker(native, self.dtype)
+        num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
+        self._packer = WeightPacker(native, self.dtype, is_short=num_weights >= _SHORT_FROM)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
-        self._angles = [_Angles(rope, max_model_len, self.dtype) for rope in ropes]
+        self._angles = [NativeAngles(rope, max_model_len, self.dtype) for rope in ropes]
         self._rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         self._layers = self._build()
         self._kv: KvPool | None = None
-        self._hidden_rows = _NO_ROWS
+        self._hidden_rows: list[int] = []
         self._num_kept = 0
         self._logits = np.empty(0, np.float32)
         self._process = os.getpid()
@@ -212,7 +217,8 @@ class NativeDecoder:
     def _pack_rows(
         self, stack: Parameter | StoredParameter, index: int, weight: Tensor | QuantizedWeight, cuts: tuple[int, ...]
     ) -> list[NativeWeight]:
-        packed = [self._packer.pack(_rows(weight, start, stop)) for start, stop in pairwise(cuts)]
+        # Gate and up of an expert are one job, which takes them to be alike.
+        packed = [self._packer.pack(_rows(weight, start, stop), may_be_short=False) for start, stop in pairwise(cuts)]
         if isinstance(stack, StoredParameter):
             stack.give_back(index)
         return packed
@@ -245,9 +251,10 @@ class NativeDecoder:
                 "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
             )
         self._bind(kv)
-        known = min([angles.count for angles in self._angles], default=longest)
-        if longest > known:
-            self._extend_angles(max(longest, min(2 * known, self._max_model_len)))
+        for angles in self._angles:
+            if longest > angles.count:
+                self._extend_angles(max(longest, min(2 * angles.count, self._max_model_len)))
+                break
         self._plan.num_threads = torch.get_num_threads()
 
     def step(
@@ -274,9 +281,7 @@ class NativeDecoder:
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
-        self._hidden_rows = rows[len(logit_rows) :] if keeps_all else _NO_ROWS
-        if hidden_rows and not keeps_all:
-            self._hidden_rows = _int32(range(len(logit_rows), rows.shape[0]))
+        self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
         logits = self._new_logits(len(logit_rows))
         self._plan.step(
             token_ids.data_ptr(),
@@ -298,6 +303,42 @@ class NativeDecoder:
         )
         return logits
 
+    def run(
+        self,
+        runs: TokenRuns,
+        kv: KvPool,
+        logit_rows: list[int],
+        hidden_rows: list[int] | None = None,
+        *,
+        keeps_all: bool = False,
+        wants_best: bool = False,
+    ) -> tuple[Tensor, list[int] | None]:
+        """As `step`, of runs of tokens; with wants_best also the best token of every row of logits, -1 where there is none."""
+        self.prepare(kv, max(runs.ends))
+        wanted = logit_rows if not hidden_rows else logit_rows + hidden_rows
+        self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
+        logits, trees = self._new_logits(len(logit_rows)), runs.trees
+        places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))
+        best = self._plan.run(
+            runs.token_ids,
+            runs.starts,
+            runs.ends,
+            runs.addresses,
+            len(runs.tables[0]),
+            wanted,
+            len(logit_rows),
+            keeps_all,
+            wants_best,
+            logits.data_ptr(),
+            *places,
+        )
+        return logits, best if wants_best else None
+
+    def _note_hidden_rows(self, rows: list[int] | None, num_logit_rows: int, keeps_all: bool) -> None:
+        """Note where hidden_states finds these rows: where they are, or behind those with logits."""
+        count = len(rows or ())
+        self._hidden_rows = rows or [] if keeps_all else list(range(num_logit_rows, num_logit_rows + count))
+
     def _new_logits(self, count: int) -> Tensor:
         """Return an uninitialised [count, vocab_size] f32, in the memory of the step before unless somebody still holds that:
         the system takes longer to find new pages than the head to fill them."""
@@ -314,8 +355,7 @@ class NativeDecoder:
     def layer_inputs(self, rows: Sequence[int]) -> Tensor:
         """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
         found = torch.empty(len(rows), self._num_kept * self.spec.hidden_size)
-        chosen = _int32(rows)
-        self._plan.layer_inputs(chosen.data_ptr(), len(rows), found.data_ptr())
+        self._plan.layer_inputs(list(rows), found.data_ptr())
         return found
 
     def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
@@ -332,25 +372,14 @@ class NativeDecoder:
 
     def hidden_states(self, first: int, last: int) -> Tensor:
         """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
-        rows = self._hidden_rows[first:last]
-        hidden = torch.empty(len(rows), self.spec.hidden_size)
-        self._plan.hidden_states(rows.data_ptr(), len(rows), hidden.data_ptr())
+        return self.final_states(self._hidden_rows[first:last])
+
+    def final_states(self, places: Sequence[int]) -> Tensor:
+        """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last step: the indices of
+        tokens where it kept all, else places in its logit_rows."""
+        hidden = torch.empty(len(places), self.spec.hidden_size)
+        self._plan.hidden_states(list(places), hidden.data_ptr())
         return hidden
-
-
-class _Angles:
-    """Cosine and sine [positions, dim / 2] f32 of one rope; rounded to the model's dtype where the model does that."""
-
-    def __init__(self, rope: RopeSpec, max_model_len: int, dtype: torch.dtype) -> None:
-        self._rope, self._dtype = rope, dtype
-        self._frequencies = inverse_frequencies(rope, max_model_len)
-        self.cos = self.sin = torch.empty(0, rope.dim // 2)
-        self.count = 0
-
-    def extend(self, count: int) -> None:
-        self.count = count
-        cos, sin = cos_sin(self._rope, self._frequencies, torch.arange(count), self._dtype)
-        self.cos, self.sin = cos[:, 0].float().contiguous(), sin[:, 0].float().contiguous()
 
 
 def _int32(values: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""OneTokenSteps: several steps of the native decoder of one token a sequence each, with what they share made once."""
+"""Several steps of the native decoder one after the other, with what they share made once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,22 @@ from torch import Tensor
 
 from quire.kv.pool import KvPool
 from quire.model.native_decoder import NativeDecoder
+from quire.model.token_runs import TokenRuns
+
+
+def draft_greedily(
+    decoder: NativeDecoder, kv: KvPool, runs: TokenRuns, counts: list[int], least_share: float = 0.0
+) -> list[list[int]]:
+    """Compute runs of tokens; return the most likely ones behind the last one of every sequence s, counts[s] >= 1 of them, or
+    those before the first with which all together are less likely than least_share.
+
+    The block tables have room for counts[s] - 1 tokens more.
+    """
+    decoder.prepare(kv, max(runs.ends) + max(counts))
+    origins = [0] * len(counts)
+    return decoder.plan.draft(
+        runs.token_ids, runs.starts, runs.ends, origins, runs.addresses, len(runs.tables[0]), 0, 0, counts, 0, least_share
+    )
 
 
 class OneTokenSteps:

@@ -18,8 +18,8 @@ _CONVERTED_WEIGHTS = 1 << 22
 """Weights that are converted to another dtype at once, when the stored one is not what is packed."""
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-_INPUT_GROUP = 128
-"""Inputs that share a scale when they are quantised for a weight with one scale per row."""
+_INPUT_GROUP = 256
+"""Inputs that share a scale when they are quantised, unless the checkpoint says so or groups of the weight are larger."""
 
 _MAX_OFFSET = 32768.0
 """The largest offset of a group, in units of its row's scale."""
@@ -31,20 +31,30 @@ NativeWeight = Any
 class WeightPacker:
     """Packs weights [N, K] for one model.
 
-    native  the extension module
-    dtype   torch.bfloat16, float16 or float32: how weights that are not quantised are kept
+    native   the extension module
+    dtype    torch.bfloat16, float16 or float32: how weights that are not quantised are kept
+    is_short keep bfloat16 in 12 bits, without loss, where few weights are exceptions: memory then has less to bring, and the
+             cores more to do
     """
 
-    def __init__(self, native: ModuleType, dtype: torch.dtype) -> None:
+    def __init__(self, native: ModuleType, dtype: torch.dtype, is_short: bool = False) -> None:
         self._native = native
         self._dtype = dtype
+        self._is_short = is_short
         self.num_bytes = 0
         self._has_warned = False
 
     def pack(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        may_be_short: bool = True,
     ) -> NativeWeight:
-        """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way."""
+        """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way.
+
+        may_be_short  False: plain bfloat16, for weights that are run as a pair and must be alike
+        """
         if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
             if not self._has_warned:
                 logger.warning("some quantised weights do not fit the native layouts and are kept in %s", self._dtype)
@@ -53,20 +63,21 @@ class WeightPacker:
         if isinstance(weight, QuantizedWeight):
             packed = self._pack_codes(weight, bias)
         else:
-            packed = self._pack_dense(weight, bias, dtype or self._dtype)
+            packed = self._pack_dense(weight, bias, dtype or self._dtype, may_be_short)
         self.num_bytes += packed.num_bytes
         return packed
 
-    def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> NativeWeight:
+    def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, may_be_short: bool) -> NativeWeight:
         num_rows, num_columns = weight.shape
-        packed = self._native.Weight(_FORMATS[dtype], num_rows, num_columns)
         is_view = weight.dtype == dtype == self._dtype and weight.is_contiguous()
         step = num_rows if is_view else max(16, _CONVERTED_WEIGHTS // num_columns // 16 * 16)
         spent = SpentPages()
         # Only what lies in a mapped file comes back when it is read again; giving back other memory would zero it.
         is_mapped = is_view and is_file_view(weight)
+        packed: NativeWeight = None
         for first in range(0, num_rows, step):
             rows = weight[first : first + step].to(self._dtype).to(dtype).contiguous()
+            packed = packed or self._native.Weight(self._format(rows, may_be_short), num_rows, num_columns)
             packed.pack(
                 rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()
             )
@@ -74,6 +85,14 @@ class WeightPacker:
                 spent.add((weight[first : first + step],))
         self._set_extras(packed, bias=bias)
         return packed
+
+    def _format(self, rows: Tensor, may_be_short: bool) -> str:
+        """Return the format of a dense weight, of which these are the first rows."""
+        count, num_columns = rows.shape
+        is_short = may_be_short and self._is_short and rows.dtype == torch.bfloat16
+        if is_short and self._native.suits_bf12(rows.data_ptr(), num_columns, count, num_columns):
+            return "bf12"
+        return _FORMATS[rows.dtype]
 
     def _pack_codes(self, weight: QuantizedWeight, bias: Tensor | None) -> NativeWeight:
         num_rows, num_columns = weight.shape

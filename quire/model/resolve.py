@@ -13,6 +13,9 @@ BUNDLED_MODELS = ("demo", "demo-draft", "demo-moe")
 BUNDLED_HEADS = ("demo-eagle3", "demo-medusa", "demo-mtp")
 """Heads that draft for `demo`."""
 
+MEDUSA_FILE = "medusa_lm_head.pt"
+"""What a repository of Medusa heads alone holds."""
+
 _CONFIGURATION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 
@@ -76,7 +79,10 @@ def _download(model: str, revision: str | None) -> Path:
 
     try:
         folder = fetch("*.safetensors")
-        return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
+        if any(folder.glob("*.safetensors")):
+            return folder
+        folder = fetch("*.bin")
+        return folder if any(folder.glob("*.bin")) else fetch(MEDUSA_FILE)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         guess = get_close_matches(model, BUNDLED_MODELS, 1)

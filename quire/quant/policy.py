@@ -13,7 +13,7 @@ from tqdm import tqdm
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
-from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, quantize_weight
+from quire.quant.quantize import FINE_INT4, INT4, INT8, Scheme, fit_scheme, quantize_weight
 from quire.quant.weight import QuantizedWeight
 
 _EMBED = "embed.weight"
@@ -30,7 +30,9 @@ class QuantizationPolicy:
     embedding, head  of the embedding and the output head; a tied model has the first alone. None: left as it is
     int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
     has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
-    min_head_columns embeddings and heads with fewer columns get int8: their few values carry more
+    min_columns      weights with fewer columns are narrow: their few values carry more
+    narrow_linears   of narrow projections; None: as the others. Narrow embeddings and heads get int8
+    narrow_int8      names of projections that get int8 where they are narrow
     """
 
     linears: Scheme
@@ -38,7 +40,9 @@ class QuantizationPolicy:
     head: Scheme | None = INT8
     int8_linears: frozenset[str] = frozenset()
     has_int8_ends: bool = False
-    min_head_columns: int = 0
+    min_columns: int = 0
+    narrow_linears: Scheme | None = None
+    narrow_int8: frozenset[str] = frozenset()
 
     def scheme_of(self, name: str, num_columns: int, num_layers: int) -> Scheme | None:
         """Return the scheme of a parameter by its canonical name, or None where it stays as it is."""
@@ -47,7 +51,7 @@ class QuantizationPolicy:
             return None
         if module in ("embed", "lm_head"):
             wanted = self.embedding if module == "embed" else self.head
-            if wanted is not None and num_columns < self.min_head_columns:
+            if wanted is not None and num_columns < self.min_columns:
                 wanted = INT8
             return wanted and fit_scheme(wanted, num_columns)
         if not module.startswith("layers."):
@@ -56,16 +60,21 @@ class QuantizationPolicy:
         if module not in _LINEARS:
             return None
         is_end = self.has_int8_ends and module in _MLP and int(index) in (0, num_layers - 1)
-        return fit_scheme(INT8 if is_end or module in self.int8_linears else self.linears, num_columns)
+        is_narrow = num_columns < self.min_columns
+        if is_end or module in self.int8_linears or (is_narrow and module in self.narrow_int8):
+            return fit_scheme(INT8, num_columns)
+        return fit_scheme((is_narrow and self.narrow_linears) or self.linears, num_columns)
 
 
 POLICIES = {
     "int8": QuantizationPolicy(INT8),
-    "int4": QuantizationPolicy(INT4, INT4, INT4, min_head_columns=256, int8_linears=frozenset({"k", "v"}), has_int8_ends=True),
+    "int4": QuantizationPolicy(
+        INT4, INT4, INT4, has_int8_ends=True, min_columns=256, narrow_linears=FINE_INT4, narrow_int8=frozenset({"k", "v"})
+    ),
 }
-"""What the engine's option `quantization` means. k and v are small where heads share them, and half of what 4 bits lose on a
-small model is lost in them and in the MLPs at both ends. A head of 4 bits costs a narrow model as much again, a wider one next
-to nothing (docs/performance.md), and every token reads it."""
+"""What the engine's option `quantization` means. Half of what 4 bits lose on a small model is lost in k, v and the MLPs at both
+ends. A narrow model would lose as much again in its head, in k and v, and by groups twice as large; a wider one loses little
+(docs/performance.md), and every token reads them all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ _MAX_SCORE_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TreeInput:
-    """Which rows of a step are draft trees, and what they see. A draft stands behind its ancestors as if nothing were between.
+    """Which tokens are draft trees, and what they see. A draft stands behind its ancestors as if nothing were between.
 
-    num_drafts  [S] i32, so many of the last tokens of a sequence are a tree, at most 64; 0 where all is causal
+    num_drafts  [S] i32, so many of the last tokens of a sequence are a tree, at most 64; 0 where all is causal. Its first ones
+                may be cached, of steps before; the others, at least one, are the last rows
     ancestors   [T] u64 as i64, bit i: whether the sequence's draft i is on the way to this one, itself included; 0 for others
     """
 
@@ -85,7 +86,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, sp
         out[group.tokens] = _attend_decode(q[group.tokens], k_cache, v_cache, group, spec)
     starts = step.query_starts
     for index, context_len in enumerate(step.context_lens):
-        if starts[index + 1] - starts[index] > 1:
+        if not _is_decode(step, index):
             rows = slice(starts[index], starts[index + 1])
             paths = None if step.trees is None else _paths(step.trees, index, rows)
             place = _ChunkPlace(step.block_tables[index], context_len, paths)
@@ -140,7 +141,14 @@ def _paths(trees: TreeInput, index: int, rows: slice) -> _Paths | None:
     if num_drafts == 0:
         return None
     is_ancestor = (trees.ancestors[rows, None] >> torch.arange(num_drafts)) & 1 == 1
-    return _Paths(is_ancestor, is_ancestor[-num_drafts:].sum(1))
+    # Parents come first: what is on the way to a draft is what of the way to any row stands up to it.
+    return _Paths(is_ancestor, (is_ancestor.cumsum(1) * is_ancestor).amax(0))
+
+
+def _is_decode(step: AttentionInput, index: int) -> bool:
+    """Whether a sequence has one token, which sees all before it."""
+    has_tree = step.trees is not None and int(step.trees.num_drafts[index]) > 1
+    return step.query_starts[index + 1] - step.query_starts[index] == 1 and not has_tree
 
 
 def _decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
@@ -154,7 +162,7 @@ def _decode_groups(step: AttentionInput, window: int | None, block_size: int) ->
 def _make_decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
     spans = []  # (number of blocks, first block, sequence)
     for index, length in enumerate(step.context_lens):
-        if step.query_starts[index + 1] - step.query_starts[index] == 1:
+        if _is_decode(step, index):
             first = 0 if window is None else max(0, length - window) // block_size
             spans.append((-(-length // block_size) - first, first, index))
     spans.sort()

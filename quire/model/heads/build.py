@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.native import load_native
 from quire.model.build import Model
@@ -21,6 +22,24 @@ from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
 HeadModel = NativeHead | ReferenceHead
 """What runs a LayerHead, with the same `enter`, `recycled` and `draft`."""
+
+
+_MEDUSA_NAME = re.compile(r"(?:medusa_head\.)?\d+\.0\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight")
+
+
+def find_head_kind(folder: Path) -> Literal["eagle", "eagle3", "medusa", "mtp"] | None:
+    """Return what kind of head a folder holds, by the names of its tensors; None for a whole model, or what cannot be read."""
+    try:
+        names = set(HeadFolder.open(folder).tensors)
+    except ModelFormatError:
+        return None
+    if any(_MEDUSA_NAME.fullmatch(name) for name in names):
+        return "medusa"
+    if "fc.weight" in names:
+        return "eagle3" if any(name.endswith("hidden_norm.weight") for name in names) else "eagle"
+    is_whole = any(name.endswith("layers.0.input_layernorm.weight") and not name.startswith("mtp.") for name in names)
+    predicts = any(name.startswith("mtp.") or name.endswith(".eh_proj.weight") for name in names)
+    return "mtp" if predicts and not is_whole else None
 
 
 def read_layer_head(folder: Path, kind: Literal["eagle", "eagle3", "mtp"], target: ModelSpec) -> LayerHead:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError
 from quire.contracts.model_spec import ModelSpec
+from quire.model.families.sources import PRE_NORM_LAYER
 from quire.model.heads.head_spec import LayerHead
-from quire.model.heads.stored import LAYER_NAMES, HeadFolder, body_shapes, layer_sources, read_body
+from quire.model.heads.stored import HeadFolder, body_shapes, layer_sources, read_body
 
 _REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "quantization_config")
 
@@ -55,7 +56,7 @@ def read_eagle3(folder: HeadFolder, target: ModelSpec) -> LayerHead:
     layer = body.layers[0]
     hidden = body.hidden_size
     tap_layers = _tap_layers(folder, len(target.layers))
-    layer_names = {**LAYER_NAMES, "attn_in": "hidden_norm"}
+    layer_names = {**PRE_NORM_LAYER, "attn_in": "hidden_norm"}
     sources = {
         **layer_sources(layer, prefix, layer_names),
         "embed_norm.weight": f"{prefix}input_layernorm.weight",

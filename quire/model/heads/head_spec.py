@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from quire.contracts.medusa_choices import Choices
 from quire.contracts.model_spec import ModelSpec, NormSpec
 
 
@@ -54,8 +55,10 @@ class ParallelHead:
     blocks      per output, residual layers h + silu(A h + b) one after the other: (A [H, H], b [H] or None)
     heads       [V', H] of each output
     vocabulary  [V'] i32 the model's token of each that the heads say; None: the same
+    choices     the tree that they draft best, None where none is stored
     """
 
     blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
     heads: tuple[Tensor, ...]
     vocabulary: Tensor | None = None
+    choices: Choices | None = None

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import ModelFormatError
+from quire.contracts.medusa_choices import read_choices
 from quire.contracts.model_spec import ModelSpec
 from quire.model.heads.head_spec import ParallelHead
 from quire.model.heads.stored import HeadFolder, check_width
+
+_MAX_CHOICES = 1024
+"""Paths of a stored tree; the first of them are drafted."""
 
 
 def read_medusa(folder: HeadFolder, target: ModelSpec) -> ParallelHead:
@@ -36,7 +40,15 @@ def read_medusa(folder: HeadFolder, target: ModelSpec) -> ParallelHead:
         heads.append(_head(folder, tensors, output, len(layers), is_blocks=is_blocks))
     vocabulary = _vocabulary(folder, tensors.get("token_map"), target.vocab_size, {len(head) for head in heads})
     dtype = getattr(torch, target.dtype)
-    return ParallelHead(tuple(blocks), tuple(head.to(dtype) for head in heads), vocabulary)
+    choices = folder.config.get("medusa_choices")
+    if choices is not None:
+        choices = read_choices(choices, str(folder.folder / "config.json"), _MAX_CHOICES, ModelFormatError)
+        if max(map(len, choices)) > len(heads) or max(map(max, choices)) >= len(heads[0]):
+            raise ModelFormatError(
+                f"{folder.folder / 'config.json'}: medusa_choices has paths for {max(map(len, choices))} heads, but there are "
+                f"{len(heads)} heads of {len(heads[0])} tokens"
+            )
+    return ParallelHead(tuple(blocks), tuple(head.to(dtype) for head in heads), vocabulary, choices)
 
 
 def _block(folder: HeadFolder, tensors: dict[str, Tensor], stem: str, target: ModelSpec) -> tuple[Tensor, Tensor | None]:

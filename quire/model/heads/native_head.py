@@ -15,6 +15,7 @@ from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.heads.head_spec import LayerHead
 from quire.model.native_decoder import NativeDecoder
+from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Parameter
 
 _ENTRIES = {"joined": 1, "beside": 2}
@@ -81,6 +82,7 @@ class NativeHead(NativeDecoder):
             wanted.data_ptr(),
             len(rows),
             logits.data_ptr(),
+            *((0, 0) if step.trees is None else (step.trees.num_drafts.data_ptr(), step.trees.ancestors.data_ptr())),
         )
         return logits
 
@@ -91,28 +93,37 @@ class NativeHead(NativeDecoder):
         return found
 
     def draft(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, counts: list[int]
+        self,
+        runs: TokenRuns,
+        origins: list[int],
+        kv: KvPool,
+        features: Tensor,
+        counts: list[int],
+        least_share: float = 0.0,
     ) -> list[list[int]]:
-        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them.
+        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them, or those before
+        the first with which all together are less likely than least_share.
 
-        Its block table has room for counts[s] - 1 tokens more.
+        runs      of tokens i + 1 at the places i; the block tables have room for counts[s] - 1 tokens more
+        origins   places, starts of blocks, from which on each sequence is seen
+        features  [T, feature_size] f32
         """
         self._bind(kv)
-        place = _Place(step)
-        num_drafts, limits = max(counts), _int32(counts)
-        tokens = np.empty((len(counts), num_drafts), dtype=np.int64)
         vocabulary = self._vocabulary
         self._plan.num_threads = torch.get_num_threads()
-        self._plan.draft(
-            *_addresses(token_ids, positions, place),
+        return self._plan.draft(
+            runs.token_ids,
+            runs.starts,
+            runs.ends,
+            origins,
+            runs.addresses,
+            len(runs.tables[0]),
             features.data_ptr(),
             features.shape[1],
-            num_drafts,
-            limits.ctypes.data,
+            counts,
             0 if vocabulary is None else vocabulary.data_ptr(),
-            tokens.ctypes.data,
+            least_share,
         )
-        return [line[:count] for line, count in zip(tokens.tolist(), counts, strict=True)]
 
 
 class _Place:

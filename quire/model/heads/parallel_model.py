@@ -9,48 +9,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base.errors import UnsupportedError
 from quire.model.heads.head_spec import ParallelHead
 from quire.model.native_weights import WeightPacker
-
-Linear = tuple[Tensor, Tensor | None]
+from quire.quant.policy import QuantizationPolicy
+from quire.quant.quantize import Scheme, fit_scheme, quantize_weight
+from quire.quant.weight import QuantizedWeight
 
 
 class ParallelModel:
     """Says what stands at several places ahead, all from one hidden state.
 
     native  the extension module; None: torch computes
+    policy  how the weights are quantised, natively only. Raises UnsupportedError
     """
 
-    def __init__(self, head: ParallelHead, native: ModuleType | None) -> None:
+    def __init__(self, head: ParallelHead, native: ModuleType | None, policy: QuantizationPolicy | None = None) -> None:
+        if policy is not None and native is None:
+            raise UnsupportedError("speculative_config: quantization of heads needs the native kernels, which are not there")
         self.num_heads, self.vocab_size = len(head.heads), len(head.heads[0])
+        self._head = None if native is not None else head
         self._native = native
-        outputs: list[Linear] = [(weight, None) for weight in head.heads]
-        packer = None if native is None else WeightPacker(native, head.heads[0].dtype)
+        self._heads: Any = None
+        self._logits = torch.empty(0)
+        if native is not None:
+            packer = WeightPacker(native, head.heads[0].dtype)
+            inner, outer = (None, None) if policy is None else (policy.linears, policy.head)
+            self._heads = native.ParallelHeads()
+            for block, output in zip(head.blocks, head.heads, strict=True):
+                blocks = [packer.pack(_quantized(weight, inner), bias) for weight, bias in block]
+                self._heads.add(blocks, packer.pack(_quantized(output, outer)))
 
-        def keep(linear: Linear) -> Any:
-            return linear if packer is None else packer.pack(linear[0], linear[1])
+    def speak(self, hidden: Tensor, count: int) -> Tensor:
+        """Return what `count` heads say of hidden [S, H] f32: logits [count, S, V'] f32, which the next call overwrites."""
+        if self._head is not None:
+            return torch.stack([_speak(self._head, index, hidden) for index in range(count)])
+        size = count * len(hidden) * self.vocab_size
+        if len(self._logits) < size:
+            self._logits = torch.empty(size)
+        hidden = hidden.contiguous()
+        self._heads.speak(
+            hidden.data_ptr(), hidden.shape[1], len(hidden), count, self._logits.data_ptr(), torch.get_num_threads()
+        )
+        return self._logits[:size].view(count, len(hidden), self.vocab_size)
 
-        self._blocks = [[keep(linear) for linear in block] for block in head.blocks]
-        self._outputs = [keep(linear) for linear in outputs]
-        self._hidden_size = head.heads[0].shape[1]
+    def best(self, hidden: Tensor, count: int) -> list[list[int]]:
+        """Return the best outputs of the first `count` heads, [count][S]; any where there is none."""
+        said, num_rows = self.speak(hidden, count), len(hidden)
+        if self._native is None:
+            return said.argmax(-1).tolist()
+        size = self.vocab_size
+        best = self._native.best_tokens(said.data_ptr(), size, count * num_rows, size, torch.get_num_threads())
+        return [[max(token, 0) for token in best[row : row + num_rows]] for row in range(0, len(best), num_rows)]
 
-    def speak(self, hidden: Tensor, count: int) -> list[Tensor]:
-        """Return what the first `count` heads say of hidden [S, H] f32: logits [S, V'] f32 each."""
-        found: list[Tensor] = []
-        for block, output in zip(self._blocks[:count], self._outputs, strict=False):
-            x = hidden
-            for linear in block:
-                x = x + F.silu(self._apply(linear, x, self._hidden_size))
-            found.append(self._apply(output, x, self.vocab_size))
-        return found
 
-    def _apply(self, linear: Any, x: Tensor, size: int) -> Tensor:
-        native = self._native
-        if native is None:
-            weight, bias = linear
-            return F.linear(x.to(weight.dtype), weight, bias).float()
-        out = torch.empty(len(x), size)
-        x = x.contiguous()
-        threads = torch.get_num_threads()
-        native.linear(linear, None, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), size, num_threads=threads)
-        return out
+def _quantized(weight: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:
+    return weight if scheme is None else quantize_weight(weight, fit_scheme(scheme, weight.shape[1]), rounded_to=weight.dtype)
+
+
+def _speak(head: ParallelHead, index: int, hidden: Tensor) -> Tensor:
+    x = hidden
+    for weight, bias in head.blocks[index]:
+        x = x + F.silu(F.linear(x.to(weight.dtype), weight, bias).float())
+    return F.linear(x.to(head.heads[index].dtype), head.heads[index]).float()

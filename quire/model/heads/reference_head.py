@@ -12,6 +12,10 @@ from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
 from quire.model.decoder import Decoder, DecoderLayer
 from quire.model.heads.head_spec import LayerHead
+from quire.model.token_runs import TokenRuns
+
+DRAFT_SHARPNESS = 4.0
+"""Logits are multiplied with it before it is asked how likely greedy drafts are; SHARPNESS in csrc/draft_run.cpp."""
 
 
 class ReferenceHead:
@@ -78,19 +82,33 @@ class ReferenceHead:
         return F.linear(x, self._parameters["fuse.weight"], self._parameters.get("fuse.bias"))
 
     def draft(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, counts: list[int]
+        self,
+        runs: TokenRuns,
+        origins: list[int],
+        kv: KvPool,
+        features: Tensor,
+        counts: list[int],
+        least_share: float = 0.0,
     ) -> list[list[int]]:
-        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them.
+        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them, or those before
+        the first with which all together are less likely than least_share.
 
-        Its block table has room for counts[s] - 1 tokens more.
+        runs      of tokens i + 1 at the places i; the block tables have room for counts[s] - 1 tokens more
+        origins   places, starts of blocks, from which on each sequence is seen
         """
+        token_ids, positions, step = runs.tensors(kv.spec.block_size, origins, [count - 1 for count in counts])
         last = [start - 1 for start in step.query_starts[1:]]
         first_lengths, count, size = list(step.context_lens), len(last), kv.spec.block_size
         lengths = first_lengths
         positions_of_last = positions[torch.tensor(last)]
         found: list[list[int]] = [[] for _ in last]
+        kept, ways = list(counts), torch.ones(count)
         for index in range(max(counts)):
-            best = self.enter(token_ids, positions, step, kv, features, last).argmax(-1)
+            shares, best = (
+                self.enter(token_ids, positions, step, kv, features, last).float().mul(DRAFT_SHARPNESS).softmax(-1).max(-1)
+            )
+            ways *= shares
+            kept = [min(limit, index) if way < least_share else limit for limit, way in zip(kept, ways.tolist(), strict=True)]
             token_ids = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
             for tokens, token_id in zip(found, token_ids.tolist(), strict=True):
                 tokens.append(token_id)
@@ -101,4 +119,4 @@ class ReferenceHead:
                 positions = positions_of_last + torch.tensor(lengths) - torch.tensor(first_lengths)
                 step = AttentionInput(torch.tensor(slots), list(range(count + 1)), lengths, step.block_tables)
                 features, last = self.recycled(count), list(range(count))
-        return [tokens[:limit] for tokens, limit in zip(found, counts, strict=True)]
+        return [tokens[:limit] for tokens, limit in zip(found, kept, strict=True)]

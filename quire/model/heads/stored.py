@@ -14,23 +14,13 @@ from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelS
 from quire.model.config_reader import read_json_object
 from quire.model.families import FAMILIES
 from quire.model.families.config_view import ConfigView
+from quire.model.families.sources import PRE_NORM_LAYER
 from quire.model.parameters import Shape, parameter_shapes
+from quire.model.resolve import MEDUSA_FILE
 from quire.model.stored_tensors import listing, open_file, open_tensors
 
-LAYER_NAMES = {
-    "attn_in": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o": "self_attn.o_proj",
-    "mlp_in": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-"""Canonical names of a pre-norm layer's parts, and what checkpoints call them."""
+_LONE_FILES = ("medusa_lm_head.safetensors", MEDUSA_FILE)
+"""Medusa heads alone, without the model; nothing that a pickle holds is executed (open_file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +37,8 @@ class HeadFolder:
         file = folder / "config.json"
         if not file.is_file():
             raise ModelFormatError(f"{folder} has no config.json; give the folder of a head that drafts")
-        lone = folder / "medusa_lm_head.pt"
-        found = open_file(lone) if lone.is_file() else open_tensors(folder)
+        lone = next((folder / name for name in _LONE_FILES if (folder / name).is_file()), None)
+        found = open_tensors(folder) if lone is None else open_file(lone)
         tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
         return cls(folder, read_json_object(file), tensors)
 
@@ -114,7 +104,7 @@ def check_width(folder: HeadFolder, hidden_size: int, target: ModelSpec) -> None
         )
 
 
-def layer_sources(layer: LayerSpec, prefix: str, names: Mapping[str, str] = LAYER_NAMES) -> dict[str, str]:
+def layer_sources(layer: LayerSpec, prefix: str, names: Mapping[str, str] = PRE_NORM_LAYER) -> dict[str, str]:
     """Return canonical name, below layers.0., -> stored name below `prefix`, of a layer with those norms and biases."""
     if not isinstance(layer.mlp, MlpSpec) or layer.attn_out is not None or layer.mlp_out is not None:
         raise UnsupportedError("heads that draft are supported with pre-norm layers and dense feed-forward blocks only (yet)")

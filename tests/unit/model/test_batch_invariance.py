@@ -28,6 +28,7 @@ CHUNKS = (1, 1, 1, 1, 2, 3, 7, 13, 16, 17, 29, 64, 200)
 PRECISIONS = {
     "f32": ("float32", None),
     "bf16": ("bfloat16", None),
+    "bf16-short": ("bfloat16", None),
     "int8": ("bfloat16", "int8"),
     "int4": ("bfloat16", "int4"),
     "f32-int8": ("float32", "int8"),
@@ -48,7 +49,10 @@ def build(folder, precision):
     parameters = load_parameters(folder, spec)
     if quantization is not None:
         parameters = quantize_parameters(parameters, spec, POLICIES[quantization])
-    return NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS))
+    with pytest.MonkeyPatch.context() as patch:
+        if precision == "bf16-short":
+            patch.setattr("quire.model.native_decoder._SHORT_FROM", 0)
+        return NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS))
 
 
 class Bench:

@@ -29,6 +29,23 @@ def test_offsets_are_kept_when_scales_are_small(scale):
     assert (unpacked(weight) - weight.dequantize()).abs().max() <= budget
 
 
+@pytest.mark.parametrize(("is_short", "columns", "share"), [(True, 512, 0.78), (False, 512, 1.0), (True, 508, 1.0)])
+def test_bfloat16_takes_three_quarters_when_it_is_kept_short(is_short, columns, share):
+    weight = (torch.randn(64, columns, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    packer = WeightPacker(load_native(), torch.bfloat16, is_short)
+    packed, row = packer.pack(weight), torch.empty(columns)
+    for index in range(64):
+        packed.unpack_row(index, row.data_ptr())
+        assert row.equal(weight[index].float())
+    assert packer.num_bytes <= share * 2 * weight.numel() + 64
+
+
+def test_other_dtypes_are_kept_as_they_are_when_bfloat16_is_short():
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    packed = WeightPacker(load_native(), torch.bfloat16, is_short=True).pack(weight.bfloat16(), dtype=torch.float32)
+    assert packed.num_bytes >= 4 * weight.numel()
+
+
 def test_weight_goes_dense_and_says_so_once_when_a_scale_is_not_finite(caplog):
     codes = torch.ones(16, 32, dtype=torch.int8)
     weight = QuantizedWeight(codes, torch.full((16, 1), float("inf")))

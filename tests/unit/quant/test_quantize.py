@@ -7,6 +7,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.quant.quantize import (
+    FINE_INT4,
     INT4,
     INT8,
     LINEAR_LEVELS,
@@ -88,7 +89,14 @@ def test_error_is_close_to_the_least_when_every_scale_is_tried(kind, slack):
 
 @pytest.mark.parametrize(
     "scheme, decibels",
-    [(INT8, 40.5), (INT4, 21.8), (Scheme("linear"), 21.0), (Scheme("affine"), 21.8), (Scheme("affine", 64), 20.4)],
+    [
+        (INT8, 40.5),
+        (INT4, 21.1),
+        (FINE_INT4, 21.8),
+        (Scheme("linear"), 21.0),
+        (Scheme("affine"), 21.8),
+        (Scheme("affine", 64), 20.4),
+    ],
     ids=lambda value: name_of(value) if isinstance(value, Scheme) else str(value),
 )
 def test_signal_to_noise_of_normal_weights_has_its_floor(scheme, decibels):
@@ -101,7 +109,7 @@ def test_signal_to_noise_of_normal_weights_has_its_floor(scheme, decibels):
 
 def test_nonlinear_levels_are_the_best_of_four_and_a_half_bits():
     weight = random_weight(64, 512, seed=1)
-    best = sqnr_db(weight, quantize_weight(weight, INT4))
+    best = sqnr_db(weight, quantize_weight(weight, FINE_INT4))
     assert best > sqnr_db(weight, quantize_weight(weight, Scheme("linear"))) + 0.5
     assert best > sqnr_db(weight, quantize_weight(weight, Scheme("affine", 64))) + 0.5
 

@@ -13,7 +13,7 @@ from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.quant.parameters import QuantizedStack
 from quire.quant.policy import POLICIES, QuantizationPolicy, quantize_parameters
-from quire.quant.quantize import INT4, INT8, quantize_weight
+from quire.quant.quantize import FINE_INT4, INT4, INT8, quantize_weight
 from quire.quant.weight import QuantizedWeight
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -42,20 +42,21 @@ def test_int8_takes_every_linear_embedding_and_head_and_nothing_else(tiny_model)
     assert found["layers.0.q_norm.weight"] == found["final_norm.weight"] == "float"
 
 
-def test_int4_keeps_what_is_small_or_at_an_end_at_int8():
+@pytest.mark.parametrize(("num_columns", "linears", "small", "head"), [(64, FINE_INT4, INT8, INT8), (256, INT4, INT4, INT4)])
+def test_int4_keeps_what_is_narrow_or_at_an_end_at_more_bits(num_columns, linears, small, head):
     spec = POLICIES["int4"]
     found = {
-        (layer, name): spec.scheme_of(f"layers.{layer}.{name}.weight", 64, 4)
+        (layer, name): spec.scheme_of(f"layers.{layer}.{name}.weight", num_columns, 4)
         for layer in range(4)
         for name in ("q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down", "router", "attn_in")
     }
     for (layer, name), scheme in found.items():
-        is_int8 = name in ("k", "v") or (layer in (0, 3) and name in ("gate", "up", "down"))
-        expected = None if name in ("router", "attn_in") else INT8 if is_int8 else INT4
+        is_end = layer in (0, 3) and name in ("gate", "up", "down")
+        expected = None if name in ("router", "attn_in") else INT8 if is_end else small if name in ("k", "v") else linears
         assert scheme == expected, (layer, name)
-    assert spec.scheme_of("layers.1.q.bias", 64, 4) is None
-    assert spec.scheme_of("pos.weight", 64, 4) is None
-    assert spec.scheme_of("lm_head.weight", 64, 4) == INT8
+    assert spec.scheme_of("layers.1.q.bias", num_columns, 4) is None
+    assert spec.scheme_of("pos.weight", num_columns, 4) is None
+    assert spec.scheme_of("lm_head.weight", num_columns, 4) == head
 
 
 def test_quantised_parameters_are_those_of_the_weights_and_the_float_ones_are_let_go(tiny_model):
@@ -65,7 +66,7 @@ def test_quantised_parameters_are_those_of_the_weights_and_the_float_ones_are_le
     quantized = quantize_parameters(parameters, spec, POLICIES["int4"])
     assert parameters == {}
     assert list(quantized) == list(original)
-    expected = quantize_weight(original["layers.1.q.weight"], INT4)
+    expected = quantize_weight(original["layers.1.q.weight"], FINE_INT4)
     assert torch.equal(quantized["layers.1.q.weight"].codes, expected.codes)
     assert torch.equal(quantized["layers.1.q.weight"].scale, expected.scale)
 

@@ -34,9 +34,9 @@ static inline i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset
 // Where the tokens of one step stand: sequence s owns rows [query_starts[s], query_starts[s + 1]) of q and the cached tokens
 // [0, context_lens[s]), of which its rows are the last. block_tables [num_sequences][table_stride].
 //
-// num_drafts null: all of that is causal. Else the last num_drafts[s] rows of s, at most 64, are a tree: bit i of ancestors[row] says
-// whether draft i is on the way from the last known token to that row, itself included; rows of no tree have 0. A draft stands behind
-// its ancestors as if nothing were between them, whatever slots they have.
+// num_drafts null: all of that is causal. Else the last num_drafts[s] cached tokens of s, at most 64, are a tree, whose last ones are
+// rows: bit i of ancestors[row] says whether draft i is on the way from the last known token to that row, itself included; rows of no
+// tree have 0. A draft stands behind its ancestors as if nothing were between them, whatever slots they have.
 struct Batch {
     i32 num_sequences = 0;
     i32 num_tokens = 0;

@@ -25,6 +25,8 @@ namespace {
 
 constexpr i32 ROWS_PER_SHARE = 64;
 constexpr i64 SLAB_BYTES = 64 << 20;
+// Of bf12, a line behind the last panel is read, though not used.
+constexpr i64 PAST_PANELS = 64;
 
 struct Packing {
     NativeWeight* weight;
@@ -34,19 +36,24 @@ struct Packing {
     const i8* levels;
     i32 num_levels;
     bool is_mapped;
+    std::vector<Exception>* found;  // bf12: of every panel that is packed
 };
 
 void pack_share(void* argument, Worker& worker) {
     const Packing& job = *static_cast<Packing*>(argument);
     const Weight& w = job.weight->weight;
     const i64 shares = ceil_div(job.count, ROWS_PER_SHARE);
-    const i64 width = w.format == Format::f32 ? 4 : w.format == Format::bf16 || w.format == Format::f16 ? 2 : 1;
+    const i64 width = w.format == Format::f32 ? 4 : w.format == Format::bf16 || w.format == Format::f16 || w.format == Format::bf12 ? 2 : 1;
     for (i64 share = next(worker, shares, 1); share < shares; share = next(worker, shares, 1)) {
         const i32 row = static_cast<i32>(share) * ROWS_PER_SHARE;
         const i32 rows = job.count - row < ROWS_PER_SHARE ? job.count - row : ROWS_PER_SHARE;
         const u8* source = static_cast<const u8*>(job.source) + row * job.stride * width;
         u8* panels = job.weight->memory.data;
-        if (w.format == Format::u8 || w.format == Format::u4)
+        if (w.format == Format::bf12) {
+            NativeWeight& weight = *job.weight;
+            float* scales = reinterpret_cast<float*>(weight.column_scales.data);
+            pack_bf12(reinterpret_cast<const u16*>(source), job.stride, w.n, w.k, job.first + row, rows, panels, scales, job.found + row / 16);
+        } else if (w.format == Format::u8 || w.format == Format::u4)
             pack_codes(w.format, reinterpret_cast<const i8*>(source), job.stride, w.n, w.k, job.first + row, rows, job.levels, job.num_levels, panels);
         else
             pack_dense(w.format, source, job.stride, w.n, w.k, job.first + row, rows, panels);
@@ -56,11 +63,12 @@ void pack_share(void* argument, Worker& worker) {
 
 Format format_named(const std::string& name) {
     if (name == "bf16") return Format::bf16;
+    if (name == "bf12") return Format::bf12;
     if (name == "f32") return Format::f32;
     if (name == "f16") return Format::f16;
     if (name == "u8") return Format::u8;
     if (name == "u4") return Format::u4;
-    throw std::invalid_argument("format must be bf16, f16, f32, u8 or u4, got " + name);
+    throw std::invalid_argument("format must be bf16, bf12, f16, f32, u8 or u4, got " + name);
 }
 
 struct LinearCall {
@@ -109,7 +117,7 @@ void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_
     call.job.out_stride = out_stride;
     std::optional<PackedMemory> between;
     if (following != nullptr) {
-        if (following->weight.format != Format::bf16 || following->weight.columns != nullptr || following->weight.k != w.n)
+        if (input_kind(following->weight.format) != Format::bf16 || following->weight.columns != nullptr || following->weight.k != w.n)
             throw std::invalid_argument("the following weight must be bf16, in order, and read all results");
         between.emplace(*call.kernels->linear, following->weight, m);
         call.following = call.job;
@@ -172,14 +180,21 @@ NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i
     if (is_quantized && (input_group < group || (input_group % group != 0 && input_group < k)))
         throw std::invalid_argument("input_group must be a multiple of group or the whole row");
     if (is_quantized && k > 60000) throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
+    if (weight.format == Format::bf12 && k % UNIT_INPUTS != 0)
+        throw std::invalid_argument("bf12 needs a multiple of " + std::to_string(UNIT_INPUTS) + " columns, got " + std::to_string(k));
     weight.n = n;
     weight.k = k;
     const i32 whole = (k + 7) / 8 * 8;
     weight.group = is_quantized ? (group >= k ? whole : group) : 0;
     weight.input_group = is_quantized ? (input_group >= k ? (whole + weight.group - 1) / weight.group * weight.group : input_group) : 0;
     weight.panel_bytes = panel_lines(weight.format, k) * 64;
-    memory = Part::of(panels_of(weight) * weight.panel_bytes);
+    memory = Part::of(panels_of(weight) * weight.panel_bytes + (weight.format == Format::bf12 ? PAST_PANELS : 0));
     weight.data = memory.data;
+    if (weight.format != Format::bf12) return;
+    windows.resize(static_cast<size_t>(panels_of(weight)));
+    weight.windows = windows.data();
+    column_scales = Part::of(panels_of(weight) * 16 * static_cast<i64>(sizeof(float)));
+    weight.column_scale = reinterpret_cast<const float*>(column_scales.data);
 }
 
 void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads) {
@@ -188,8 +203,30 @@ void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uint
         if (num_levels < 1 || num_levels > 16) throw std::invalid_argument("u4 needs 1 to 16 levels");
         for (int i = 0; i < num_levels; ++i) weight.table[i] = static_cast<u8>(reinterpret_cast<const i8*>(levels)[i] + 128);
     }
-    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped};
+    std::vector<std::vector<Exception>> found(weight.format == Format::bf12 ? static_cast<size_t>(ceil_div(count, 16)) : 0);
+    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data()};
     run_team(num_threads, pack_share, &job);
+    if (weight.format == Format::bf12) take_exceptions(static_cast<size_t>(first) / 16, found);
+}
+
+// One stream, so that what a panel needs is there when it comes.
+void NativeWeight::take_exceptions(size_t first_panel, const std::vector<std::vector<Exception>>& found) {
+    const std::vector<Exception> before = std::move(exceptions);
+    std::vector<i64> starts;
+    exceptions.clear();
+    for (size_t panel = 0; panel < windows.size(); ++panel) {
+        starts.push_back(static_cast<i64>(exceptions.size()));
+        if (panel >= first_panel && panel < first_panel + found.size()) {
+            const std::vector<Exception>& own = found[panel - first_panel];
+            exceptions.insert(exceptions.end(), own.begin(), own.end());
+        } else {
+            exceptions.insert(exceptions.end(), windows[panel].exceptions, windows[panel].exceptions + windows[panel].count);
+        }
+    }
+    exceptions.shrink_to_fit();
+    starts.push_back(static_cast<i64>(exceptions.size()));
+    for (size_t panel = 0; panel < windows.size(); ++panel)
+        windows[panel] = {exceptions.data() + starts[panel], static_cast<i32>(starts[panel + 1] - starts[panel])};
 }
 
 void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns) {
@@ -204,7 +241,10 @@ void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, u
     };
     copy(scales, group_scales, weight.group_scales, width * groups);
     copy(offsets, group_offsets, weight.group_offsets, width * groups);
-    copy(column_scales, column_scale, weight.column_scale, width);
+    if (weight.format != Format::bf12)
+        copy(column_scales, column_scale, weight.column_scale, width);
+    else if (column_scale != 0)
+        throw std::invalid_argument("bf12 has scales of its own");
     copy(biases, bias, weight.bias, width);
     copy(column_order, columns, weight.columns, weight.k);
 }
@@ -227,7 +267,7 @@ Part Part::of(i64 size) {
 }
 
 i64 NativeWeight::num_bytes() const {
-    return memory.bytes + scales.bytes + offsets.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
+    return static_cast<i64>(exceptions.size() * sizeof(Exception)) + memory.bytes + scales.bytes + offsets.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
 }
 
 }  // namespace quire
@@ -236,7 +276,7 @@ void bind_linear(nb::module_& m) {
     using namespace quire;
     nb::class_<NativeWeight>(m, "Weight")
         .def(nb::init<const std::string&, i32, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0, "input_group"_a = 0,
-             "An empty packed weight [n, k]: format bf16, f16, f32, u8 or u4; group, input_group (0: group): see Weight in weight.h.")
+             "An empty packed weight [n, k]: format bf16, bf12, f16, f32, u8 or u4; group, input_group (0: group): see Weight in weight.h.")
         .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
              nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
         .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0,
@@ -247,6 +287,8 @@ void bind_linear(nb::module_& m) {
         .def("unpack_row", [](const NativeWeight& w, i32 n, uintptr_t out, std::optional<std::string> isa) {
             kernels_for(isa.value_or("")).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
         }, "n"_a, "out"_a, "isa"_a = nb::none());
+    m.def("suits_bf12", [](uintptr_t source, i64 stride, i32 count, i32 k) { return suits_bf12(reinterpret_cast<const u16*>(source), stride, count, k); },
+          "source"_a, "stride"_a, "count"_a, "k"_a, "Whether bf16 rows [count, k] can be kept in 12 bits with few exceptions, judged by some of them.");
     m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
           "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(), "num_threads"_a = 1, "isa"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
           "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");

@@ -3,13 +3,38 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <stdexcept>
+
+#include "parallel_heads.h"
 #include "plan.h"
+#include "runs.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
-void bind_plan(nb::module_& m) {
-    using namespace quire;
+namespace {
+using namespace quire;
+
+// What every call describes of its tokens, by the addresses of the arrays.
+StepInput describe_tokens(uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
+                          uintptr_t context_lens, uintptr_t block_tables, i64 table_stride) {
+    StepInput in;
+    in.token_ids = reinterpret_cast<const i64*>(token_ids);
+    in.positions = reinterpret_cast<const i64*>(positions);
+    in.slots = reinterpret_cast<const i64*>(slots);
+    in.batch.num_sequences = num_sequences;
+    in.batch.num_tokens = num_tokens;
+    in.batch.query_starts = reinterpret_cast<const i32*>(query_starts);
+    in.batch.context_lens = reinterpret_cast<const i32*>(context_lens);
+    in.batch.block_tables = reinterpret_cast<const i32*>(block_tables);
+    in.batch.table_stride = table_stride;
+    return in;
+}
+
+using PlanClass = nb::class_<Plan>;
+
+void bind_layer(nb::module_& m) {
     nb::class_<Norm>(m, "Norm").def("set", &Norm::set, "is_layer_norm"_a, "size"_a, "eps"_a, "weight"_a, "bias"_a = 0,
                                     "Copy f32 weights (any offset already added) from their addresses.");
     nb::class_<PlanLayer> layer(m, "PlanLayer");
@@ -28,8 +53,10 @@ void bind_plan(nb::module_& m) {
             l.kv = {static_cast<KvFormat>(format), block_size, l.num_kv_heads, l.head_dim, reinterpret_cast<void*>(keys), reinterpret_cast<void*>(values),
                     reinterpret_cast<float*>(key_scales), reinterpret_cast<float*>(value_scales)};
         });
-    nb::class_<Plan>(m, "Plan")
-        .def(nb::init<i32, i32, bool, int>(), "hidden"_a, "vocab"_a, "is_bf16"_a, "num_threads"_a)
+}
+
+void bind_setup(PlanClass& plan) {
+    plan.def(nb::init<i32, i32, bool, int>(), "hidden"_a, "vocab"_a, "is_bf16"_a, "num_threads"_a)
         .def_rw("final_norm", &Plan::final_norm)
         .def_rw("embed_norm", &Plan::embed_norm)
         .def_rw("feature_norm", &Plan::feature_norm)
@@ -43,17 +70,17 @@ void bind_plan(nb::module_& m) {
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)
         .def("finish", &Plan::finish)
-        .def_prop_ro("scratch_bytes", &Plan::scratch_bytes)
-        .def("step", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
+        .def_prop_ro("scratch_bytes", &Plan::scratch_bytes);
+}
+
+// Steps of tokens, described by addresses and by runs.
+void bind_steps(PlanClass& plan) {
+    plan.def("step", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                         uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t wanted_rows, i32 num_wanted_rows, i32 num_logit_rows, bool keeps_all, uintptr_t logits,
                         uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers) {
-            StepInput in;
-            in.token_ids = reinterpret_cast<const i64*>(token_ids);
-            in.positions = reinterpret_cast<const i64*>(positions);
-            in.slots = reinterpret_cast<const i64*>(slots);
-            in.batch = {num_sequences, num_tokens, reinterpret_cast<const i32*>(query_starts), reinterpret_cast<const i32*>(context_lens),
-                        reinterpret_cast<const i32*>(block_tables), table_stride, reinterpret_cast<const i32*>(num_drafts),
-                        reinterpret_cast<const u64*>(ancestors)};
+            StepInput in = describe_tokens(token_ids, positions, slots, num_tokens, num_sequences, query_starts, context_lens, block_tables, table_stride);
+            in.batch.num_drafts = reinterpret_cast<const i32*>(num_drafts);
+            in.batch.ancestors = reinterpret_cast<const u64*>(ancestors);
             in.wanted_rows = reinterpret_cast<const i32*>(wanted_rows);
             in.num_wanted_rows = num_wanted_rows;
             in.num_logit_rows = num_logit_rows;
@@ -64,57 +91,112 @@ void bind_plan(nb::module_& m) {
             p.step(in);
         }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
             "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
-            "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.")
-        .def("draft", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
-                         uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t features, i32 feature_size, i32 num_drafts, uintptr_t counts, uintptr_t vocabulary,
-                         uintptr_t tokens) {
+            "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
+    plan.def("run", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<uintptr_t>& tables,
+                       i32 max_blocks, const std::vector<i32>& wanted_rows, i32 num_logit_rows, bool keeps_all, bool wants_best, uintptr_t logits, uintptr_t positions,
+                       uintptr_t num_drafts, uintptr_t ancestors) {
+            const TokenRuns runs = {token_ids, starts, ends, std::vector<i32>(ends.size()), tables, max_blocks};
+            const Placement placement(runs, p.block_size(), {});
             StepInput in;
-            in.token_ids = reinterpret_cast<const i64*>(token_ids);
-            in.positions = reinterpret_cast<const i64*>(positions);
-            in.slots = reinterpret_cast<const i64*>(slots);
-            in.batch.num_sequences = num_sequences;
-            in.batch.num_tokens = num_tokens;
-            in.batch.query_starts = reinterpret_cast<const i32*>(query_starts);
-            in.batch.context_lens = reinterpret_cast<const i32*>(context_lens);
-            in.batch.block_tables = reinterpret_cast<const i32*>(block_tables);
-            in.batch.table_stride = table_stride;
+            placement.fill(in, runs);
+            if (positions != 0) in.positions = reinterpret_cast<const i64*>(positions);
+            in.batch.num_drafts = reinterpret_cast<const i32*>(num_drafts);
+            in.batch.ancestors = reinterpret_cast<const u64*>(ancestors);
+            in.wanted_rows = wanted_rows.data();
+            in.num_wanted_rows = static_cast<i32>(wanted_rows.size());
+            in.num_logit_rows = num_logit_rows;
+            in.keeps_all = keeps_all;
+            in.logits = reinterpret_cast<float*>(logits);
+            p.step(in);
+            std::vector<i32> best(wants_best ? num_logit_rows : 0);
+            if (wants_best) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
+            return best;
+        }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
+            "num_drafts"_a = 0, "ancestors"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+            "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none.");
+}
+
+// Steps that draft.
+void bind_drafts(PlanClass& plan) {
+    plan.def("draft", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<i32>& origins,
+                         const std::vector<uintptr_t>& tables, i32 max_blocks, uintptr_t features, i32 feature_size, const std::vector<i32>& counts, uintptr_t vocabulary,
+                         float least_share) {
+            if (counts.empty() || counts.size() != ends.size() || *std::min_element(counts.begin(), counts.end()) < 1)
+                throw std::invalid_argument("a run of drafts needs a count for each sequence, at least 1");
+            std::vector<i32> room(counts.size());
+            for (size_t s = 0; s < room.size(); ++s) room[s] = counts[s] - 1;
+            const i32 most = *std::max_element(counts.begin(), counts.end());
+            const TokenRuns runs = {token_ids, starts, ends, origins, tables, max_blocks};
+            const Placement placement(runs, p.block_size(), room);
+            StepInput in;
+            placement.fill(in, runs);
             in.features = reinterpret_cast<const float*>(features);
             in.feature_size = feature_size;
-            p.draft(in, {num_drafts, reinterpret_cast<const i32*>(counts), reinterpret_cast<const i32*>(vocabulary), reinterpret_cast<i64*>(tokens)});
-        }, nb::call_guard<nb::gil_scoped_release>(), "Compute tokens and draft behind them; see DraftRun in plan.h.")
-        .def("enter", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
+            std::vector<i64> tokens(counts.size() * most);
+            std::vector<i32> kept(counts.size());
+            p.draft(in, {most, counts.data(), reinterpret_cast<const i32*>(vocabulary), tokens.data(), least_share, kept.data()});
+            std::vector<std::vector<i64>> found(counts.size());
+            for (size_t s = 0; s < found.size(); ++s) found[s].assign(tokens.begin() + s * most, tokens.begin() + s * most + kept[s]);
+            return found;
+        }, "token_ids"_a, "starts"_a, "ends"_a, "origins"_a, "tables"_a, "max_blocks"_a, "features"_a, "feature_size"_a, "counts"_a, "vocabulary"_a,
+            "least_share"_a = 0.0f, nb::call_guard<nb::gil_scoped_release>(), "Compute runs of tokens and return counts[s] drafts behind each, or fewer; see DraftRun in plan.h.");
+    plan.def("enter", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                          uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t features, i32 feature_size, uintptr_t wanted_rows, i32 num_wanted_rows,
-                         uintptr_t logits) {
-            StepInput in;
-            in.token_ids = reinterpret_cast<const i64*>(token_ids);
-            in.positions = reinterpret_cast<const i64*>(positions);
-            in.slots = reinterpret_cast<const i64*>(slots);
-            in.batch.num_sequences = num_sequences;
-            in.batch.num_tokens = num_tokens;
-            in.batch.query_starts = reinterpret_cast<const i32*>(query_starts);
-            in.batch.context_lens = reinterpret_cast<const i32*>(context_lens);
-            in.batch.block_tables = reinterpret_cast<const i32*>(block_tables);
-            in.batch.table_stride = table_stride;
+                         uintptr_t logits, uintptr_t num_drafts, uintptr_t ancestors) {
+            StepInput in = describe_tokens(token_ids, positions, slots, num_tokens, num_sequences, query_starts, context_lens, block_tables, table_stride);
+            in.batch.num_drafts = reinterpret_cast<const i32*>(num_drafts);
+            in.batch.ancestors = reinterpret_cast<const u64*>(ancestors);
             in.features = reinterpret_cast<const float*>(features);
             in.feature_size = feature_size;
             in.wanted_rows = reinterpret_cast<const i32*>(wanted_rows);
             in.num_wanted_rows = in.num_logit_rows = num_wanted_rows;
             in.logits = reinterpret_cast<float*>(logits);
             p.step(in);
-        }, nb::call_guard<nb::gil_scoped_release>(), "A step of a plan whose entry is not token.")
-        .def("recycled", [](Plan& p, i32 count, uintptr_t out) {
+        }, nb::call_guard<nb::gil_scoped_release>(), "A step of a plan whose entry is not token.");
+}
+
+// What a step leaves behind.
+void bind_results(PlanClass& plan) {
+    plan.def("recycled", [](Plan& p, i32 count, uintptr_t out) {
             p.recycled(count, reinterpret_cast<float*>(out));
         }, nb::call_guard<nb::gil_scoped_release>(), "count"_a, "out"_a)
-        .def("layer_inputs", [](Plan& p, uintptr_t rows, i32 count, uintptr_t out) {
-            p.layer_inputs(reinterpret_cast<const i32*>(rows), count, reinterpret_cast<float*>(out));
-        }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "count"_a, "out"_a)
+        .def("layer_inputs", [](Plan& p, const std::vector<i32>& rows, uintptr_t out) {
+            p.layer_inputs(rows.data(), static_cast<i32>(rows.size()), reinterpret_cast<float*>(out));
+        }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a)
         .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count) {
             p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count);
         }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a)
         .def("logits", [](Plan& p, uintptr_t rows, i32 count, uintptr_t out) {
             p.logits(reinterpret_cast<const i32*>(rows), count, reinterpret_cast<float*>(out));
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "count"_a, "out"_a)
-        .def("hidden_states", [](Plan& p, uintptr_t rows, i32 count, uintptr_t out) {
-            p.hidden_states(reinterpret_cast<const i32*>(rows), count, reinterpret_cast<float*>(out));
-        }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "count"_a, "out"_a);
+        .def("hidden_states", [](Plan& p, const std::vector<i32>& rows, uintptr_t out) {
+            p.hidden_states(rows.data(), static_cast<i32>(rows.size()), reinterpret_cast<float*>(out));
+        }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a);
+}
+
+void bind_heads(nb::module_& m) {
+    nb::class_<ParallelHeads>(m, "ParallelHeads")
+        .def(nb::init<>())
+        .def("add", &ParallelHeads::add, "blocks"_a, "output"_a)
+        .def("speak", [](const ParallelHeads& heads, uintptr_t hidden, i64 stride, i32 num_rows, i32 count, uintptr_t logits, int num_threads) {
+            heads.speak(reinterpret_cast<const float*>(hidden), stride, num_rows, count, reinterpret_cast<float*>(logits), num_threads);
+        }, "hidden"_a, "stride"_a, "num_rows"_a, "count"_a, "logits"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Write the logits [count][num_rows][vocab] of the first heads.");
+    m.def("best_tokens", [](uintptr_t logits, i64 stride, i32 num_rows, i32 vocab, int num_threads) {
+        std::vector<i32> found(num_rows);
+        best_tokens(kernels(), reinterpret_cast<const float*>(logits), stride, num_rows, vocab, num_threads, found.data());
+        return found;
+    }, "logits"_a, "stride"_a, "num_rows"_a, "vocab"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Return the best token of every row of f32 logits, the lowest of equal ones; -1 where there is none: a NaN, +inf, or all -inf.");
+}
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+    bind_layer(m);
+    PlanClass plan(m, "Plan");
+    bind_setup(plan);
+    bind_steps(plan);
+    bind_drafts(plan);
+    bind_results(plan);
+    bind_heads(m);
 }

@@ -1,4 +1,4 @@
-// Drafting by a plan whose rows begin with features: a step, and then as many as there are drafts, each behind what the last one said.
+// Drafting by a plan: a step, and then as many as there are drafts, each behind what the last one said.
 #include <string.h>
 
 #include <algorithm>
@@ -8,13 +8,75 @@
 
 namespace quire {
 
+namespace {
+
+struct BestCall {
+    const SamplerTable& table;
+    const std::vector<SampleRow>& rows;
+    i32 vocab;
+    SampleResult* results;
+    u8* scratch;
+};
+
+// e to the power of x, x <= 0, to about 1e-4 of it.
+inline float exp_roughly(float x) {
+    const float y = std::max(x * 1.44269504f, -100.0f);
+    const i32 whole = static_cast<i32>(y);
+    const float part = y - static_cast<float>(whole);  // in (-1, 0]
+    const float power = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.05550411f + part * 0.00961813f)));
+    const i32 bits = (whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof(scale));
+    return power * scale;
+}
+
+// Logits are multiplied with it: where two tokens are nearly as likely the greedy one may be either, but where one is twice as
+// likely as the other it seldom is that one. Plain probabilities would say little; DRAFT_SHARPNESS in reference_head.py.
+constexpr float SHARPNESS = 4.0f;
+
+// The share of a token by its row of logits, of which it is the largest; NaN where one is.
+float share_of(const float* logits, i32 vocab, float best) {
+    constexpr i32 LANES = 16;
+    float sums[LANES] = {0};
+    i32 i = 0;
+    for (; i + LANES <= vocab; i += LANES) {
+        for (i32 lane = 0; lane < LANES; ++lane) sums[lane] += exp_roughly((logits[i + lane] - best) * SHARPNESS);
+    }
+    for (; i < vocab; ++i) sums[0] += exp_roughly((logits[i] - best) * SHARPNESS);
+    float total = 0;
+    for (const float sum : sums) total += sum;
+    return 1.0f / total;
+}
+
+}  // namespace
+
+void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 num_rows, i32 vocab, int num_threads, i32* tokens) {
+    // Kept from call to call: fresh pages cost as much as a row. One per calling thread.
+    thread_local std::vector<SampleRow> rows;
+    thread_local std::vector<SampleResult> results;
+    thread_local std::vector<u8> scratch;
+    const int size = std::max(1, std::min(num_threads, num_rows));
+    rows.assign(num_rows, SampleRow());
+    results.assign(num_rows, SampleResult());
+    for (i32 i = 0; i < num_rows; ++i) rows[i].logits = logits + i * stride;
+    const i64 num_bytes = size * kernels.sampler->scratch_bytes(vocab);
+    if (static_cast<i64>(scratch.size()) < num_bytes) scratch.resize(num_bytes);
+    BestCall call = {*kernels.sampler, rows, vocab, results.data(), scratch.data()};
+    run_team(size, [](void* argument, Worker& worker) {
+        const BestCall& c = *static_cast<BestCall*>(argument);
+        c.table.sample(worker, c.rows.data(), static_cast<i32>(c.rows.size()), c.vocab, c.results, c.scratch);
+    }, &call);
+    for (i32 i = 0; i < num_rows; ++i) tokens[i] = results[i].status == SAMPLE_FINE ? results[i].token : -1;
+}
+
 void Plan::draft(const StepInput& first, const DraftRun& drafts) {
-    const i32 count = first.batch.num_sequences, total = drafts.num_drafts;
-    std::vector<float> logits(static_cast<size_t>(count) * vocab_), features(static_cast<size_t>(count) * hidden_);
+    const i32 count = first.batch.num_sequences, total = drafts.num_drafts, size = block_size();
+    draft_logits_.resize(static_cast<size_t>(count) * vocab_);
+    std::vector<float> features(entry_ == Entry::token ? 0 : static_cast<size_t>(count) * hidden_);
     std::vector<i64> tokens(count), positions(count), slots(count);
-    std::vector<i32> starts(count + 1), lengths(count), rows(count);
+    std::vector<i32> starts(count + 1), lengths(count), rows(count), best(count);
     StepInput in = first;
-    in.logits = logits.data();
+    in.logits = draft_logits_.data();
     in.num_wanted_rows = in.num_logit_rows = count;
     in.keeps_all = false;
     for (i32 s = 0; s < count; ++s) {
@@ -24,18 +86,30 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
         lengths[s] = first.batch.context_lens[s];
     }
     in.wanted_rows = rows.data();
+    std::vector<float> shares(count, 1.0f);
+    std::vector<i32> num_kept(drafts.counts, drafts.counts + count);
+    const auto is_done = [&](i32 made) {
+        for (i32 s = 0; s < count; ++s) {
+            if (made < num_kept[s]) return false;
+        }
+        return true;
+    };
     for (i32 i = 0;; ++i) {
         step(in);
+        best_tokens(*kernels_used, draft_logits_.data(), vocab_, count, vocab_, num_threads, best.data());
         for (i32 s = 0; s < count; ++s) {
-            const float* row = logits.data() + static_cast<size_t>(s) * vocab_;
-            const i32 best = static_cast<i32>(std::max_element(row, row + vocab_) - row);
-            tokens[s] = drafts.vocabulary == nullptr ? best : drafts.vocabulary[best];
+            // A model that drafts may fail without harm: any token does as a draft.
+            const i32 token = std::max(best[s], 0);
+            tokens[s] = drafts.vocabulary == nullptr ? token : drafts.vocabulary[token];
             drafts.tokens[static_cast<i64>(s) * total + i] = tokens[s];
+            if (drafts.least_share <= 0 || i >= num_kept[s]) continue;
+            const float* logits = draft_logits_.data() + static_cast<i64>(s) * vocab_;
+            shares[s] *= best[s] < 0 ? 0 : share_of(logits, vocab_, logits[best[s]]);
+            if (!(shares[s] >= drafts.least_share)) num_kept[s] = i;
         }
-        if (i + 1 >= total) return;
-        recycled(count, features.data());
+        if (is_done(i + 1)) break;
+        if (entry_ != Entry::token) recycled(count, features.data());
         for (i32 s = 0; s < count; ++s) {
-            const i32 size = layers_[0]->kv.block_size;
             // A sequence that has its drafts goes on in its last slot, until the others have theirs.
             if (i + 1 < drafts.counts[s]) {
                 ++lengths[s];
@@ -54,6 +128,7 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
         in.features = features.data();
         in.feature_size = hidden_;
     }
+    if (drafts.num_kept != nullptr) std::copy(num_kept.begin(), num_kept.end(), drafts.num_kept);
 }
 
 void Plan::recycled(i32 count, float* out) {

@@ -1,5 +1,6 @@
 #include "pack.h"
 
+#include <math.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -34,6 +35,92 @@ void transpose_halves(const u16* source, i64 stride, i32 rows, i32 k, u16* panel
     }
 }
 
+// The same value in both halves of a word.
+constexpr u32 twice(u32 half) { return half << 16 | half; }
+
+constexpr u32 EXPONENT = twice(0x7f80), LOW_EXPONENT = twice(0x0780), REST = twice(0x807f);
+constexpr i32 UNIT_WORDS = UNIT_LINES * 16;
+
+// The least exponent of the window that holds most values of a panel's lines; from 1 on: 0 has no leading one.
+i32 window_of(const u32* lines, i64 words) {
+    i32 counts[256] = {};
+    for (i64 i = 0; i < words; i += 64)
+        for (i64 j = i; j < i + 16; ++j) {
+            ++counts[lines[j] >> 7 & 255];
+            ++counts[lines[j] >> 23 & 255];
+        }
+    i32 sum = 0, best = 0, start = 1;
+    for (i32 last = 1; last < 255; ++last) {
+        sum += counts[last] - (last > WINDOW_SIZE ? counts[last - WINDOW_SIZE] : 0);
+        // Of equal ones the middle would do best; the first is the one with more room above.
+        if (sum > best) best = sum, start = last >= WINDOW_SIZE ? last - WINDOW_SIZE + 1 : 1;
+    }
+    return start;
+}
+
+// Write a unit; return whether all its exponents lie in the window that begins at `start`. Others become something else.
+bool encode_unit(const u32* lines, i32 start, u8* unit) {
+    const u32 least = twice(static_cast<u32>(start) << 7);
+    u32 outside = 0, kept[UNIT_WORDS], words[3][16];
+    for (i32 i = 0; i < UNIT_WORDS; ++i) {
+        // A bit above keeps the lower half from borrowing; where it is lent, it counts as outside.
+        const u32 exponents = (((lines[i] & EXPONENT) | twice(0x8000)) - least) ^ twice(0x8000);
+        outside |= exponents & ~LOW_EXPONENT;
+        kept[i] = (lines[i] & REST) | (exponents & LOW_EXPONENT);
+    }
+    for (i32 i = 0; i < 16; ++i) {
+        const u32 last = kept[48 + i];
+        words[0][i] = kept[i] | (last & twice(7)) << 12 | last >> 31 << 11 | (last >> 15 & 1) << 27;
+        words[1][i] = kept[16 + i] | (last & twice(0x78)) << 8;
+        words[2][i] = kept[32 + i] | (last & LOW_EXPONENT) << 4;
+    }
+    memcpy(unit, words, UNIT_BYTES);
+    return outside == 0;
+}
+
+// Divide a bf16 value by 2^(start - WINDOW_START); false where that is no normal value.
+bool divide_half(u32 half, i32 start, u32& result) {
+    const i32 exponent = static_cast<i32>(half >> 7 & 255), moved = exponent - start + WINDOW_START;
+    result = half;
+    if (start == WINDOW_START || (half & 0x7fff) == 0 || exponent == 255) return true;
+    if (exponent == 0 || moved < 1 || moved > 254) return false;
+    result = (half & 0x807f) | static_cast<u32>(moved) << 7;
+    return true;
+}
+
+// Note the values of a unit that are outside of the window; false where one cannot be divided.
+bool note_exceptions(const u32* lines, i32 unit, i32 start, std::vector<Exception>& exceptions) {
+    for (i32 place = 0; place < 2 * UNIT_WORDS; ++place) {
+        const u32 half = lines[place / 2] >> 16 * (place % 2) & 0xffff;
+        const i32 exponent = static_cast<i32>(half >> 7 & 255);
+        if (exponent >= start && exponent < start + WINDOW_SIZE) continue;
+        u32 value;
+        if (!divide_half(half, start, value)) return false;
+        exceptions.push_back({unit, static_cast<u16>(place), static_cast<u16>(value)});
+    }
+    return true;
+}
+
+// Up to 16 rows as lines of bf16 pairs. Rows past the end repeat the first: nobody reads what they give.
+void lines_of(const u16* rows, i64 stride, i32 used, i32 k, std::vector<u32>& lines) {
+    lines.resize(static_cast<size_t>(k) / 2 * 16);
+    interleave<2>(reinterpret_cast<const u8*>(rows), stride * 2, used, k, k / 2, reinterpret_cast<u8*>(lines.data()));
+    for (size_t line = 0; line < lines.size(); line += 16)
+        for (i32 r = used; r < 16; ++r) lines[line + static_cast<size_t>(r)] = lines[line];
+}
+
+// Write a panel whose window begins at `start`; return false where an exception cannot be divided.
+bool encode_panel(const std::vector<u32>& lines, i32 start, u8* panel, std::vector<Exception>& exceptions) {
+    exceptions.clear();
+    const i32 units = static_cast<i32>(lines.size() / UNIT_WORDS);
+    for (i32 unit = 0; unit < units; ++unit) {
+        const u32* from = lines.data() + static_cast<i64>(unit) * UNIT_WORDS;
+        if (encode_unit(from, start, panel + static_cast<i64>(unit) * UNIT_BYTES)) continue;
+        if (!note_exceptions(from, unit, start, exceptions)) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 u8* allocate(i64 bytes) {
@@ -58,6 +145,7 @@ i64 panel_lines(Format format, i32 k) {
         case Format::bf16: return ceil_div(k, 2);
         case Format::f32: return k;
         case Format::f16: return ceil_div(k, 2);
+        case Format::bf12: return k / UNIT_INPUTS * (UNIT_BYTES / 64);
         case Format::u8: return 2 * ceil_div(k, 8);
         default: return ceil_div(k, 8);
     }
@@ -76,6 +164,39 @@ void pack_dense(Format format, const void* source, i64 stride, i32 n, i32 k, i32
         else
             interleave<4>(rows, stride * 4, used, k, static_cast<i32>(lines), panel);
     }
+}
+
+void pack_bf12(const u16* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels, float* scales, std::vector<Exception>* exceptions) {
+    std::vector<u32> lines;
+    for (i32 row = 0; row < count; row += 16) {
+        const i32 panel = (first + row) / 16;
+        u8* to = panels + panel * panel_lines(Format::bf12, k) * 64;
+        lines_of(source + row * stride, stride, n - first - row < 16 ? n - first - row : 16, k, lines);
+        i32 start = window_of(lines.data(), static_cast<i64>(lines.size()));
+        if (!encode_panel(lines, start, to, exceptions[row / 16])) {
+            // Not divided at all; whatever lies outside is kept as it is.
+            start = WINDOW_START;
+            encode_panel(lines, start, to, exceptions[row / 16]);
+        }
+        for (i32 i = 0; i < 16; ++i) scales[panel * 16 + i] = ldexpf(1.0f, start - WINDOW_START);
+    }
+}
+
+bool suits_bf12(const u16* source, i64 stride, i32 count, i32 k) {
+    constexpr i32 MOST_PANELS = 8, LEAST_UNITS_PER_EXCEPTION = 8;
+    if (k % UNIT_INPUTS != 0 || k == 0 || count < 1) return false;
+    std::vector<u32> lines;
+    std::vector<u8> panel(static_cast<size_t>(panel_lines(Format::bf12, k)) * 64);
+    std::vector<Exception> exceptions;
+    const i32 panels = ceil_div(count, 16), looks = panels < MOST_PANELS ? panels : MOST_PANELS;
+    i64 found = 0;
+    for (i32 look = 0; look < looks; ++look) {
+        const i32 row = static_cast<i32>(static_cast<i64>(panels) * look / looks) * 16;
+        lines_of(source + row * stride, stride, count - row < 16 ? count - row : 16, k, lines);
+        if (!encode_panel(lines, window_of(lines.data(), static_cast<i64>(lines.size())), panel.data(), exceptions)) return false;
+        found += static_cast<i64>(exceptions.size());
+    }
+    return found * LEAST_UNITS_PER_EXCEPTION <= static_cast<i64>(looks) * (k / UNIT_INPUTS);
 }
 
 void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, const i8* levels, i32 num_levels, u8* panels) {

@@ -1,5 +1,7 @@
 // Rearranging weights into panels, once at load. The sources are row-major [N, K] with `stride` elements a row.
 #pragma once
+#include <vector>
+
 #include "weight.h"
 
 namespace quire {
@@ -14,6 +16,10 @@ i64 panel_lines(Format format, i32 k);
 // Write rows [first, first + count) of a weight of n rows into panels; first is a multiple of 16. Rows past n become zeros (the code
 // of value 0) in the last panel.
 void pack_dense(Format format, const void* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels);
+// The same for bf12: with scales [N padded to 16], and into `exceptions` those of each panel that is written.
+void pack_bf12(const u16* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels, float* scales, std::vector<Exception>* exceptions);
+// Whether few units of a weight are exceptions, judged by some of its rows; `count` of them are there.
+bool suits_bf12(const u16* source, i64 stride, i32 count, i32 k);
 // codes int8. u8: code + 128. u4: index of the code in `levels` (num_levels ascending), which hold every code.
 void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, const i8* levels, i32 num_levels, u8* panels);
 

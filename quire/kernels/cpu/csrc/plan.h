@@ -86,13 +86,19 @@ struct StepInput {
 
 // Tokens that follow a step, each the most likely one after those before it, whose rows get what the row before it gave.
 // Sequence s gets counts[s] of them, at least one; what stands behind these is of no use. Its block table has room for
-// counts[s] - 1 tokens more.
+// counts[s] - 1 tokens more. They end before the first with which all of them together are less likely than least_share, as is said
+// here; all that are computed of a sequence behind that are of no use either.
 struct DraftRun {
     i32 num_drafts = 0;  // the most of any
     const i32* counts = nullptr;
     const i32* vocabulary = nullptr;  // the embedding's row of each output, or null: the same
     i64* tokens = nullptr;  // [num_sequences][num_drafts]
+    float least_share = 0;
+    i32* num_kept = nullptr;  // [num_sequences] out: tokens before the end
 };
+
+// The best token of each of some rows of logits, the lowest of equal ones; -1 where a row has none (NaN, or infinite).
+void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 num_rows, i32 vocab, int num_threads, i32* tokens);
 
 class Plan {
 public:
@@ -110,7 +116,7 @@ public:
     void keep_inputs(std::vector<i32> layers);
     void finish();
     void step(const StepInput& input);
-    // A step, then drafts behind the last token of every sequence, whose logits must be the only ones wanted, in order.
+    // A step, then drafts behind the last token of every sequence. Its wanted rows and logits are set here.
     void draft(const StepInput& input, const DraftRun& run);
     // What the first `count` wanted rows of the last step give to rows that follow: [count][hidden].
     void recycled(i32 count, float* out);
@@ -123,6 +129,9 @@ public:
     // Copy keys and values of tokens to other slots in every layer, one after the other.
     void move_tokens(const i64* from, const i64* to, i32 count);
     i64 scratch_bytes() const;
+    // Slots of a block of the caches, which are those of the last step.
+    i32 block_size() const { return layers_[0]->kv.block_size; }
+    i32 vocab() const { return vocab_; }
 
     Norm final_norm, embed_norm, feature_norm;
     int num_threads;
@@ -162,6 +171,7 @@ private:
     u32* packed_data_ = nullptr;
     float *packed_scales_ = nullptr, *packed_sums_ = nullptr;
     i32* packed_starts_ = nullptr;
+    std::vector<float> draft_logits_;  // of the passes of a run of drafts
     std::vector<LinearJob> jobs_;
     std::vector<Packed> packs_;
 };

@@ -17,6 +17,8 @@
 //   bf16_words(a, b)       the bits of what store_bf16 writes of a and then of b
 //   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
 //   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[4i + j], j < 4, w unsigned, x signed, |x| <= 127. Exact
+//   keep_or, select_bits   (a & mask) | b, (a & mask) | (b & ~mask), of every 32-bit word; rotate_words: right by four bits
+//   put_half          16 bits of 32 places get a value
 //   unpack_nibbles         table lookups of the low and the high nibble of 64 bytes; load_table takes 16 entries
 //   I64               16 64-bit integers. to_i64 rounds to nearest, ties to even, |x| < 2^51
 //   multiply_even     the 64-bit products of the even lanes, unsigned: low halves in the even lanes, high halves in the odd

@@ -201,6 +201,24 @@ QUIRE_INLINE void store_bytes(void* p, Bytes x) {
     _mm256_storeu_si256(q + 1, x.b);
 }
 QUIRE_INLINE Bytes set1_bytes(u32 x) { return {_mm256_set1_epi32(static_cast<int>(x)), _mm256_set1_epi32(static_cast<int>(x))}; }
+QUIRE_INLINE Bytes keep_or(Bytes x, u32 mask, Bytes y) {
+    const __m256i m = _mm256_set1_epi32(static_cast<int>(mask));
+    return {_mm256_or_si256(_mm256_and_si256(x.a, m), y.a), _mm256_or_si256(_mm256_and_si256(x.b, m), y.b)};
+}
+QUIRE_INLINE Bytes select_bits(u32 mask, Bytes x, Bytes y) {
+    const __m256i m = _mm256_set1_epi32(static_cast<int>(mask));
+    return {_mm256_or_si256(_mm256_and_si256(x.a, m), _mm256_andnot_si256(m, y.a)),
+            _mm256_or_si256(_mm256_and_si256(x.b, m), _mm256_andnot_si256(m, y.b))};
+}
+QUIRE_INLINE Bytes put_half(Bytes x, int place, u16 value) {
+    u8 bytes[64];
+    store_bytes(bytes, x);
+    __builtin_memcpy(bytes + 2 * place, &value, 2);
+    return load_bytes(bytes);
+}
+QUIRE_INLINE Bytes rotate_words(Bytes x) {
+    return {_mm256_or_si256(_mm256_srli_epi32(x.a, 4), _mm256_slli_epi32(x.a, 28)), _mm256_or_si256(_mm256_srli_epi32(x.b, 4), _mm256_slli_epi32(x.b, 28))};
+}
 QUIRE_INLINE __m256 high_half(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))); }
 QUIRE_INLINE __m256 low_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) {

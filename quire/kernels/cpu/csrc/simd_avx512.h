@@ -139,6 +139,14 @@ QUIRE_INLINE void store_f16(u16* p, F32 a) {
 QUIRE_INLINE Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
 QUIRE_INLINE void store_bytes(void* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 QUIRE_INLINE Bytes set1_bytes(u32 x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+QUIRE_INLINE Bytes keep_or(Bytes a, u32 mask, Bytes b) {
+    return {_mm512_ternarylogic_epi32(a.v, _mm512_set1_epi32(static_cast<int>(mask)), b.v, 0xea)};
+}
+QUIRE_INLINE Bytes select_bits(u32 mask, Bytes a, Bytes b) {
+    return {_mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(mask)), a.v, b.v, 0xca)};
+}
+QUIRE_INLINE Bytes put_half(Bytes a, int place, u16 value) { return {_mm512_mask_set1_epi16(a.v, 1u << place, static_cast<short>(value))}; }
+QUIRE_INLINE Bytes rotate_words(Bytes a) { return {_mm512_ror_epi32(a.v, 4)}; }
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }

@@ -153,6 +153,30 @@ QUIRE_INLINE void store_f16(u16* p, F32 a) { QUIRE_EACH p[i] = to_f16(a.v[i]); }
 
 QUIRE_INLINE Bytes load_bytes(const void* p) { Bytes r; memcpy(r.v, p, 64); return r; }
 QUIRE_INLINE void store_bytes(void* p, Bytes a) { memcpy(p, a.v, 64); }
+QUIRE_INLINE Bytes keep_or(Bytes a, u32 mask, Bytes b) {
+    u32 x[16], y[16];
+    memcpy(x, a.v, 64), memcpy(y, b.v, 64);
+    QUIRE_EACH x[i] = (x[i] & mask) | y[i];
+    return load_bytes(x);
+}
+QUIRE_INLINE Bytes select_bits(u32 mask, Bytes a, Bytes b) {
+    u32 x[16], y[16];
+    memcpy(x, a.v, 64), memcpy(y, b.v, 64);
+    QUIRE_EACH x[i] = (x[i] & mask) | (y[i] & ~mask);
+    return load_bytes(x);
+}
+QUIRE_INLINE Bytes put_half(Bytes x, int place, u16 value) {
+    u8 bytes[64];
+    store_bytes(bytes, x);
+    __builtin_memcpy(bytes + 2 * place, &value, 2);
+    return load_bytes(bytes);
+}
+QUIRE_INLINE Bytes rotate_words(Bytes a) {
+    u32 x[16];
+    memcpy(x, a.v, 64);
+    QUIRE_EACH x[i] = x[i] >> 4 | x[i] << 28;
+    return load_bytes(x);
+}
 QUIRE_INLINE Bytes set1_bytes(u32 x) { Bytes r; QUIRE_EACH memcpy(r.v + 4 * i, &x, 4); return r; }
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     u32 x[16], y[16];

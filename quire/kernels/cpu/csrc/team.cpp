@@ -4,6 +4,8 @@
 #include <sched.h>
 
 #include <vector>
+
+#include "pack.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -103,6 +105,25 @@ Range next_of_share(Worker& worker, i64 count, i64 most) {
     Range range = take(team, phase, worker.rank, count, most, true);
     for (int i = 1; i < team.size && range.first == range.last; ++i) range = take(team, phase, (worker.rank + i) % team.size, count, most, false);
     return range;
+}
+
+namespace {
+
+struct Scratch {
+    u8* data = nullptr;
+    i64 bytes = 0;
+    ~Scratch() { release(data, bytes); }
+};
+
+}  // namespace
+
+u8* thread_scratch(i64 bytes) {
+    static thread_local Scratch scratch;
+    if (bytes <= scratch.bytes) return scratch.data;
+    release(scratch.data, scratch.bytes);
+    scratch.data = allocate(bytes);
+    scratch.bytes = scratch.data == nullptr ? 0 : bytes;
+    return scratch.data;
 }
 
 void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {

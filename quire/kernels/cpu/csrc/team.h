@@ -34,6 +34,9 @@ Range next_of_share(Worker& worker, i64 count, i64 most);
 // the callers' own setting comes back.
 void run_team(int num_threads, void (*body)(void* argument, Worker& worker), void* argument);
 
+// Memory of the calling thread, of at least so many bytes, kept until it ends; what was in it is lost when it grows. Null when there is none.
+u8* thread_scratch(i64 bytes);
+
 // The contiguous share of thread `rank` of `count` items: [share_start, share_start of rank + 1).
 static inline i64 share_start(i64 count, int rank, int size) { return count * rank / size; }
 

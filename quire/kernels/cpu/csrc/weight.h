@@ -6,12 +6,36 @@ namespace quire {
 
 // Weights lie in panels of 16 columns of the output, so that one 64-byte line holds the weights of 16 outputs:
 //   bf16  [N / 16][K / 2][16][2]   pairs of inputs, as dot_bf16 takes them
+//   bf12  [N / 16][K / 8][192 bytes]: bf16 without loss in 12 bits, see Window; K is a multiple of 8
 //   f32   [N / 16][K][16]
 //   f16   [N / 16][K][16], read as f32; a line holds two inputs
 //   u8    [N / 16][K / 4][16][4]   code + 128, as dot_u8s8 takes them
 //   u4    [N / 16][K / 8][16][4]   a byte holds inputs 8j + i (low nibble) and 8j + 4 + i (high); table[nibble] = level + 128
 // N is padded to 16 and K to the step of the format, with weights of value 0.
-enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3, f16 = 4 };
+enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3, f16 = 4, bf12 = 5 };
+
+// In one matrix nearly all exponents lie within 16 of each other, so that four bits say which it is. A unit of bf12 is eight inputs of
+// a panel, four lines A, B, C, D of bf16 pairs, in three lines of memory. Values are divided by a power of two, the column_scale of
+// the panel, that brings the least exponent of the panel's window to 112. Of each value there remain sign (bit 15), mantissa (0 - 6) and
+// the low four bits of the exponent (7 - 10): those of A, B and C stand in line 0, 1 and 2. Bits 11 - 14 of both halves of a word are free:
+//   line 0   11: the sign of the OTHER half of D; 12 - 14: bits 0 - 2 of D
+//   line 1   bits 3 - 6 of D
+//   line 2   bits 7 - 10 of D
+// A value whose exponent is outside of the window is an exception, kept beside and divided as well.
+constexpr i32 UNIT_INPUTS = 8, UNIT_BYTES = 192, UNIT_LINES = 4;
+constexpr i32 WINDOW_START = 112, WINDOW_SIZE = 16;
+
+struct Exception {
+    i32 unit;
+    u16 place;  // in the unit's four lines, in halves of words
+    u16 value;
+};
+
+// The exceptions of a panel, by units. Those of the next panel follow in memory.
+struct Window {
+    const Exception* exceptions = nullptr;
+    i32 count = 0;
+};
 
 // One linear weight: y[n] = column_scale[n] * sum over groups g of (scale[g][n] * sum_k code[n][k] x[k] + offset[g][n] * sum_k x[k]).
 //   group           inputs that share a scale of the weight; the last may be shorter. 0 for bf16, f32
@@ -32,6 +56,7 @@ struct Weight {
     const float* column_scale = nullptr;
     const float* bias = nullptr;
     const i32* columns = nullptr;
+    const Window* windows = nullptr;  // bf12: [N / 16]
     u8 table[16] = {};
 };
 
@@ -53,7 +78,7 @@ struct Packed {
 static inline i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 static inline i32 panels_of(const Weight& w) { return ceil_div(w.n, 16); }
 // The form in which a weight reads its inputs.
-static inline Format input_kind(Format format) { return format == Format::u4 ? Format::u8 : format == Format::f16 ? Format::f32 : format; }
+static inline Format input_kind(Format format) { return format == Format::u4 ? Format::u8 : format == Format::f16 ? Format::f32 : format == Format::bf12 ? Format::bf16 : format; }
 // 32-bit words of one row of a packed input.
 static inline i32 steps_of(Format kind, i32 k) { return kind == Format::bf16 ? ceil_div(k, 2) : kind == Format::f32 ? k : 2 * ceil_div(k, 8); }
 static inline i32 groups_of(i32 k, i32 group) { return group == 0 ? 0 : ceil_div(k, group); }

@@ -44,7 +44,6 @@ def make_row(vocab_size, seed, **params):
         params=SamplingParams(**params),
         seed=seed,
         eos_token_ids=frozenset(),
-        bad_word_token_ids=(),
     )
     return SamplingRow(request, 0, (1, 2, 3), vocab_size)
 

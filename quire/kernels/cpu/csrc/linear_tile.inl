@@ -1,0 +1,82 @@
+// A tile of a linear layer: what its functions are given, and how many rows and panels the machine's registers hold.
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
+// Integer tiles keep two sets: integers of a group and the f32 sum. Where a group is long, the sums may be in memory and the tile
+// twice as large (MAX_LONG_INTEGERS).
+#if QUIRE_LEVEL == 2
+constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12, MAX_LONG_INTEGERS = 24;
+#elif QUIRE_LEVEL == 1
+constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3, MAX_LONG_INTEGERS = 3;
+#else
+constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
+#endif
+constexpr int MAX_PANELS = 4;
+// Rows of a tile of bf12, which holds two lines of every panel.
+constexpr int max_unit_rows(int panels) {
+    const int rows = MAX_FLOATS / panels;
+    return QUIRE_LEVEL < 2 || panels == 1 ? rows : rows - 2;
+}
+// How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
+// memory answers. With many rows a line lasts longer and fewer would do, but an early line does not hurt in the second cache.
+constexpr i64 PREFETCH_BYTES = 4096;
+
+// How far ahead inputs are asked for, in 32-bit words.
+constexpr i64 INPUT_WORDS_AHEAD = 128;
+
+struct Tile {
+    const u8* panels[MAX_PANELS];
+    const u8* ahead[MAX_PANELS];  // prefetched line by line, every 2^ahead_shift steps a new one
+    const u16* scales[MAX_PANELS];
+    const u16* offsets[MAX_PANELS];
+    const Window* windows[MAX_PANELS];
+    const u8* table;
+    const u32* input;
+    const float* input_scales;
+    const i32* starts;
+    const float* sums;
+    i32 steps;               // 64-byte lines of a panel; f16: half lines; bf12: units
+    i32 group_steps;         // lines of a group
+    i32 groups_per_scale;    // groups that share a scale of the input
+    i32 ahead_shift;
+    float* out;  // [P][R][16]
+};
+
+QUIRE_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+
+using TileFunction = void (*)(const Tile&);
+
+template <int P>
+QUIRE_INLINE void prefetch_ahead(const Tile& t, i64 s) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p) prefetch_l2(t.ahead[p] + (s >> t.ahead_shift) * 64);
+}
+
+template <int R, int P>
+QUIRE_INLINE void store_tile(float* out, const F32 (&acc)[P][R]) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) store(out + (p * R + r) * 16, acc[p][r]);
+}
+
+QUIRE_INLINE bool is_integer(Format format) { return format == Format::u8 || format == Format::u4; }
+
+// The place of a row: its tile's first row and number of rows, and its own number there.
+struct RowPlace {
+    i32 first, rows, r;
+};
+
+QUIRE_INLINE RowPlace place_of(const Packed& x, i32 row) {
+    const i32 first = row / x.tile_rows * x.tile_rows;
+    return {first, x.tile_rows < x.m - first ? x.tile_rows : x.m - first, row - first};
+}
+
+// Where a word of a row goes.
+QUIRE_INLINE u32* word_at(const Packed& x, RowPlace place, i32 word) {
+    return x.data + static_cast<i64>(place.first) * steps_of(x.kind, x.k) + static_cast<i64>(word) * place.rows + place.r;
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,28 @@
+// Output heads that all read one hidden state, each with residual blocks of its own before it (Medusa).
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "native_weight.h"
+#include "tables.h"
+
+namespace quire {
+
+class ParallelHeads {
+public:
+    // blocks: x += silu(block(x)), one after the other; all weights read rows of `hidden` values.
+    void add(std::vector<std::shared_ptr<NativeWeight>> blocks, std::shared_ptr<NativeWeight> output);
+    // What the first `count` heads say of rows of hidden values: [count][num_rows][vocab].
+    void speak(const float* hidden, i64 stride, i32 num_rows, i32 count, float* logits, int num_threads) const;
+
+    i32 vocab() const { return heads_.empty() ? 0 : heads_[0].output->weight.n; }
+
+private:
+    struct Head {
+        std::vector<std::shared_ptr<NativeWeight>> blocks;
+        std::shared_ptr<NativeWeight> output;
+    };
+    std::vector<Head> heads_;
+};
+
+}  // namespace quire

@@ -1,0 +1,143 @@
+"""DeviceDecoder: executes any ModelSpec on a GPU, with Triton kernels and torch's matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.rope import inverse_frequencies
+from quire.kernels.triton.activation import activate
+from quire.kernels.triton.attention import KvCache, attend
+from quire.kernels.triton.heads import Projections, Rope, place_heads, rope_table
+from quire.kernels.triton.moe import mixture_of_experts
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
+from quire.kernels.triton.step import DeviceStep
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_weights import load_on_device
+from quire.quant.parameters import Parameter, StoredParameter
+
+
+class DeviceDecoder:
+    """A decoder-only model whose parameters and cache lie on a device. Nothing here waits for the device or copies to it.
+
+    Between the matrix products a layer has five launches: norm, heads (norm of q and k, rope, store), attention, norm with the
+    residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another.
+
+    parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
+    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: MutableMapping[str, Parameter | StoredParameter],
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.device = device
+        own = load_on_device(parameters, spec, device)
+        self._embedding, self._positions = own["embed.weight"], own.get("pos.weight")
+        self._head = own.get("lm_head.weight", self._embedding)
+        scale = spec.embed_scale
+        self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
+        self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
+        ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
+        tables = {
+            rope: rope_table(rope, inverse_frequencies(rope, max_model_len).to(device), max_model_len, self.dtype)
+            for rope in ropes
+        }
+        self._layers = [_DeviceLayer(layer, f"layers.{index}.", own, tables) for index, layer in enumerate(spec.layers)]
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Launch on the model's device meanwhile; which device is the current one is a matter of each thread."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceStep, pool: DeviceKvPool) -> Tensor:
+        """Compute the tokens of one step and store their KV.
+
+        token_ids, positions  [T] i64, the sequences of the step one after the other
+        Returns               [T, hidden_size], after the final norm
+        """
+        x = F.embedding(token_ids, self._embedding)
+        if self._embed_scale != 1.0:
+            x = x * self._embed_scale
+        if self._positions is not None:
+            x = x + F.embedding(positions, self._positions)
+        first = self._layers[0].attn_in if self._layers else self._final_norm
+        y = x if first is None else normalize(x, first)
+        for index, layer in enumerate(self._layers):
+            is_last = index + 1 == len(self._layers)
+            following = self._final_norm if is_last else self._layers[index + 1].attn_in
+            y = layer.forward(x, y, positions, step, pool.caches[index], following)
+        return y
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype; in `out` if that is given."""
+        logits = torch.mm(hidden, self._head.t(), out=out)
+        if self.spec.logit_scale != 1.0:
+            logits.mul_(self.spec.logit_scale)
+        if self.spec.final_softcap is not None:
+            logits.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
+        return logits
+
+
+class _DeviceLayer:
+    def __init__(self, spec: LayerSpec, prefix: str, parameters: Mapping[str, Tensor], ropes: Mapping[RopeSpec, Rope]) -> None:
+        own = {name.removeprefix(prefix): tensor for name, tensor in parameters.items() if name.startswith(prefix)}
+        self._spec, self._own = spec, own
+        attention = spec.attention
+        self._rope = None if attention.rope is None else ropes[attention.rope]
+        self._sizes = [attention.num_heads * attention.head_dim, *([attention.num_kv_heads * attention.head_dim] * 2)]
+        self.attn_in = norm_of(own, "attn_in", spec.attn_in)
+        self._attn_out = norm_of(own, "attn_out", spec.attn_out)
+        self._mlp_in = norm_of(own, "mlp_in", spec.mlp_in)
+        self._mlp_out = norm_of(own, "mlp_out", spec.mlp_out)
+        q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in ("q_norm", "k_norm"))
+        self._qk_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+
+    def forward(
+        self, x: Tensor, y: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache, following: Norm | None
+    ) -> Tensor:
+        """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x."""
+        scale = self._spec.residual_scale
+        branch = self._attention(y, positions, step, cache, self._spec.attention)
+        y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
+        return add_and_normalize(x, self._mlp(y), following, self._mlp_out, scale)
+
+    def _attention(self, y: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache, spec: AttentionSpec) -> Tensor:
+        q, k, v = self._linear(y, "qkv").split(self._sizes, 1)
+        norms = self._qk_norms
+        if norms is not None and spec.qk_norm_over == "all":
+            q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
+        heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
+        q = place_heads(heads, cache, step.slots, positions, self._rope, norms)
+        return self._linear(attend(q, cache, step, spec).flatten(1), "o")
+
+    def _mlp(self, y: Tensor) -> Tensor:
+        spec = self._spec.mlp
+        if isinstance(spec, MoeSpec):
+            logits = F.linear(y, self._own["router.weight"])
+            weights = self._own["experts.gate_up.weight"], self._own["experts.down.weight"]
+            return mixture_of_experts(y, logits, spec, *weights)
+        both = self._linear(y, "gate_up")
+        if spec.is_gated:
+            gate, up = both.chunk(2, 1)
+            return self._linear(activate(gate, up, spec.activation), "down")
+        return self._linear(activate(both, None, spec.activation), "down")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._own[f"{name}.weight"], self._own.get(f"{name}.bias"))
+
+
+def norm_of(parameters: Mapping[str, Tensor], name: str, spec: NormSpec | None) -> Norm | None:
+    """Return the norm of that name; None where the layer has none."""
+    return None if spec is None else Norm(spec, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))

@@ -1,0 +1,77 @@
+"""TokenRuns: the tokens of a step, and where the keys and values of their sequences lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.reference.attention import AttentionInput, TreeInput
+
+BlockTable = NDArray[np.int64]
+
+
+def address_of(table: BlockTable) -> int:
+    """Return where a block table lies; to be asked once, as that takes longer than a native call."""
+    return table.ctypes.data
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlaces:
+    """Which tokens of a step are draft trees; the slots of these follow each other whatever their positions.
+
+    positions   [T] i64 of all tokens
+    num_drafts  [S] i32, and ancestors [T] u64: see TreeInput
+    """
+
+    positions: NDArray[np.int64]
+    num_drafts: NDArray[np.int32]
+    ancestors: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """Runs of tokens of S sequences, one run after the other. Plain lists: the native kernels take them as they are.
+
+    starts     S + 1 offsets: sequence s owns token_ids [starts[s], starts[s + 1]), at least one
+    ends       S positions, each behind the last token of its run
+    tables     S block tables [max_blocks], which hold these positions, and `addresses` where they lie
+    trees      None: there are none
+    """
+
+    token_ids: list[int]
+    starts: list[int]
+    ends: list[int]
+    tables: list[BlockTable]
+    addresses: list[int]
+    trees: TreePlaces | None = None
+
+    def tensors(
+        self, block_size: int, origins: list[int] | None = None, room: list[int] | None = None
+    ) -> tuple[Tensor, Tensor, AttentionInput]:
+        """Return token ids and positions [T] i64, and what attention reads.
+
+        origins  positions, starts of blocks, from which on a sequence is seen; None: from its start
+        room     positions behind the end of each run that its table must hold; None: none
+        """
+        counts = np.diff(self.starts)
+        ends, first_seen = np.array(self.ends), np.zeros(len(counts), np.int64) if origins is None else np.array(origins)
+        offsets = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], counts)
+        places = np.repeat(ends - counts, counts) + offsets
+        firsts, lasts = first_seen // block_size, -(-(ends + (0 if room is None else np.array(room))) // block_size)
+        tables = np.zeros((len(counts), int((lasts - firsts).max())), dtype=np.int64)
+        for row, (table, first, last) in enumerate(zip(self.tables, firsts, lasts, strict=True)):
+            tables[row, : last - first] = table[first:last]
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        slots = tables[row_of, places // block_size - firsts[row_of]] * block_size + places % block_size
+        trees = None
+        if self.trees is not None:
+            places = self.trees.positions
+            ancestors = torch.from_numpy(self.trees.ancestors.view(np.int64))
+            trees = TreeInput(torch.from_numpy(self.trees.num_drafts), ancestors)
+        lengths = (ends - first_seen).tolist()
+        attention = AttentionInput(torch.from_numpy(slots), self.starts, lengths, torch.from_numpy(tables), trees)
+        return torch.tensor(self.token_ids, dtype=torch.int64), torch.from_numpy(places), attention

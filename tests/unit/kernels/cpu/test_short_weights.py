@@ -1,0 +1,120 @@
+"""bf16 weights in twelve bits: the same bits come out as from plain bf16, whatever they are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
+if not hasattr(native, "suits_bf12"):
+    pytest.skip("built without the linear component", allow_module_level=True)
+
+ISAS = native.supported_isas()
+SHAPES = [(1, 8), (16, 8), (33, 384), (100, 96), (130, 1024)]
+# One tile of each width, its limits, and several passes.
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 14, 16, 17, 28, 29, 70)
+STORE, ADD, GATE, BEST = 0, 1, 2, 5
+SPECIALS = (0.0, -0.0, 1e-40, -1e-39, 3e38, -3e38, float("inf"), 1e-38)
+
+
+def weights(kind: str, n: int, k: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, k, generator=generator) * 0.02
+    places = torch.rand(n, k, generator=generator)
+    if kind == "zeros":
+        w[places < 0.01] = 0.0
+    if kind == "wide":
+        w = w * torch.exp2(torch.randint(-60, 60, (n, k), generator=generator).float())
+    if kind == "ones":
+        w = torch.ones(n, k)
+    if kind == "large":
+        w = w * 1e30
+    if kind == "small":
+        w = w * 1e-30
+    if kind == "special":
+        w[places < 0.02] = torch.tensor(SPECIALS)[torch.randint(0, 8, (n, k), generator=generator)][places < 0.02]
+    return w.bfloat16()
+
+
+KINDS = ("normal", "zeros", "wide", "ones", "large", "small", "special")
+
+
+def pack(format: str, w: Tensor, bias: Tensor | None = None):
+    n, k = w.shape
+    packed = native.Weight(format, n, k)
+    for first in range(0, n, 48):
+        rows = w[first : first + 48].contiguous()
+        packed.pack(rows.data_ptr(), k, first, len(rows), num_threads=2)
+    padded = None if bias is None else torch.cat((bias, torch.zeros(-n % 16)))
+    packed.set_extras(bias=0 if padded is None else padded.data_ptr())
+    return packed
+
+
+def run(packed, x: Tensor, n: int, isa: str, finish: int = STORE, second=None) -> Tensor:
+    out = torch.full((len(x), n), float("nan") if finish != ADD else 0.5)
+    native.linear(packed, second, x.data_ptr(), x.shape[1], len(x), out.data_ptr(), n, finish=finish, num_threads=2, isa=isa)
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_row_comes_out_as_it_went_in(isa, kind):
+    for n, k in SHAPES:
+        w, row = weights(kind, n, k), torch.empty(k)
+        packed = pack("bf12", w)
+        for index in range(n):
+            packed.unpack_row(index, row.fill_(float("nan")).data_ptr(), isa)
+            assert row.view(torch.int32).equal(w[index].float().view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_results_have_the_bits_of_plain_bf16_at_any_number_of_rows(isa, kind):
+    for n, k in SHAPES:
+        bias = torch.arange(n) / 7.0
+        gate, up = weights(kind, n, k), weights("normal", n, k, seed=1)
+        plain, short = (pack(format, gate, bias) for format in ("bf16", "bf12"))
+        plain_up, short_up = (pack(format, up) for format in ("bf16", "bf12"))
+        for m in ROWS:
+            x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
+            for finish, a, b in ((STORE, None, None), (ADD, None, None), (GATE, plain_up, short_up)):
+                want, got = run(plain, x, n, isa, finish, a), run(short, x, n, isa, finish, b)
+                assert got.nan_to_num(7.0).equal(want.nan_to_num(7.0)), (n, k, m, finish)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_best_column_is_that_of_plain_bf16_when_padding_lies_behind_it(isa):
+    w = -weights("normal", 33, 64).abs()
+    x = torch.rand(5, 64)
+    found = []
+    for format in ("bf16", "bf12"):
+        index = torch.full((5,), -7, dtype=torch.int32)
+        native.linear(
+            pack(format, w), None, x.data_ptr(), 64, 5, 0, 0, finish=BEST, best_index=index.data_ptr(), num_threads=1, isa=isa
+        )
+        found.append(index.tolist())
+    assert found[0] == found[1]
+
+
+def test_ordinary_weights_take_three_quarters_of_the_bytes():
+    w = weights("normal", 1024, 1024)
+    assert native.suits_bf12(w.data_ptr(), 1024, 1024, 1024)
+    assert pack("bf12", w).num_bytes < 0.77 * pack("bf16", w).num_bytes
+
+
+@pytest.mark.parametrize("kind", ["zeros", "wide", "special"])
+def test_weights_with_many_exceptions_do_not_suit(kind):
+    w = weights(kind, 64, 512)
+    assert not native.suits_bf12(w.data_ptr(), 512, 64, 512)
+
+
+def test_columns_that_are_no_whole_units_are_refused():
+    w = weights("normal", 16, 12)
+    assert not native.suits_bf12(w.data_ptr(), 12, 16, 12)
+    with pytest.raises(ValueError, match="multiple of 8 columns"):
+        native.Weight("bf12", 16, 12)
+
+
+def test_scales_of_columns_are_refused():
+    scales = torch.ones(16)
+    with pytest.raises(ValueError, match="scales of its own"):
+        native.Weight("bf12", 16, 8).set_extras(column_scale=scales.data_ptr())
