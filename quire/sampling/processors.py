@@ -1,6 +1,6 @@
 """Logits processors: what a request changes about its logits before a token is drawn.
 
-Order, that of vLLM: the token mask of a constraint, allowed_token_ids, bad words and min_tokens, logit_bias, repetition
+Order: the token mask of a constraint and of bad words, allowed_token_ids, min_tokens, logit_bias, repetition
 penalty, frequency and presence penalties. They hold for greedy rows too. Temperature and the truncations come after
 (truncation.py).
 """
@@ -59,11 +59,11 @@ def _allow_only(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _forbid(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Mask what bad words and min_tokens forbid: one write for the whole batch."""
+    """Mask what min_tokens forbids: one write for the whole batch."""
     row_ids: list[int] = []
     token_ids: list[int] = []
     for index, row in enumerate(rows):
-        if row.ending_ids or row.bad_words:
+        if row.ending_ids:
             forbidden = row.forbidden_ids()
             row_ids += [index] * len(forbidden)
             token_ids += forbidden

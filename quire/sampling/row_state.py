@@ -64,6 +64,7 @@ class SamplingRow:
     vocab_size           number of logits of a row
     inverse_temperature  multiplies the logits; 1 for a greedy row
     is_greedy            temperature 0: the best logit wins, no noise
+    is_plain             the next token is that of the best logit, whatever came before, and nothing else is asked for
     log_min_p            logarithm of min_p, -inf where it is 0
     needs_logprob        the log probability of the chosen token is asked for
     lists_allowed        the most likely tokens are to be those that token_mask allows
@@ -78,7 +79,6 @@ class SamplingRow:
 
     __slots__ = (
         "allowed_ids",
-        "bad_words",
         "bias_ids",
         "bias_values",
         "edits_logits",
@@ -88,6 +88,7 @@ class SamplingRow:
         "grammar_error",
         "inverse_temperature",
         "is_greedy",
+        "is_plain",
         "known_counts",
         "lists_allowed",
         "log_min_p",
@@ -123,11 +124,12 @@ class SamplingRow:
         self.known_counts = TokenCounts(self._in_vocabulary(token_ids)) if params.repetition_penalty != 1 else None
         counts_output = params.frequency_penalty != 0 or params.presence_penalty != 0
         self.output_counts = TokenCounts(self._in_vocabulary(self.output_token_ids)) if counts_output else None
-        self.edits_logits = bool(self.bad_words or self.ending_ids) or any(
+        self.edits_logits = bool(self.ending_ids) or any(
             part is not None for part in (self.allowed_ids, self.bias_ids, self.known_counts, self.output_counts)
         )
 
         self._start_grammar(request)
+        self.is_plain = self.is_greedy and not self.edits_logits and self.grammar is None and not self.needs_logprob
 
     def _start_grammar(self, request: Request) -> None:
         self.token_mask: Tensor | None = None
@@ -180,7 +182,6 @@ class SamplingRow:
         self.allowed_ids: Tensor | None = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = torch.tensor(self._in_vocabulary(params.allowed_token_ids), dtype=torch.int64)
-        self.bad_words = tuple(word for word in request.bad_word_token_ids if word and word[-1] < self.vocab_size)
         self.ending_ids: list[int] = []
         if params.min_tokens > 0:
             ending = request.eos_token_ids | set(params.stop_token_ids or ())
@@ -208,6 +209,8 @@ class SamplingRow:
     def append(self, token_id: int) -> None:
         """Take in the next token of the sequence."""
         self.output_token_ids.append(token_id)
+        if self.is_plain:
+            return
         self._advance_grammar(token_id)
         if 0 <= token_id < self.vocab_size:
             if self.known_counts is not None:
@@ -215,25 +218,9 @@ class SamplingRow:
             if self.output_counts is not None:
                 self.output_counts.add(token_id)
 
-    def ends_with(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the known tokens, prompt and output, end with these."""
-        num_wanted, num_output = len(token_ids), len(self.output_token_ids)
-        if num_wanted > self.position:
-            return False
-        from_output = min(num_wanted, num_output)
-        from_prompt = num_wanted - from_output
-        num_prompt = len(self.prompt_token_ids)
-        return tuple(token_ids[from_prompt:]) == tuple(self.output_token_ids[num_output - from_output :]) and tuple(
-            token_ids[:from_prompt]
-        ) == tuple(self.prompt_token_ids[num_prompt - from_prompt :])
-
     def forbidden_ids(self) -> list[int]:
-        """Return the tokens that bad words and min_tokens forbid at the next position.
+        """Return the tokens that min_tokens forbids at the next position.
 
-        Bad words: the last token of a word is forbidden where the tokens before it are known, in the prompt or in the
-        output (as in transformers; vLLM looks at the output alone, so that a word may start in the prompt and end in
-        the output). min_tokens: every end-of-sequence and stop token, the former even with ignore_eos, as in vLLM.
+        Every end-of-sequence and stop token, the former even with ignore_eos.
         """
-        forbidden = list(self.ending_ids) if self.num_output_tokens < self.params.min_tokens else []
-        forbidden += [word[-1] for word in self.bad_words if len(word) == 1 or self.ends_with(word[:-1])]
-        return forbidden
+        return self.ending_ids if self.num_output_tokens < self.params.min_tokens else []

@@ -10,8 +10,8 @@ extension is absent, goes through torch. Both give the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -59,22 +59,30 @@ class Sampled(NamedTuple):
     error: str | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+Draw = Callable[[Tensor, Sequence[int], Sequence[DrawOptions]], list[tuple[int, SampleStatus]]]
+"""Draws the token of some rows of logits [R, V], as kernels.cpu.sampling.sample_rows does."""
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> list[Sampled]:
     """Return the next token of every row. Changes neither the logits nor the rows: the owner appends the tokens.
 
     logits   [R, V] any float type; V is the vocab_size of every row
     rows     [R]
+    draw     takes logits of this dtype, on their device; None: the native kernels, where these can, or torch
     Returns  [R]; a row whose logits hold NaN or +inf, or that has no candidate left, gets an error that says so
     """
     if logits.ndim != 2 or logits.shape[0] != len(rows) or any(row.vocab_size != logits.shape[1] for row in rows):
         raise InvariantError(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows and their vocabulary")
     found: list[Sampled] = [Sampled(None)] * len(rows)
-    native = load_native() if logits.device.type == "cpu" else None
-    if native is None:
+    takes_raw = draw is not None or takes_logits(logits)
+    native = load_native() if draw is None and logits.device.type == "cpu" else None
+    if native is not None:
+        draw = partial(sample_rows, native)
+    if draw is None:
         _sample_in_torch(logits, rows, list(range(len(rows))), found)
     else:
         fitting = [index for index, row in enumerate(rows) if row.is_greedy or row.params.typical_p >= 1]
-        _sample_natively(native, logits, rows, fitting, found)
+        _sample_by(draw, takes_raw, logits, rows, fitting, found)
         if len(fitting) < len(rows):
             _sample_in_torch(logits, rows, sorted(set(range(len(rows))) - set(fitting)), found)
     _add_logprobs(found, logits, rows)
@@ -102,14 +110,19 @@ def _is_plain(row: SamplingRow) -> bool:
     return is_drawn_natively and not row.edits_logits and row.matcher is None and not row.needs_logprob
 
 
-def _sample_natively(
-    native: ModuleType, logits: Tensor, rows: Sequence[SamplingRow], indices: list[int], found: list[Sampled]
+def error_of_status(status: SampleStatus) -> str | None:
+    """Return why a row of plain logits got no token; None where it did."""
+    return _RAW_ERRORS[status]
+
+
+def _sample_by(
+    draw: Draw, takes_raw: bool, logits: Tensor, rows: Sequence[SamplingRow], indices: list[int], found: list[Sampled]
 ) -> None:
-    """Fill in what is found for the rows in `indices`."""
+    """Fill in what is found for the rows in `indices`; takes_raw: `draw` takes these logits as they are."""
     vocab_size = logits.shape[1]
-    if takes_logits(logits):
+    if takes_raw:
         plain = [index for index in indices if not rows[index].edits_logits]
-        tokens = sample_rows(native, logits, plain, [_draw_options(rows[index]) for index in plain])
+        tokens = draw(logits, plain, [_draw_options(rows[index]) for index in plain])
         fine = SampleStatus.FINE
         for index, (token_id, status) in zip(plain, tokens, strict=True):
             error = None if status is fine else _error_of(status, rows[index], _RAW_ERRORS)
@@ -121,7 +134,7 @@ def _sample_natively(
         part_rows, part_logits = [rows[index] for index in part], _copy_rows(logits, part)
         raw_errors = _logit_errors(part_logits.amax(1))
         process_logits(part_logits, part_rows)
-        tokens = sample_rows(native, part_logits, range(len(part)), [_draw_options(row) for row in part_rows])
+        tokens = draw(part_logits, range(len(part)), [_draw_options(row) for row in part_rows])
         edited = [_error_of(status, row, _EDITED_ERRORS) for row, (_, status) in zip(part_rows, tokens, strict=True)]
         errors = [raw or error for raw, error in zip(raw_errors, edited, strict=True)]
         _place(found, part, [_sampled(token_id, error) for (token_id, _), error in zip(tokens, errors, strict=True)])
@@ -280,6 +293,13 @@ def _draw_sparse(parts: list[Candidates], rows: list[SamplingRow], vocab_size: i
     won = scores == best[row_ids]
     winners = token_ids.new_full((len(rows),), vocab_size).scatter_reduce(0, row_ids[won], token_ids[won], "amin")
     return {index: token_id for index, token_id in enumerate(winners.tolist()) if token_id < vocab_size}
+
+
+def with_logprobs(token_id: int, logits: Tensor, row: SamplingRow) -> Sampled:
+    """Return a token that was not sampled, with the log probabilities that the row asks for, from its logits [V]."""
+    found = [Sampled(token_id)]
+    _add_logprobs(found, logits[None], [row])
+    return found[0]
 
 
 def _add_logprobs(found: list[Sampled], logits: Tensor, rows: Sequence[SamplingRow]) -> None:

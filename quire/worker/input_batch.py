@@ -1,8 +1,8 @@
-"""InputBatch: the worker's row per sequence, and the tensors of a step made from a plan without padding."""
+"""InputBatch: the worker's row per sequence, and the tokens of a step made from a plan without padding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.model.token_runs import BlockTable, TokenRuns, TreePlaces, address_of
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import Draft
 from quire.worker.pooling import Pooler
@@ -24,9 +24,11 @@ NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 
 @dataclass(slots=True)
 class Row:
-    """One sequence as the worker knows it; `table` is its line of the batch's block tables.
+    """One sequence as the worker knows it.
 
-    pooler  of a request that asks for a pooled hidden state: nothing is sampled then
+    table        its line of the batch's block tables; block_table [max_blocks] i64 is that line, of which the first num_blocks
+                 hold, and address where it lies
+    pooler       of a request that asks for a pooled hidden state: nothing is sampled then
     """
 
     start: SequenceStart
@@ -34,6 +36,8 @@ class Row:
     num_computed_tokens: int
     num_blocks: int
     table: int
+    block_table: BlockTable
+    address: int
     sampling: SamplingRow
     pooler: Pooler | None = None
 
@@ -66,62 +70,50 @@ class PooledRun:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The tensors of one step; they live in buffers that the next step overwrites.
+    """The tokens of one step.
 
-    token_ids, positions  [T] i64
-    rows                  the sequences of the step, in batch order
-    drafts                of those that have some; their tokens come after the known ones
-    wants_prompt          whether one of them may ask for something about its prompt: else there is nothing but ready_rows
+    rows          the sequences of the step, in batch order
+    drafts        of those that have some; their tokens come after the known ones
+    ready         the sequences that get a token after this step
+    logit_rows    indices of the tokens whose logits are wanted: the last known one of each of `ready`, and then their drafts
+    wants_prompt  whether one of them may ask for something about its prompt
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionInput
+    runs: TokenRuns
     rows: list[Row]
     drafts: Mapping[SequenceId, Draft]
+    ready: list[Row]
+    logit_rows: list[int]
     wants_prompt: bool
 
-    def ready_rows(self) -> list[tuple[Row, int]]:
-        """Return the sequences that get a token after this step, each with the index of its last known one."""
-        return [(row, end - 1) for row, _, end, is_complete in self._runs() if is_complete and row.pooler is None]
-
     def pooled_rows(self) -> list[PooledRun]:
-        """Return the tokens of the step whose hidden states are pooled."""
+        """Return the tokens of the step whose hidden states are pooled; such sequences have no drafts."""
         found: list[PooledRun] = []
-        for row, start, end, is_complete in self._runs():
+        for index, row in enumerate(self.rows):
             if row.pooler is None:
                 continue
+            start, end = self.runs.starts[index], self.runs.starts[index + 1]
+            is_complete = self.runs.ends[index] == len(row.token_ids)
             if row.pooler.params.needs_every_token:
                 found.append(PooledRun(row, row.pooler, start, end, is_complete))
             elif is_complete:
                 found.append(PooledRun(row, row.pooler, end - 1, end, is_complete))
         return found
 
-    def _runs(self) -> Iterator[tuple[Row, int, int, bool]]:
-        """Yield every sequence, its tokens [start, end) of the step, drafts left out, and whether those are all it knows."""
-        starts, drafts = self.attention.query_starts, self.drafts
-        for index, row in enumerate(self.rows):
-            num_drafts = len(drafts[row.start.sequence_id].tokens) if row.start.sequence_id in drafts else 0
-            is_complete = self.attention.context_lens[index] - num_drafts == len(row.token_ids)
-            yield row, starts[index], starts[index + 1] - num_drafts, is_complete
-
 
 class InputBatch:
     """Keeps the rows in step with the scheduler's plans.
 
-    Its buffers are made once: max_num_tokens tokens in a step, max_num_seqs sequences of max_blocks blocks.
+    Its block tables are made once: max_num_seqs sequences of max_blocks blocks.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, vocab_size: int) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._rows: dict[SequenceId, Row] = {}
         self._prompt_rows: set[SequenceId] = set()  # those that ask for something about their prompt
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._free_tables = list(range(max_num_seqs - 1, -1, -1))
-        self._token_ids = np.zeros(max_num_tokens, dtype=np.int64)
-        self._positions = np.zeros(max_num_tokens, dtype=np.int64)
-        self._slots = np.zeros(max_num_tokens, dtype=np.int64)
         self._sources: list[int] = []
         self._targets: list[int] = []
 
@@ -148,7 +140,8 @@ class InputBatch:
         table = self._free_tables.pop()
         pooling = start.request.pooling
         pooler = None if pooling is None else Pooler(pooling)
-        row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, sampling, pooler)
+        line = self._tables[table]
+        row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, line, address_of(line), sampling, pooler)
         self._rows[start.sequence_id] = row
         if row.wants_prompt:
             self._prompt_rows.add(start.sequence_id)
@@ -158,67 +151,65 @@ class InputBatch:
         self._tables[row.table, row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
         row.num_blocks += len(block_ids)
 
+    @property
+    def tables(self) -> NDArray[np.int64]:
+        """The block tables [max_num_seqs, max_blocks] i64 of all lines; what a line holds past its blocks means nothing."""
+        return self._tables
+
     def row(self, sequence_id: SequenceId) -> Row:
         """Return the row of a sequence that the plans have started."""
         return self._rows[sequence_id]
 
-    def block_table(self, row: Row) -> NDArray[np.int64]:
-        """Return the block table of a row [max_blocks] i64, of which the first num_blocks hold; it follows the plans."""
-        return self._tables[row.table]
-
     def build(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft] = NO_DRAFTS) -> StepInput:
-        """Return the tensors of the step; drafts stand in the slots behind the last known token, in order."""
-        rows = [self._rows[sequence_id] for sequence_id in plan.num_scheduled_tokens]
-        counts = list(plan.num_scheduled_tokens.values())
-        num_known = counts
-        if drafts:
-            counts = [count + len(drafts.get(key, _NONE)) for key, count in plan.num_scheduled_tokens.items()]
+        """Return the tokens of the step; drafts stand in the slots behind the last known token, in order."""
+        rows: list[Row] = []
         token_ids: list[int] = []
-        starts = [0]
-        for row, count, known in zip(rows, counts, num_known, strict=True):
-            token_ids += row.token_ids[row.num_computed_tokens : row.num_computed_tokens + known]
-            if count > known:
-                token_ids += drafts[row.start.sequence_id].tokens
-            starts.append(starts[-1] + count)
-        if len(token_ids) != starts[-1]:
-            raise InvariantError(f"the plan schedules {starts[-1]} tokens, the rows know {len(token_ids)} of them")
-        num_tokens = starts[-1]
-        positions, slots = self._positions[:num_tokens], self._slots[:num_tokens]
-        index = np.arange(len(rows))
-        positions_of_first = [row.num_computed_tokens for row in rows]
-        if num_tokens == len(rows):  # all of them decode
-            positions[:] = positions_of_first
-        else:
-            index = np.repeat(index, counts)
-            positions[:] = np.arange(num_tokens) + (np.array(positions_of_first) - np.array(starts[:-1]))[index]
-        tables = self._tables[[row.table for row in rows], : max([row.num_blocks for row in rows])]
-        block_index, offset = np.divmod(positions, self._block_size)
-        slots[:] = tables[index, block_index] * self._block_size + offset
-        trees = self._place_trees(rows, starts, drafts, positions) if drafts else None
-        self._token_ids[:num_tokens] = token_ids
-        context_lens = [first + count for first, count in zip(positions_of_first, counts, strict=True)]
-        attention = AttentionInput(torch.from_numpy(slots), starts, context_lens, torch.from_numpy(tables), trees)
-        token_tensor, position_tensor = torch.from_numpy(self._token_ids[:num_tokens]), torch.from_numpy(positions)
-        return StepInput(token_tensor, position_tensor, attention, rows, drafts, bool(self._prompt_rows))
+        starts, ends = [0], []
+        ready: list[Row] = []
+        logit_rows: list[int] = []
+        draft_rows: list[int] = []
+        for sequence_id, num_known in plan.num_scheduled_tokens.items():
+            row = self._rows[sequence_id]
+            rows.append(row)
+            end = row.num_computed_tokens + num_known
+            known = row.token_ids[row.num_computed_tokens : end]
+            if len(known) != num_known:
+                raise InvariantError(f"the plan schedules {num_known} tokens of {sequence_id}, its row has {len(known)}")
+            token_ids += known
+            if end == len(row.token_ids) and row.pooler is None:
+                ready.append(row)
+                logit_rows.append(len(token_ids) - 1)
+            draft = drafts.get(sequence_id) if drafts else None
+            if draft is not None:
+                draft_rows += range(len(token_ids), len(token_ids) + len(draft.tokens))
+                token_ids += draft.tokens
+                end += len(draft.tokens)
+            starts.append(len(token_ids))
+            ends.append(end)
+        trees = self._place_trees(rows, starts, ends, drafts) if drafts else None
+        runs = TokenRuns(token_ids, starts, ends, [row.block_table for row in rows], [row.address for row in rows], trees)
+        return StepInput(runs, rows, drafts, ready, logit_rows + draft_rows, bool(self._prompt_rows))
 
     def _place_trees(
-        self, rows: list[Row], starts: list[int], drafts: Mapping[SequenceId, Draft], positions: NDArray[np.int64]
-    ) -> TreeInput | None:
-        """Say what the tokens of drafts with branches see, and set their positions, which slots must not follow."""
+        self, rows: list[Row], starts: list[int], ends: list[int], drafts: Mapping[SequenceId, Draft]
+    ) -> TreePlaces | None:
+        """Say what the tokens of drafts with branches see, and the positions of all, which slots must not follow."""
         if all(draft.is_chain for draft in drafts.values()):
             return None
         num_drafts = np.zeros(len(rows), dtype=np.int32)
         ancestors = np.zeros(starts[-1], dtype=np.uint64)
+        positions = np.zeros(starts[-1], dtype=np.int64)
         for index, row in enumerate(rows):
+            begin, end = starts[index], starts[index + 1]
+            positions[begin:end] = np.arange(ends[index] - (end - begin), ends[index])
             draft = drafts.get(row.start.sequence_id, _NONE)
             if draft.is_chain:
                 continue
-            end = starts[index + 1]
             first = end - len(draft)
             num_drafts[index] = len(draft)
             ancestors[first:end] = np.array(draft.ancestors(), dtype=np.uint64)
             positions[first:end] = positions[first - 1] + np.array(draft.depths())
-        return TreeInput(torch.from_numpy(num_drafts), torch.from_numpy(ancestors.view(np.int64)))
+        return TreePlaces(positions, num_drafts, ancestors)
 
     def accept(self, row: Row, path: Sequence[int]) -> None:
         """Count drafts as computed, those with the indices `path`, in rising order: what take_moves returns must follow."""
@@ -244,7 +235,7 @@ class InputBatch:
 
     def advance(self, step: StepInput) -> None:
         """Count the known tokens of the step as computed; whoever accepts drafts counts them."""
-        for row, context_len in zip(step.rows, step.attention.context_lens, strict=True):
-            row.num_computed_tokens = context_len
+        for row, end in zip(step.rows, step.runs.ends, strict=True):
+            row.num_computed_tokens = end
         for sequence_id, draft in step.drafts.items():
             self._rows[sequence_id].num_computed_tokens -= len(draft.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,19 +21,34 @@ from quire.model.native_scratch import scratch_bytes
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import has_integer_form
 from quire.quant.policy import POLICIES, quantized_bytes
+from quire.speculate.memory import DraftBytes
+from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 
 _KV_SHARE = 0.5
 """Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
 not ours."""
 
-_MAX_DEFAULT_BLOCKS = 1 << 18
+MAX_DEFAULT_BLOCKS = 1 << 18
 """Blocks of a pool whose size nobody gave: the scheduler's own record of a block takes time and memory too."""
 
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""
 
-MAX_LOGIT_ELEMENTS = 1 << 24
-"""Logits of prompt tokens held at once, for their log probabilities."""
+
+_DEFAULT_BATCHED_TOKENS = 2048
+
+_CPU_BLOCK_SIZE = 16
+"""Tokens in a KV block where nobody says."""
+
+
+def cpu_block_size(config: EngineConfig) -> int:
+    """Return the tokens in a KV block on a CPU."""
+    return config.block_size or _CPU_BLOCK_SIZE
+
+
+def max_num_batched_tokens(config: EngineConfig) -> int:
+    """Return the token budget of a step."""
+    return config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
 
 
 def available_memory_bytes() -> int:
@@ -55,7 +71,7 @@ def _meminfo_available() -> int:
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, num_batched_tokens: int) -> int:
     """Estimate the peak of one step: what the decoder that will run it takes, and the logits."""
-    if not runs_natively(spec, config.block_size):
+    if not runs_natively(spec, cpu_block_size(config)):
         return _reference_bytes(spec, num_batched_tokens, config.max_num_seqs)
     scratch = scratch_bytes(spec, num_batched_tokens, max_model_len, config.num_threads or torch.get_num_threads())
     logits = config.max_num_seqs * spec.vocab_size * 4
@@ -84,7 +100,7 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
     Quantised weights stay so in the native kernels; torch runs them dense.
     """
     dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
-    if not runs_natively(spec, config.block_size):
+    if not runs_natively(spec, cpu_block_size(config)):
         return dense
     if config.quantization is not None:
         return quantized_bytes(shapes, spec, POLICIES[config.quantization])
@@ -97,7 +113,7 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
     """Return how the cache keeps keys and values. Raises ConfigError for int8 without native kernels."""
-    is_native = runs_natively(spec, config.block_size)
+    is_native = runs_natively(spec, cpu_block_size(config))
     if config.kv_cache_dtype == "int8":
         if not is_native:
             raise ConfigError(
@@ -116,29 +132,39 @@ def plan_memory(
     By default the pool takes what max_num_seqs sequences of max_model_len need, but at most half of the memory that
     weights and activations leave.
     """
-    kv = KvSpec.of(spec, config.block_size, kv_dtype(config, spec))
+    kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec))
     available = available_memory_bytes()
-    given = _given_blocks(config, kv)
-    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-    most = (
-        max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, _MAX_DEFAULT_BLOCKS)) if given is None else given
-    )
+    given = given_blocks(config, kv)
+    wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
+    most = max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given
     # No sequence is longer than the pool.
-    longest = min(max_model_len, most * config.block_size)
+    longest = min(max_model_len, most * kv.block_size)
     activations = activation_bytes(config, spec, longest, num_batched_tokens)
     room = available - num_weight_bytes - activations
     num_blocks = max(1, min(most, int(room * _KV_SHARE) // kv.bytes_per_block)) if given is None else given
     return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len)
 
 
-def _given_blocks(config: EngineConfig, kv: KvSpec) -> int | None:
+def leave_room(config: EngineConfig, plan: MemoryPlan, drafts: DraftBytes) -> MemoryPlan:
+    """Return a plan whose pool, unless its size was given, leaves room for what drafts take with the pool of `plan`.
+
+    Their caches have its blocks: both together take the pool's share of what weights, activations and drafts leave.
+    """
+    if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+        return plan
+    room = plan.available_bytes - plan.weight_bytes - plan.activation_bytes - drafts.weights - drafts.work
+    bytes_per_block = plan.kv.bytes_per_block + -(-drafts.kv // plan.num_kv_blocks)
+    return replace(plan, num_kv_blocks=max(1, min(plan.num_kv_blocks, int(room * _KV_SHARE) // bytes_per_block)))
+
+
+def given_blocks(config: EngineConfig, kv: KvSpec) -> int | None:
     """Return how many blocks the options ask for, if they do. Raises ConfigError where they give less than one."""
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is None:
         return config.num_kv_blocks
     num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {config.block_size} tokens "
+            f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {kv.block_size} tokens "
             f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
         )
     return num_blocks

@@ -4,45 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from quire.base.errors import ConfigError
 from quire.base.ids import SequenceId
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
-from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
+from quire.contracts.model_spec import ModelSpec
+from quire.contracts.step import Runner, StepPlan, StepResult, TokenLogprobs
 from quire.grammar.masks import MaskFiller
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.pool import KvPool
-from quire.model.build import Model, build_model, effective_max_model_len
+from quire.model.build import Model, build_model, effective_max_model_len, runs_natively
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
+from quire.model.native_decoder import NativeDecoder
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES
-from quire.sampling.logprobs import token_logprobs
 from quire.sampling.sampler import sample
-from quire.speculate.build import build_speculator
+from quire.speculate.build import build_speculator, count_drafts
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.memory import StepLimits
+from quire.speculate.proposer import Reads
 from quire.speculate.speculator import Speculator
 from quire.speculate.target import Target
-from quire.speculate.verifier import Candidate, verify
+from quire.speculate.verifier import Candidate, Walk, verify
 from quire.worker.constrained import ConstrainedRows
-from quire.worker.input_batch import InputBatch, PooledRun, Row, StepInput
-from quire.worker.memory import MAX_LOGIT_ELEMENTS, check_fits, plan_memory, weight_bytes
+from quire.worker.device.choice import choose_device
+from quire.worker.device.memory import estimate_memory
+from quire.worker.input_batch import NO_DRAFTS, InputBatch, Row, StepInput
+from quire.worker.memory import check_fits, cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
+from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
+from quire.worker.sampled_results import take_best, take_sampled
 
 logger = get_logger(__name__)
 
 _NO_DRAFT = Draft()
-_DEFAULT_BATCHED_TOKENS = 2048
 
 
-def max_num_batched_tokens(config: EngineConfig) -> int:
-    """Return the token budget of a step."""
-    return config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
+class EngineRunner(Runner, Protocol):
+    """What the engine asks of a runner beside its steps."""
+
+    def draft_with(self, speculator: Speculator) -> None:
+        """Draft with a speculator from now on; the one that was there before must follow no sequence."""
+        ...
+
+    def pause_drafts(self, is_wanted: bool) -> None:
+        """Draft nothing at all, or go on; no sequence may be followed."""
+        ...
+
+    def draft_forced(self, is_wanted: bool) -> None:
+        """Say whether the tokens that constraints force are drafted; no sequence may be followed."""
+        ...
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """Return the bytes a second that the machine reads and its operations a second, measured in a moment, now."""
+        ...
 
 
 @shared_reads()
@@ -58,15 +81,42 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     spec = read_model_spec(folder, config.dtype)
     shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
-    num_bytes = weight_bytes(config, spec, shapes, folder)
-    memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
-    return ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder))
+    device = choose_device(config)
+    if device is None:
+        _check_deterministic(config, spec)
+        num_bytes = weight_bytes(config, spec, shapes, folder)
+        memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
+    else:
+        memory = estimate_memory(config, device, spec, shapes, max_model_len)
+    name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
+    report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
+    if config.speculative_config is None:
+        return report
+    drafts = count_drafts(config.speculative_config, report, _step_limits(config))
+    return replace(report, memory=leave_room(config, memory, drafts))
+
+
+def _check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.deterministic and not runs_natively(spec, cpu_block_size(config)):
+        raise ConfigError(
+            "deterministic needs the native kernels of the CPU, which do not run this model here: leave it out, or see the log "
+            "for why they do not"
+        )
+
+
+def _step_limits(config: EngineConfig) -> StepLimits:
+    return StepLimits(config.max_num_seqs, max_num_batched_tokens(config))
 
 
 @shared_reads()
-def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
+def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
     report = inspect_model(config)
+    device = choose_device(config)
+    if device is not None:
+        from quire.worker.device.build import build_device_runner  # needs Triton
+
+        return build_device_runner(config, device, report, max_num_batched_tokens(config))
     check_fits(report.memory)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -74,10 +124,12 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, ModelReport]:
         logger.info(line)
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
-    decoder = build_model(report.spec, parameters, report.memory.max_model_len, config.block_size, policy)
-    runner = ModelRunner(decoder, report.memory, config.max_num_seqs, max_num_batched_tokens(config))
+    decoder = build_model(report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy)
+    if isinstance(decoder, NativeDecoder):
+        report = replace(report, packed_weight_bytes=decoder.weight_bytes)
+    runner = ModelRunner(decoder, report.memory, config.max_num_seqs)
     if config.speculative_config is not None:
-        runner.draft_with(build_speculator(config.speculative_config, report, runner.target))
+        runner.draft_with(build_speculator(config.speculative_config, report, runner.target, _step_limits(config)))
     return runner, report
 
 
@@ -87,13 +139,14 @@ class ModelRunner:
     What a constraint forces is drafted, and verified; more only if there is a speculator that drafts, see draft_with.
     """
 
-    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int, max_num_tokens: int) -> None:
+    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
         self._decoder = decoder
         self._speculator = Speculator(None, None, decoder.spec.vocab_size)
+        self._paused: Speculator | None = None  # that will draft again
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
-        self._batch = InputBatch(max_num_seqs, max_num_tokens, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
+        self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
         self._masks = MaskFiller()
 
     @torch.inference_mode()
@@ -102,99 +155,61 @@ class ModelRunner:
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
-        drafts = self._propose(self._speculator, plan)
+        is_napping = self._speculator.naps(plan)
+        drafts = NO_DRAFTS if is_napping else self._propose(self._speculator, plan)
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {})
         step = self._batch.build(plan, drafts)
-        ready = step.ready_rows()
-        logit_rows = [last for _, last in ready]
-        for row, last in ready if drafts else ():
-            logit_rows += range(last + 1, last + 1 + len(drafts.get(row.start.sequence_id, ())))
-        keeps_all = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
-        runs = step.pooled_rows() if step.wants_prompt else []
-        hidden_rows = [index for run in runs for index in range(run.first, run.last)]
-        reads_final = self._speculator.tap_layers == ()
-        if reads_final:
-            hidden_rows += range(step.attention.query_starts[-1])
-        constrained = ConstrainedRows([row for row, _ in ready], drafts, self._masks)
+        rows, reads = step.ready, None if is_napping else self._speculator.reads
+        has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
+        pooled_runs = step.pooled_rows() if step.wants_prompt else []
+        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
+        constrained = ConstrainedRows(rows, drafts, self._masks)
         try:
-            logits = self._decoder.step(
-                step.token_ids,
-                step.positions,
-                step.attention,
+            logits, best = self._decoder.run(
+                step.runs,
                 self._kv,
-                logit_rows,
-                keeps_all or reads_final,
+                step.logit_rows,
                 hidden_rows,
+                keeps_all=has_prompt_logprobs or reads == "final",
+                wants_best=all(row.sampling.is_plain for row in rows),
             )
         finally:
             constrained.wait()
-        prompt_logprobs = self._prompt_logprobs(step) if keeps_all else {}
-        pooled, errors = self._pool(runs)
+        if best is not None and min(best, default=0) < 0:
+            best = None  # the sampler says what is wrong with the logits
+        vocab_size, logits_at = self._decoder.spec.vocab_size, self._decoder.logits_at
+        found_logprobs = prompt_logprobs(step, vocab_size, logits_at) if has_prompt_logprobs else {}
+        pooled, errors = pool_hidden_states(pooled_runs, self._decoder.hidden_states)
         self._batch.advance(step)
-        rows = [row for row, _ in ready]
         paths: dict[SequenceId, tuple[int, ...]] = {}
         if drafts:
-            result = self._verify(plan, rows, _candidates(rows, drafts, constrained), logits, prompt_logprobs, paths)
+            walks = verify(logits, _candidates(rows, drafts, constrained), self._speculator.typical, best)
+            result = self._take_walks(plan, step, walks, found_logprobs, paths)
         else:
-            result = self._sample(plan, rows, logits, prompt_logprobs)
-            paths = dict.fromkeys(result.sampled, ())
-        if self._speculator.tap_layers is not None:
-            self._feed(step, paths, len(hidden_rows))
-        self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
-        wishes = self._speculator.end(plan, paths)
-        if wishes:
-            result = replace(result, draft_wishes=wishes)
-        return replace(result, pooled=pooled, errors={**result.errors, **errors}) if runs else result
-
-    def _pool(self, runs: list[PooledRun]) -> tuple[dict[SequenceId, tuple[float, ...]], dict[SequenceId, str]]:
-        """Take in the hidden states of this step; return the vectors that are complete, and why some are none."""
-        pooled: dict[SequenceId, tuple[float, ...]] = {}
-        errors: dict[SequenceId, str] = {}
-        offset = 0
-        for run in runs:
-            num_tokens = run.last - run.first
-            run.pooler.add(self._decoder.hidden_states(offset, offset + num_tokens).numpy())
-            offset += num_tokens
-            if not run.is_complete:
-                continue
-            vector = run.pooler.result()
-            if vector is None:
-                errors[run.row.start.sequence_id] = "the pooled hidden state is not finite"
-            else:
-                pooled[run.row.start.sequence_id] = vector
-        return pooled, errors
+            result = self._sample(plan, rows, logits, best, found_logprobs)
+            paths = {} if is_napping else dict.fromkeys(result.sampled, ())
+        if reads is not None:
+            self._feed(reads, step, paths, has_prompt_logprobs)
+        if not is_napping:
+            if self._speculator.observes:
+                self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+            result.draft_wishes.update(self._speculator.end(plan, paths))
+        return replace(result, pooled=pooled, errors={**result.errors, **errors}) if pooled_runs else result
 
     def _sample(
         self,
         plan: StepPlan,
         rows: list[Row],
         logits: torch.Tensor,
+        best: list[int] | None,
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
     ) -> StepResult:
-        """Sample the next token of every sequence whose known tokens are all computed."""
-        sampled: dict[SequenceId, tuple[int, ...]] = {}
-        logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
-        errors: dict[SequenceId, str] = {}
-        completed: list[SequenceId] = []
+        """Sample the next token of every sequence whose known tokens are all computed; best: those, where they are known."""
+        if best is not None:
+            return take_best(plan.step_id, rows, best, prompt_logprobs)
         outcomes = sample(logits, [row.sampling for row in rows]) if rows else []
-        for row, outcome in zip(rows, outcomes, strict=True):
-            sequence_id = row.start.sequence_id
-            row.sampling.token_mask = None
-            if row.sampling.grammar_error is not None:
-                errors[sequence_id] = row.sampling.grammar_error
-                continue
-            if outcome.token_id is None:
-                errors[sequence_id] = outcome.error or "no token could be sampled"
-                continue
-            row.token_ids.append(outcome.token_id)
-            row.sampling.append(outcome.token_id)
-            sampled[sequence_id] = (outcome.token_id,)
-            if row.sampling.is_grammar_complete:
-                completed.append(sequence_id)
-            if outcome.logprobs is not None:
-                logprobs[sequence_id] = (outcome.logprobs,)
-        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, errors, completed=frozenset(completed))
+        return take_sampled(plan.step_id, rows, outcomes, prompt_logprobs)
 
     def _propose(self, speculator: Speculator, plan: StepPlan) -> Mapping[SequenceId, Draft]:
         """Return the drafts of the step."""
@@ -202,46 +217,64 @@ class ModelRunner:
         for start in plan.starts:
             if start.request.pooling is None:
                 row = self._batch.row(start.sequence_id)
-                table = self._batch.block_table(row)
                 speculator.follow(
-                    DraftedSequence(start.sequence_id, start.request, start.choice, row.token_ids, row.sampling, table)
+                    DraftedSequence(
+                        start.sequence_id, start.request, start.choice, row.token_ids, row.sampling, row.block_table
+                    )
                 )
         return speculator.propose(plan)
 
-    def _feed(self, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], num_hidden_rows: int) -> None:
+    def _feed(self, reads: Reads, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], has_kept_all: bool) -> None:
         """Hand the proposer what it reads of the tokens that this step computed: the known ones and the accepted drafts."""
+        if reads == "last":
+            self._feed_last(step, paths, has_kept_all)
+            return
         rows: list[int] = []
         fed: list[tuple[SequenceId, int, int]] = []
-        starts = step.attention.query_starts
+        starts, ends = step.runs.starts, step.runs.ends
         for index, row in enumerate(step.rows):
+            if row.pooler is not None:
+                continue
             sequence_id = row.start.sequence_id
-            begin, end = starts[index], starts[index + 1]
-            first_draft = end - len(step.drafts.get(sequence_id, _NO_DRAFT))
+            begin, first_draft = starts[index], starts[index + 1]
             path = paths.get(sequence_id, ())
+            if sequence_id in step.drafts:
+                first_draft -= len(step.drafts[sequence_id].tokens)
+            fed.append((sequence_id, ends[index] - (starts[index + 1] - begin), first_draft - begin + len(path)))
             rows += range(begin, first_draft)
             rows += [first_draft + node for node in path]
-            first = step.attention.context_lens[index] - (end - begin)
-            fed.append((sequence_id, first, first_draft - begin + len(path)))
-        if self._speculator.tap_layers:
-            features = self._decoder.layer_inputs(rows)
-        else:
-            features = self._decoder.hidden_states(num_hidden_rows - starts[-1], num_hidden_rows)
-            features = features if len(rows) == starts[-1] else features[rows]
+        features = self._decoder.layer_inputs(rows) if reads == "layers" else self._decoder.final_states(rows)
         self._speculator.feed(fed, features)
 
-    def _verify(
+    def _feed_last(self, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], has_kept_all: bool) -> None:
+        """Hand over the hidden states of the last computed token of every sequence that got tokens."""
+        places: list[int] = []
+        fed: list[tuple[SequenceId, int, int]] = []
+        next_draft = len(step.ready)
+        for index, row in enumerate(step.ready):
+            sequence_id = row.start.sequence_id
+            path = paths.get(sequence_id)
+            if path is not None:
+                places.append(next_draft + path[-1] if path else index)
+                fed.append((sequence_id, row.num_computed_tokens - 1, 1))
+            if sequence_id in step.drafts:
+                next_draft += len(step.drafts[sequence_id].tokens)
+        if fed:
+            rows = [step.logit_rows[place] for place in places] if has_kept_all else places
+            self._speculator.feed(fed, self._decoder.final_states(rows))
+
+    def _take_walks(
         self,
         plan: StepPlan,
-        rows: list[Row],
-        candidates: list[Candidate],
-        logits: torch.Tensor,
+        step: StepInput,
+        walks: list[Walk],
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
         paths: dict[SequenceId, tuple[int, ...]],
     ) -> StepResult:
-        """Sample as _sample does, and on along the drafts; `paths` gets the drafts that were accepted of every sequence."""
+        """Take in what was sampled along drafts; `paths` gets the drafts that were accepted of every sequence."""
         result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
         completed: list[SequenceId] = []
-        for row, candidate, walk in zip(rows, candidates, verify(logits, candidates), strict=True):
+        for row, walk in zip(step.ready, walks, strict=True):
             sequence_id = row.start.sequence_id
             if walk.error is not None:
                 result.errors[sequence_id] = walk.error
@@ -254,31 +287,12 @@ class ModelRunner:
             result.sampled[sequence_id] = tuple(walk.tokens)
             if walk.logprobs:
                 result.logprobs[sequence_id] = tuple(walk.logprobs)
-            if len(candidate.draft) > 0:
-                result.verified[sequence_id] = (len(candidate.draft), len(walk.path))
+            if sequence_id in step.drafts:
+                result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(walk.path))
         moves = self._batch.take_moves()
         if moves is not None:
             self._decoder.move_tokens(self._kv, *moves)
         return replace(result, completed=frozenset(completed)) if completed else result
-
-    def _prompt_logprobs(self, step: StepInput) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
-        """Return the log probabilities of the prompt tokens that follow those computed in this step."""
-        found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
-        max_rows = max(1, MAX_LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
-        for index, row in enumerate(step.rows):
-            first = row.num_computed_tokens
-            last = min(step.attention.context_lens[index], row.num_prompt_tokens - 1)
-            num_top = row.num_prompt_logprobs
-            if num_top is None or last <= first:
-                continue
-            offset = step.attention.query_starts[index] - first
-            entries: list[TokenLogprobs] = []
-            for begin in range(first, last, max_rows):
-                end = min(begin + max_rows, last)
-                logits = self._decoder.logits_at(offset + begin, offset + end)
-                entries += token_logprobs(logits, row.token_ids[begin + 1 : end + 1], num_top)
-            found[row.start.sequence_id] = tuple(entries)
-        return found
 
     @property
     def target(self) -> Target:
@@ -287,7 +301,21 @@ class ModelRunner:
 
     def draft_with(self, speculator: Speculator) -> None:
         """Draft with a speculator from now on; the one that was there before must follow no sequence."""
-        self._speculator = speculator
+        speculator.drafts_forced = self._speculator.drafts_forced
+        self._speculator, self._paused = speculator, None
+
+    def pause_drafts(self, is_wanted: bool) -> None:
+        """Draft nothing at all, as if there never had been a speculator, or go on; no sequence may be followed."""
+        if is_wanted == (self._paused is not None):
+            return
+        if self._paused is None:
+            self._speculator.leave()
+            self._paused, self._speculator = self._speculator, Speculator(None, None, self._decoder.spec.vocab_size)
+            self._speculator.drafts_forced = self._paused.drafts_forced
+        else:
+            self._paused.drafts_forced = self._speculator.drafts_forced
+            self._speculator, self._paused = self._paused, None
+        self._decoder.keep_inputs(self._speculator.tap_layers)
 
     def draft_forced(self, is_wanted: bool) -> None:
         """Say whether the tokens that constraints force are drafted; no sequence may be followed."""

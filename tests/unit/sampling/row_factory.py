@@ -8,14 +8,13 @@ from quire.sampling import SamplingRow
 PROMPT = (3, 1, 4, 1, 5)
 
 
-def make_request(prompt=PROMPT, seed=7, eos=(), bad_words=(), **params):
+def make_request(prompt=PROMPT, seed=7, eos=(), **params):
     return Request(
         request_id=RequestId("r"),
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(**{"max_tokens": None} | params),
         seed=seed,
         eos_token_ids=frozenset(eos),
-        bad_word_token_ids=tuple(tuple(word) for word in bad_words),
     )
 
 

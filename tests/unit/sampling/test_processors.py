@@ -19,10 +19,6 @@ def oracle(logits, row, prompt, output):
     if p.allowed_token_ids is not None:
         x = [v if i in p.allowed_token_ids else NEVER for i, v in enumerate(x)]
     known = list(prompt) + list(output)
-    for word in ORACLE_WORDS.get(id(row), ()):
-        head = list(word[:-1])
-        if len(head) <= len(known) and known[len(known) - len(head) :] == head:
-            x[word[-1]] = NEVER
     if len(output) < p.min_tokens:
         for token in set(ORACLE_EOS.get(id(row), ())) | set(p.stop_token_ids):
             x[token] = NEVER
@@ -35,15 +31,11 @@ def oracle(logits, row, prompt, output):
     return torch.tensor(x)
 
 
-ORACLE_WORDS: dict = {}
 ORACLE_EOS: dict = {}
 
 CASES = {
     "none": {},
     "allowed": {"allowed_token_ids": [2, 5, 7]},
-    "bad_single": {"bad_words": [(4,), (9,)]},
-    "bad_pair": {"bad_words": [(8, 2), (2, 8), (8, 8)]},
-    "bad_long": {"bad_words": [(1, 5, 8, 2, 8, 11), (5, 8, 2, 8, 12), (9, 8, 2, 8, 13)]},
     "min_tokens_not_reached": {"min_tokens": 4, "eos": [0], "stop_token_ids": [6, 3]},
     "min_tokens_ignore_eos": {"min_tokens": 9, "eos": [0], "stop_token_ids": [6], "ignore_eos": True},
     "min_tokens_reached": {"min_tokens": 3, "eos": [0], "stop_token_ids": [6, 3]},
@@ -54,7 +46,6 @@ CASES = {
     "presence": {"presence_penalty": -1.3},
     "all": {
         "allowed_token_ids": [0, 1, 2, 8, 9, 10],
-        "bad_words": [(9,), (2, 8, 10)],
         "min_tokens": 7,
         "eos": [0],
         "logit_bias": {1: 3.0, 2: -4.0, 10: 9.0},
@@ -68,7 +59,7 @@ OUTPUT = [8, 2, 8]
 
 def build(fields, output=OUTPUT):
     row = make_row(V, output=output, **fields)
-    ORACLE_WORDS[id(row)], ORACLE_EOS[id(row)] = fields.get("bad_words", ()), fields.get("eos", ())
+    ORACLE_EOS[id(row)] = fields.get("eos", ())
     return row
 
 
@@ -118,15 +109,3 @@ def test_repetition_penalty_equals_transformers(penalty):
     expected = transformers.RepetitionPenaltyLogitsProcessor(penalty)(known, logits.clone())
     process_logits(logits, [build({"repetition_penalty": penalty})])
     torch.testing.assert_close(logits, expected)
-
-
-@pytest.mark.golden
-def test_bad_words_equal_transformers():
-    transformers = pytest.importorskip("transformers")
-    words = [[4], [8, 2], [2, 8, 3], [5, 8, 2, 8, 12], [9, 9]]
-    for output in ([], [8], OUTPUT):
-        logits = random_logits(1)
-        known = torch.tensor([[*PROMPT, *output]])
-        expected = transformers.NoBadWordsLogitsProcessor(words)(known, logits.clone())
-        process_logits(logits, [build({"bad_words": words}, output)])
-        torch.testing.assert_close(logits, expected)

@@ -1,6 +1,5 @@
 """sample: greedy and drawn tokens, their law, independence of the batch, errors of single rows, log probabilities."""
 
-import itertools
 import math
 
 import numpy as np
@@ -33,7 +32,6 @@ KINDS = [
     {"top_k": 30, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
     {"frequency_penalty": 0.5, "presence_penalty": 0.5, "output": [1, 2, 2, 9]},
     {"allowed_token_ids": [5, 6, 7, 8]},
-    {"bad_words": [(3,), (9, 4)], "output": [9]},
     {"min_tokens": 3, "eos": [0, 1, 2], "logit_bias": {7: 4.0}},
 ]
 
@@ -122,7 +120,7 @@ def generate(request, choice, num_tokens, preempt_at=()):
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"top_p": 0.9, "frequency_penalty": 1.0, "repetition_penalty": 1.2}, {"bad_words": [(5,), (6, 7)]}], ids=str
+    "kind", [{}, {"top_p": 0.9, "frequency_penalty": 1.0, "repetition_penalty": 1.2}, {"typical_p": 0.9}], ids=str
 )
 def test_resumed_sequence_goes_on_with_the_same_tokens(kind):
     request = make_request(**kind)
@@ -211,14 +209,13 @@ def test_rows_without_usable_logits_get_an_error_and_the_others_their_tokens():
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_row_whose_processors_exclude_every_token_gets_an_error(temperature):
     rows = [
-        make_row(V, temperature=temperature, allowed_token_ids=[4], bad_words=[(4,)]),
         make_row(V, temperature=temperature, allowed_token_ids=[V + 5]),
         make_row(V, temperature=temperature, allowed_token_ids=[2], min_tokens=1, eos=[2]),
         make_row(V, temperature=temperature, allowed_token_ids=[2], min_tokens=1, eos=[2], output=[9]),
     ]
-    found = sample(torch.zeros(4, V), rows)
-    assert [one.token_id for one in found] == [None, None, None, 2]
-    assert all("exclude every token" in one.error for one in found[:3])
+    found = sample(torch.zeros(3, V), rows)
+    assert [one.token_id for one in found] == [None, None, 2]
+    assert all("exclude every token" in one.error for one in found[:2])
 
 
 def test_overflow_after_temperature_is_an_error():
@@ -237,18 +234,6 @@ def test_end_of_sequence_is_not_drawn_before_min_tokens():
             (found,) = sample(logits, [row])
             row.append(found.token_id)
         assert row.output_token_ids == [0, 0, 0, 0, 2, 2]
-
-
-def test_bad_word_is_never_completed():
-    logits = torch.randn(1, 4, generator=torch.Generator().manual_seed(0)).expand(1, -1)
-    row = make_row(4, prompt=(1, 2), bad_words=[(0,), (2, 3), (3, 3, 1)])
-    for _ in range(300):
-        row.append(tokens(logits, [row])[0])
-    text = (1, 2, *row.output_token_ids)
-    assert 0 not in text
-    assert all(pair != (2, 3) for pair in itertools.pairwise(text))
-    assert all(triple != (3, 3, 1) for triple in zip(text, text[1:], text[2:], strict=False))
-    assert {1, 2, 3} <= set(text)
 
 
 def test_log_probabilities_are_of_the_raw_logits():

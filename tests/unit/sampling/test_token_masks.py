@@ -13,7 +13,7 @@ KINDS = [
     {"temperature": 1.5, "min_p": 0.1},
     {"temperature": 1.0, "typical_p": 0.8},
     {"temperature": 0.9, "repetition_penalty": 1.3, "logit_bias": {3: 5.0, 4: -5.0}, "presence_penalty": 0.5},
-    {"temperature": 1.0, "bad_words": [(7,)]},
+    {"temperature": 1.0, "min_tokens": 3, "eos": [7]},
 ]
 
 
@@ -80,15 +80,15 @@ def test_row_says_that_the_constraint_leaves_nothing_when_the_mask_is_empty(samp
     assert "constraint" in found.error
 
 
-def test_row_says_so_when_bad_words_take_the_last_token_that_the_constraint_leaves(sampling_path):
+def test_row_says_so_when_min_tokens_takes_the_last_token_that_the_constraint_leaves(sampling_path):
     bits = torch.zeros(100, dtype=torch.bool)
     bits[42] = True
-    row = make_row(100, bad_words=[(42,)])
+    row = make_row(100, min_tokens=1, eos=[42])
     row.token_mask = pack(bits)
     (found,) = sample(torch.randn(1, 100), [row])
     assert found.token_id is None
     assert "constraint" in found.error
-    assert "bad_words" in found.error
+    assert "min_tokens" in found.error
 
 
 def test_nan_is_reported_when_it_stands_at_a_forbidden_token(sampling_path):

@@ -53,7 +53,7 @@ def caches(pool):
 )
 def test_an_accepted_path_moves_to_the_front_and_nothing_else_moves(world, order, first, path):
     decoder, dtype = world
-    batch = InputBatch(2, 64, SPARE, BLOCK_SIZE, decoder.spec.vocab_size)
+    batch = InputBatch(2, SPARE, BLOCK_SIZE, decoder.spec.vocab_size)
     request = Request(request_id="0", prompt_token_ids=(1,) * (first + 1), params=SamplingParams(max_tokens=4), seed=0)
     batch.apply(StepPlan(0, {0: 1}, starts=(SequenceStart(0, request, 0, (1,) * (first + 1), first, tuple(order)),)))
     row = batch.row(0)

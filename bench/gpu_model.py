@@ -1,0 +1,261 @@
+"""Whole models on a GPU, for bench/gpu.py: start-up, decode steps, prompts and a mixed workload, with random weights.
+
+The public engine runs a checkpoint that is written for it; decode steps of models that get random weights on the device are
+launched without an engine. Nothing here needs a tokenizer, a server or the network.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from quire import LLM, SamplingParams
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import ModelSpec
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.config_reader import read_model_spec
+from quire.model.device_decoder import DeviceDecoder
+from quire.model.parameters import parameter_shapes
+from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device.host_step import HostStep
+from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
+
+Row = dict[str, object]
+_BLOCK_SIZE = 64
+_WARM_UP_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model of the Qwen3 family by its sizes."""
+
+    name: str
+    hidden: int
+    inner: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    max_positions: int = 40960
+
+    def config(self) -> dict[str, Any]:
+        """Return its config.json."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": self.is_tied,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "eos_token_id": self.vocab_size - 1,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SMALL = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151936, True)
+LARGE = Shape("Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936, False)
+TINY = Shape("tiny", 32, 48, 1, 4, 2, 16, 301, True, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where models run: EngineConfig's device and torch's, what it reads and multiplies a second, a folder to write in."""
+
+    engine_device: str
+    device: torch.device
+    read_bytes_per_s: float
+    flops_per_s: float
+    folder: Path
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether sizes are those of a try without a GPU."""
+        return self.device.type != "cuda"
+
+
+def write_random_model(shape: Shape, folder: Path, seed: int = 0) -> Path:
+    """Write a checkpoint of that shape: normal weights of 0.02, norms of 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, size in _stored_shapes(shape):
+        is_norm = name.endswith("norm.weight")
+        drawn = torch.ones(size) if is_norm else torch.randn(size, generator=generator) * 0.02
+        tensors[name] = drawn.to(torch.bfloat16)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def _stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", (shape.vocab_size, shape.hidden)
+    yield "model.norm.weight", (shape.hidden,)
+    if not shape.is_tied:
+        yield "lm_head.weight", (shape.vocab_size, shape.hidden)
+    for index in range(shape.num_layers):
+        layer = f"model.layers.{index}."
+        yield layer + "input_layernorm.weight", (shape.hidden,)
+        yield layer + "post_attention_layernorm.weight", (shape.hidden,)
+        for name, size in (
+            ("q", (q, shape.hidden)),
+            ("k", (kv, shape.hidden)),
+            ("v", (kv, shape.hidden)),
+            ("o", (shape.hidden, q)),
+        ):
+            yield f"{layer}self_attn.{name}_proj.weight", size
+        for name in ("q_norm", "k_norm"):
+            yield f"{layer}self_attn.{name}.weight", (shape.head_dim,)
+        for name, size in (
+            ("gate", (shape.inner, shape.hidden)),
+            ("up", (shape.inner, shape.hidden)),
+            ("down", (shape.hidden, shape.inner)),
+        ):
+            yield f"{layer}mlp.{name}_proj.weight", size
+
+
+def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
+    """Yield what the public engine does with the small model: start-up, prompts, and the mixed workload."""
+    shape = TINY if place.is_tiny else SMALL
+    folder = write_random_model(shape, place.folder / shape.name)
+    num_seqs, longest = (4, 96) if place.is_tiny else (256, 8192 + 64)
+    started = time.perf_counter()
+    llm = LLM(
+        str(folder),
+        device=place.engine_device,
+        skip_tokenizer_init=True,
+        max_num_seqs=num_seqs,
+        max_model_len=longest,
+        max_num_batched_tokens=64 if place.is_tiny else 8192,
+        enable_prefix_caching=False,
+        num_kv_blocks=16 if place.is_tiny else None,
+    )
+    loaded = time.perf_counter()
+    _generate(llm, [[1, 2, 3]], [1])
+    yield {"section": "start", "model": shape.name, "load_s": loaded - started, "first_token_s": time.perf_counter() - started}
+    num_weights = llm.llm_engine.report.num_active_parameters
+    for length in (20,) if place.is_tiny else (512, 2048, 8192):
+        if time.perf_counter() > until_s:
+            return
+        seconds = min(
+            _generate(llm, _prompts(1, (length, length), shape, seed), [1]) for seed in range(1 if place.is_tiny else 3)
+        )
+        flops = 2 * num_weights * length + 2 * length**2 * shape.num_layers * shape.num_heads * shape.head_dim
+        share = flops / seconds / place.flops_per_s
+        yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
+    count, sizes = (4, (5, 20)) if place.is_tiny else (256, (100, 1024))
+    prompts = _prompts(count, sizes, shape, 0)
+    lengths = [random.Random(1).randint(2, 3) for _ in prompts] if place.is_tiny else _lengths(count, sizes, 1)
+    total = sum(lengths)
+    for is_first in (True, False):  # the first time, steps of every size are compiled and recorded
+        if time.perf_counter() > until_s:
+            break
+        steps = llm.llm_engine.stats.num_steps
+        seconds = _generate(llm, prompts, lengths)
+        row: Row = {"section": "mixed", "model": shape.name, "is_first": is_first, "output_tokens": total}
+        yield row | {"tokens_per_s": total / seconds, "steps": llm.llm_engine.stats.num_steps - steps}
+    llm.close()
+
+
+def _lengths(count: int, sizes: tuple[int, int], seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randint(*sizes) for _ in range(count)]
+
+
+def _prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(shape.vocab_size - 1) for _ in range(length)] for length in _lengths(count, sizes, seed)]
+
+
+def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Return the seconds that prompts take to get so many tokens each."""
+    params = [SamplingParams(temperature=0.6, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    got = [len(output.outputs[0].token_ids) for output in outputs]
+    if got != lengths:
+        raise RuntimeError(f"asked for {lengths} tokens, got {got}: {outputs[0].outputs[0]}")
+    return seconds
+
+
+def decode_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
+    """Yield the times of decode steps of a model with random weights on the device, as recorded graphs and one by one."""
+    (place.folder / f"{shape.name}-config").mkdir(parents=True, exist_ok=True)
+    (place.folder / f"{shape.name}-config" / "config.json").write_text(json.dumps(shape.config()))
+    spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
+    cases = [(2, 40)] if place.is_tiny else [(1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024), (256, 600)]
+    decoder = DeviceDecoder(spec, _random_parameters(spec, place.device), shape.max_positions, place.device)
+    num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
+    kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
+    weight_bytes = sum(int(np.prod(size)) for name, size in parameter_shapes(spec).items() if name != "embed.weight") * 2
+    weight_bytes += shape.vocab_size * shape.hidden * 2 if shape.is_tied else 0
+    for is_recorded in (True, False) if place.device.type == "cuda" else (False,):
+        graphs = StepGraphs(CudaGraphRecorder(place.device) if is_recorded else None)
+        sizes = StepSizes(max(count for count, _ in cases), 512, shape.max_positions)
+        stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
+        for count, length in cases if is_recorded or place.is_tiny else cases[:1]:
+            if time.perf_counter() > until_s:
+                return
+            seconds = _time_steps(stepper, count, length, 2 if place.is_tiny else 64)
+            bound_s = (weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
+            row: Row = {"section": "decode", "model": shape.name, "is_recorded": is_recorded, "batch": count, "context": length}
+            yield row | {"step_us": seconds * 1e6, "tokens_per_s": count / seconds, "share": bound_s / seconds}
+        stepper.close()
+
+
+def _random_parameters(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
+    dtype = getattr(torch, spec.dtype)
+    return {
+        name: torch.ones(size, dtype=dtype, device=device)
+        if "norm" in name or name.endswith(("attn_in.weight", "mlp_in.weight"))
+        else torch.randn(size, dtype=dtype, device=device) * 0.02
+        for name, size in parameter_shapes(spec).items()
+    }
+
+
+def _time_steps(stepper: DeviceStepper, count: int, length: int, num_steps: int) -> float:
+    """Return the median seconds of a step, with its read-back, of so many sequences of about that length."""
+    per_line = -(-(length + num_steps + _WARM_UP_STEPS) // _BLOCK_SIZE)
+    changes = TableChanges([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(count)])
+    lines = np.arange(count, dtype=np.int32)
+    ids = np.ones(count, np.int64)
+    times: list[float] = []
+    for step in range(num_steps + _WARM_UP_STEPS):
+        positions = np.full(count, length + step - 1)
+        slots = lines.astype(np.int64) * per_line * _BLOCK_SIZE + positions
+        lengths = (positions + 1).astype(np.int32)
+        rows = np.arange(count)
+        host = HostStep((1,) * count, lines, lengths, ids, positions, slots, rows, lines, positions + 1)
+        started = time.perf_counter()
+        stepper.take_sampled(stepper.launch(host, "plain", changes))
+        times.append(time.perf_counter() - started)
+        ids, changes = np.full(count, -1), TableChanges([])
+    return float(np.median(times[_WARM_UP_STEPS:]))
+
+
+def model_sections(place: Place) -> list[Callable[[float], Iterator[Row]]]:
+    """Return the sections in the order of what they are worth; each takes the time by which it should end."""
+    small, large = (TINY, TINY) if place.is_tiny else (SMALL, LARGE)
+    found: list[Callable[[float], Iterator[Row]]] = [lambda until: decode_rows(place, small, until)]
+    found.append(lambda until: engine_rows(place, until))
+    return found if place.is_tiny else [*found, lambda until: decode_rows(place, large, until)]

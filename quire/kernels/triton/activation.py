@@ -1,0 +1,84 @@
+"""Activations of feed-forward blocks, with the product of gate and up projection."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.base.errors import UnsupportedError
+from quire.contracts.model_spec import Activation
+from quire.kernels.triton.arithmetic import narrow, rounded
+from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATION_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_BLOCK = 1024
+
+
+def activate(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    """Return activation(gate) * up, or activation(gate) without an up projection; the activation is rounded first.
+
+    gate, up  [T, I], rows in one piece: the halves of one projection, perhaps
+    Returns   [T, I] in gate's dtype
+    """
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    activate_launch(out, gate, up, activation).run()
+    return out
+
+
+def activate_launch(out: Tensor, gate: Tensor, up: Tensor | None, activation: Activation) -> Launch:
+    """Return the launch of `activate`, which writes `out`, in one piece. Raises UnsupportedError for other activations."""
+    if activation not in ACTIVATION_KINDS:
+        raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {activation!r}")
+    num_rows, width = gate.shape
+    check_tensor("gate", gate, (None, None), *_FLOATS)
+    check_contiguous("out", out, tuple(gate.shape), gate.dtype)
+    if up is not None:
+        check_tensor("up", up, tuple(gate.shape), gate.dtype)
+    arguments = {
+        "gate_ptr": gate,
+        "up_ptr": up,
+        "out_ptr": out,
+        "gate_stride": gate.stride(0),
+        "up_stride": 0 if up is None else up.stride(0),
+    }
+    constants = {"WIDTH": width, "BLOCK": _BLOCK, "KIND": ACTIVATION_KINDS[activation]}
+    return Launch(_activate, (num_rows, triton.cdiv(width, _BLOCK)), arguments, constants, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return silu, gelu, gelu_tanh or relu of x, f32."""
+    if KIND == 0:
+        x = x * tl.sigmoid(x)
+    elif KIND == 1:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 2:
+        # 1 + tanh(u) = 2 * sigmoid(2 * u)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit
+def _activate(
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    y = activated(tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32), KIND)
+    if up_ptr is not None:
+        up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        y = rounded(y, gate_ptr.dtype.element_ty) * up
+    tl.store(out_ptr + row * WIDTH + columns, narrow(y, out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,83 @@
+"""Device functions that compute the same on a GPU and in Triton's interpreter.
+
+The interpreter computes with the bit patterns of bfloat16 and float8 as if they were whole numbers, and truncates where it
+narrows to them. So kernels widen what they load to f32 at once, multiply matrices with `dot` alone, and narrow with `narrow`
+alone. A mask is no block of truths joined with a single one, which some interpreters make a number. Nothing here or in a kernel
+calls libdevice or inline assembly, which the interpreter does not have.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in the interpreter, decided when triton was imported."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    """Return acc + a @ b in f32; f32 operands are not rounded to tf32."""
+    if INTERPRETED:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return x, f32, in a float type, rounded to nearest even; float8e4nv saturates."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if INTERPRETED:
+        if dtype == tl.bfloat16:
+            x = _bfloat16_bits(x).to(tl.bfloat16, bitcast=True)
+        elif dtype == tl.float8e4nv:
+            x = _float8_bits(x).to(tl.float8e4nv, bitcast=True)
+        else:
+            x = x.to(dtype)
+    else:
+        x = x.to(dtype)
+    return x
+
+
+@triton.jit
+def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return x, f32, rounded to a float type but still f32: where a checkpoint's own code rounds, so do the kernels."""
+    if dtype != tl.float32:
+        x = narrow(x, dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def whole(x: tl.tensor) -> tl.tensor:
+    """Return x, f32 with |x| < 2**22, rounded to the nearest whole number, ties to even. Needs enable_fp_fusion=False."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """Return the hyperbolic tangent with an absolute error of a few 2**-24."""
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _bfloat16_bits(x: tl.tensor) -> tl.tensor:
+    bits = x.to(tl.uint32, bitcast=True)
+    up = bits + 0x7FFF + ((bits >> 16) & 1)
+    return tl.where(x != x, 0x7FC0, up >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _float8_bits(x: tl.tensor) -> tl.tensor:
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    size = tl.abs(x)
+    bits = size.to(tl.uint32, bitcast=True)
+    # Exponents from -6 on are normal: bias 7 instead of 127, three bits of fraction. Below, units of 2**-9.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = (size * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) & 0xFF
+    found = tl.where(size < 0.015625, tiny, normal)
+    return (sign | tl.where(x != x, 0x7F, found)).to(tl.uint8)

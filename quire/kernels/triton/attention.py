@@ -1,0 +1,205 @@
+"""Paged attention on the device: whole prompts, chunks behind cached prefixes, draft trees and decode steps in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.triton.arithmetic import LOG2_E
+from quire.kernels.triton.attention_kernels import attend_runs, merge_chunks
+from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.step import DeviceStep, Tiles
+from quire.kernels.triton.tiles import CHUNK, ROWS_OF_DECODE, AttentionTile, long_attention_tile, short_attention_tile
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_QUANTISED = (torch.int8, torch.float8_e4m3fn)
+_MERGED_AT_ONCE = 16
+
+
+class KvCache(NamedTuple):
+    """The cache of one layer.
+
+    k, v                [num_blocks, K, block_size, D], q's dtype, int8 or float8_e4m3fn
+    k_scales, v_scales  [num_blocks, K, block_size] f32, what multiplies the stored values; None unless these are quantised
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
+def attend(q: Tensor, cache: KvCache, step: DeviceStep, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    """Attend every query to its sequence's cached keys, itself included, causally.
+
+    q        [T, H, D] float, the heads of a token in one piece; this step's KV is already stored
+    sinks    [H] float, a logit per head that takes its share of the softmax and gives nothing; None: none
+    Returns  [T, H, D] in q's dtype, zeros where a sequence is padding. Sums are in f32. Does not write the cache
+    Raises InvariantError for shapes and dtypes that do not fit.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run_all(attend_launches(out, q, cache, step, spec, sinks))
+    return out
+
+
+def attend_launches(
+    out: Tensor, q: Tensor, cache: KvCache, step: DeviceStep, spec: AttentionSpec, sinks: Tensor | None = None
+) -> list[Launch]:
+    """Return the launches of `attend`, which write `out`, in one piece.
+
+    Sequences of few queries, decode steps above all, are split into chunks of cached keys, so that a few long ones fill the
+    device; their partial results are merged in order. Others have a program for each run of queries.
+    """
+    _check(out, q, cache, spec, sinks)
+    if step.has_cached_drafts and spec.window is not None:
+        raise InvariantError(
+            f"with a window ({spec.window} tokens) all drafts of a tree must be rows of the step, as a window needs their "
+            "positions, but the first ones are cached; compute them again"
+        )
+    group = spec.num_heads // spec.num_kv_heads
+    long_tile = long_attention_tile(spec.head_dim, q.dtype, cache.k.dtype)
+    num_queries, num_short = tile_queries(spec, q.dtype, cache.k.dtype)
+    short, long = step.tiles(num_queries, num_short)
+    launches: list[Launch] = []
+    if short.num_tiles:
+        tile = short_attention_tile(spec.head_dim, q.dtype, cache.k.dtype)
+        rows = power_of_two(short.num_queries * group, ROWS_OF_DECODE)
+        launches += _split(_Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows)))
+    if long.num_tiles:
+        tile = long_tile._replace(rows=power_of_two(num_queries * group, 16))
+        launches.append(_attend_runs(_Call(out, q, cache, step, spec, sinks, long, tile)))
+    return launches
+
+
+def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[int, int]:
+    """Return the queries of a tile, and up to how many queries a sequence is short, as DeviceStep.tiles takes them."""
+    group = spec.num_heads // spec.num_kv_heads
+    return max(1, long_attention_tile(spec.head_dim, dtype, kv_dtype).rows // group), max(1, ROWS_OF_DECODE // group)
+
+
+class _Call(NamedTuple):
+    out: Tensor
+    q: Tensor
+    cache: KvCache
+    step: DeviceStep
+    spec: AttentionSpec
+    sinks: Tensor | None
+    tiles: Tiles
+    tile: AttentionTile
+
+
+def _split(call: _Call) -> list[Launch]:
+    """Return the launches over chunks of keys, with the merge where there is more than one."""
+    window = call.spec.window
+    num_chunks = -(-call.step.max_context_len // CHUNK)
+    if window is not None:
+        num_chunks = min(num_chunks, -(-(window + call.tiles.num_queries - 1) // CHUNK) + 1)
+    if num_chunks <= 1:
+        return [_attend_runs(call)]
+    spec = call.spec
+    rows = call.tiles.num_queries * spec.num_heads // spec.num_kv_heads
+    shape = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks, rows)
+    partial = torch.empty(*shape, spec.head_dim, dtype=torch.float32, device=call.q.device)
+    log_sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    return [_attend_runs(call, (partial, log_sums)), _merge_chunks(call, partial, log_sums)]
+
+
+def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Launch:
+    spec, step, cache, tile = call.spec, call.step, call.cache, call.tile
+    num_chunks = 1 if split is None else split[0].shape[2]
+    is_quantised = cache.k.dtype in _QUANTISED
+    compute = torch.float16 if is_quantised and call.q.dtype != torch.float32 else call.q.dtype
+    arguments = {
+        "q_ptr": call.q,
+        "k_ptr": cache.k,
+        "v_ptr": cache.v,
+        "k_scales_ptr": cache.k_scales,
+        "v_scales_ptr": cache.v_scales,
+        "sinks_ptr": None if split is not None else call.sinks,
+        "out_ptr": call.out,
+        "partial_ptr": None if split is None else split[0],
+        "log_sums_ptr": None if split is None else split[1],
+        **_run_arguments(call),
+        "block_tables_ptr": step.block_tables,
+        "ancestors_ptr": None if call.tiles.sequences is None else step.ancestors,
+        "positions_ptr": None if call.tiles.sequences is None or spec.window is None else step.positions,
+        "scale": spec.scale * (1.0 if spec.softcap else LOG2_E.value),
+        "q_stride": call.q.stride(0),
+        "table_stride": step.block_tables.stride(0),
+        "num_chunks": num_chunks,
+    }
+    constants = {
+        **_run_constants(call),
+        "BLOCK_SIZE": cache.k.shape[2],
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "BLOCK_D": power_of_two(spec.head_dim, 16),
+        "SOFTCAP": spec.softcap or 0.0,
+        "COMPUTE": ELEMENT_TYPES[compute],
+    }
+    grid = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks)
+    return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages)
+
+
+def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
+    arguments = {
+        "partial_ptr": partial,
+        "log_sums_ptr": log_sums,
+        "sinks_ptr": call.sinks,
+        "out_ptr": call.out,
+        **_run_arguments(call),
+        "num_chunks": partial.shape[2],
+    }
+    constants = {
+        **_run_constants(call),
+        "BLOCK_D": power_of_two(call.spec.head_dim, 16),
+        "BLOCK_C": _MERGED_AT_ONCE,
+    }
+    grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
+    return Launch(merge_chunks, grid, arguments, constants, num_warps=2, num_stages=2)
+
+
+def _run_arguments(call: _Call) -> dict[str, Tensor | None]:
+    has_list = call.tiles.sequences is not None
+    return {
+        "tile_sequences_ptr": call.tiles.sequences,
+        "tile_offsets_ptr": call.tiles.offsets,
+        "query_starts_ptr": call.step.query_starts if has_list else None,
+        "context_lens_ptr": call.step.context_lens,
+        "num_drafts_ptr": call.step.num_drafts if has_list else None,
+    }
+
+
+def _run_constants(call: _Call) -> dict[str, object]:
+    spec = call.spec
+    return {
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "GROUP": spec.num_heads // spec.num_kv_heads,
+        "QUERIES": call.tiles.num_queries,
+        "HEAD_DIM": spec.head_dim,
+        "CHUNK": CHUNK,
+        "WINDOW": spec.window or 0,
+    }
+
+
+def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: Tensor | None) -> None:
+    check_tensor("q", q, (None, spec.num_heads, spec.head_dim), *_FLOATS)
+    check_contiguous("out", out, tuple(q.shape), q.dtype)
+    if q.stride(1) != spec.head_dim and spec.num_heads > 1:
+        raise InvariantError(f"the heads of a token must lie in one piece, got strides {q.stride()}")
+    shape = (None, spec.num_kv_heads, None, spec.head_dim)
+    check_contiguous("k", cache.k, shape, q.dtype, *_QUANTISED)
+    check_contiguous("v", cache.v, tuple(cache.k.shape), cache.k.dtype)
+    is_quantised = cache.k.dtype in _QUANTISED
+    for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
+        if is_quantised != (scales is not None):
+            raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
+        if scales is not None:
+            check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
+    if sinks is not None:
+        check_contiguous("sinks", sinks, (spec.num_heads,), *_FLOATS)

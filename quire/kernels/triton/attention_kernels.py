@@ -1,0 +1,349 @@
+"""Device code of paged attention: runs of queries against the cached keys of their sequence, and the merge of chunks.
+
+A program has one key-value head and the rows of all query heads that share it, for a run of queries of one sequence: row r is
+query r // GROUP, head r % GROUP. Keys come in tiles of BLOCK_N at fixed places, and in split launches one program takes a chunk
+of CHUNK places. So the sums of a row depend on its own place, and on whether its launch is split, not on the batch, on where
+a prompt was cut, or on padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.arithmetic import LOG2_E, dot, narrow, tanh
+
+_TINY = tl.constexpr(1e-37)
+
+
+@triton.jit
+def _find_run(
+    tile: tl.tensor,
+    tile_sequences_ptr: tl.tensor,
+    tile_offsets_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    num_drafts_ptr: tl.tensor,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return of a run: its sequence, first token, queries left, first query's place, tree's place, first key, end of keys."""
+    if tile_sequences_ptr is None:
+        sequence = tile
+        token = tile
+        left = 1
+        context_len = tl.load(context_lens_ptr + sequence)
+        tree_start = context_len
+    else:
+        sequence = tl.load(tile_sequences_ptr + tile)
+        start = tl.load(query_starts_ptr + sequence)
+        token = start + tl.load(tile_offsets_ptr + tile)
+        left = tl.load(query_starts_ptr + sequence + 1) - token
+        context_len = tl.load(context_lens_ptr + sequence)
+        tree_start = context_len
+        if num_drafts_ptr is not None:
+            tree_start = context_len - tl.load(num_drafts_ptr + sequence)
+    place = context_len - left
+    end = tl.minimum(place + QUERIES, context_len)
+    first_key = end * 0
+    if WINDOW > 0:
+        # The positions of a tree are not below its place.
+        first_key = tl.maximum(tl.minimum(place, tree_start) - WINDOW + 1, 0)
+    return sequence, token, left, place, tree_start, first_key, end
+
+
+@triton.jit
+def _find_rows(
+    table_ptr: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    kv_head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return where the places from `first` on lie in a cache, seen as rows [num_blocks * NUM_KV_HEADS * BLOCK_SIZE].
+
+    The row of each is the sum of the two: one i64, and [BLOCK_N], i32 wherever a tile does not leave its block.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
+        base = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + first % BLOCK_SIZE
+        rows = tl.arange(0, BLOCK_N)
+    else:
+        places = first + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table_ptr + places // BLOCK_SIZE, mask=places < end, other=0).to(tl.int64)
+        base = (kv_head * BLOCK_SIZE).to(tl.int64)
+        rows = blocks * (NUM_KV_HEADS * BLOCK_SIZE) + places % BLOCK_SIZE
+    return base, rows
+
+
+@triton.jit
+def _is_seen(
+    keys: tl.tensor,
+    queries: tl.tensor,
+    is_row: tl.tensor,
+    end: tl.tensor,
+    tree_start: tl.tensor,
+    token_shift: tl.tensor,
+    ancestors_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """Return [M, N]: which of the places `keys` [N] the queries at `queries` [M] see; token = place + token_shift."""
+    seen = (keys[None, :] <= queries[:, None]) & (keys[None, :] < end)
+    if ancestors_ptr is not None:
+        paths = tl.load(ancestors_ptr + token_shift + queries, mask=is_row, other=0)
+        drafts = keys - tree_start
+        bits = (paths[:, None] >> tl.maximum(drafts, 0).to(tl.int64)[None, :]) & 1
+        seen = seen & ((drafts[None, :] < 0) | (bits != 0))
+    if WINDOW > 0:
+        from_positions = queries
+        to_positions = keys
+        if ancestors_ptr is not None:
+            from_positions = tl.load(positions_ptr + token_shift + queries, mask=is_row, other=0)
+            is_draft = (keys >= tree_start) & (keys < end)
+            to_positions = tl.load(positions_ptr + token_shift + keys, mask=is_draft, other=0)
+            to_positions = tl.where(is_draft, to_positions, keys)
+        seen = seen & (from_positions[:, None] - to_positions[None, :] < WINDOW)
+    return seen
+
+
+@triton.jit
+def _attend_span(
+    acc: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    queries: tl.tensor,
+    is_row: tl.tensor,
+    end: tl.tensor,
+    tree_start: tl.tensor,
+    token_shift: tl.tensor,
+    kv_head: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scales_ptr: tl.tensor,
+    v_scales_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    ancestors_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Take the keys of [low, high) into (acc, best, total); low is a multiple of BLOCK_N. Unmasked: all rows see all."""
+    dims = tl.arange(0, BLOCK_D)
+    for first in tl.range(low, high, BLOCK_N):
+        base, rows = _find_rows(table_ptr, first, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
+        keys = first + tl.arange(0, BLOCK_N)
+        k_tile = k_ptr + base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
+        v_tile = v_ptr + base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
+        # What lies past a context may be anything, NaN of a failed sequence included: 0 * NaN must not reach a sum.
+        if IS_MASKED or HEAD_DIM != BLOCK_D:
+            is_there = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_tile, mask=is_there, other=0.0)
+            v = tl.load(v_tile, mask=is_there, other=0.0)
+        else:
+            k = tl.load(k_tile)
+            v = tl.load(v_tile)
+        scores = dot(q, tl.trans(k.to(COMPUTE)), tl.zeros([q.shape[0], BLOCK_N], tl.float32)) * scale
+        if k_scales_ptr is not None:
+            scores = scores * tl.load(k_scales_ptr + base + rows, mask=keys < end, other=0.0)[None, :]
+        if SOFTCAP > 0:
+            scores = tanh(scores * (1.0 / SOFTCAP)) * (SOFTCAP * LOG2_E)
+        if IS_MASKED:
+            seen = _is_seen(keys, queries, is_row, end, tree_start, token_shift, ancestors_ptr, positions_ptr, WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        shift = new_best
+        if IS_MASKED:
+            # A row that has seen nothing yet keeps -inf, from which nothing can be subtracted.
+            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink = tl.exp2(best - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        best = new_best
+        if v_scales_ptr is not None:
+            # In units of the tile's largest scale the weights stay within f16, however small the values are.
+            scales = tl.load(v_scales_ptr + base + rows, mask=keys < end, other=0.0)
+            unit = tl.maximum(tl.max(scales, 0), 1e-30)
+            weights = narrow(weights * (scales / unit)[None, :], COMPUTE)
+            part = dot(weights, v.to(COMPUTE), tl.zeros([q.shape[0], BLOCK_D], tl.float32))
+            acc = acc * shrink[:, None] + part * unit
+        else:
+            acc = dot(narrow(weights, COMPUTE), v.to(COMPUTE), acc * shrink[:, None])
+    return acc, best, total
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def attend_runs(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scales_ptr: tl.tensor,
+    v_scales_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    tile_sequences_ptr: tl.tensor,
+    tile_offsets_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    num_drafts_ptr: tl.tensor,
+    ancestors_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    scale: tl.tensor,
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_chunks: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> None:
+    """Attend tile program_id(0) for head program_id(1): all its keys into out, or those of a chunk into partial and log_sums.
+
+    q         [T, H, D], rows of a token in one piece, q_stride elements from token to token; out the same, in one piece
+    k, v      [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]; scales [num_blocks, NUM_KV_HEADS, BLOCK_SIZE] f32 or None
+    partial   [tiles, NUM_KV_HEADS, num_chunks, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; None: not split
+    scale     of scores, as base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
+    WINDOW 0: none; SOFTCAP 0: none
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence, token, left, place, tree_start, first_key, end = _find_run(
+        tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
+    )
+    low = first_key // BLOCK_N * BLOCK_N
+    high = end
+    if partial_ptr is not None:
+        chunk = first_key // CHUNK + tl.program_id(2)
+        low = tl.maximum(low, chunk * CHUNK)
+        high = tl.minimum(end, (chunk + 1) * CHUNK)
+        if low >= high:
+            return
+
+    rows = tl.arange(0, BLOCK_M)
+    queries = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = (queries < QUERIES) & (queries < left)
+    dims = tl.arange(0, BLOCK_D)
+    row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (token + queries).to(tl.int64) * q_stride + heads * HEAD_DIM
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=row_mask, other=0.0).to(COMPUTE)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+    middle = low
+    if WINDOW == 0:
+        # Keys that every row sees, in whole tiles.
+        middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
+        middle = tl.maximum(middle, low)
+        acc, best, total = _attend_span(
+            acc, best, total, q, low, middle, place + queries, is_row, end, tree_start, token - place, kv_head,
+            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
+            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+        )  # fmt: skip
+    acc, best, total = _attend_span(
+        acc, best, total, q, middle, high, place + queries, is_row, end, tree_start, token - place, kv_head,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
+        HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
+    )  # fmt: skip
+
+    out = acc / tl.maximum(total, _TINY)[:, None]
+    log_sum = best + tl.log2(total)
+    if partial_ptr is not None:
+        part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks + tl.program_id(2)
+        parts = part * (QUERIES * GROUP) + rows
+        tl.store(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
+        tl.store(log_sums_ptr + parts, log_sum, mask=is_row)
+    else:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            top = tl.maximum(log_sum, sink)
+            weight = tl.exp2(log_sum - top)
+            out = out * (weight / (weight + tl.exp2(sink - top)))[:, None]
+        out_rows = (token + queries).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        out = narrow(out, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def merge_chunks(
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    tile_sequences_ptr: tl.tensor,
+    tile_offsets_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    num_drafts_ptr: tl.tensor,
+    num_chunks: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> None:
+    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in their order."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1) // (QUERIES * GROUP)
+    row = tl.program_id(1) % (QUERIES * GROUP)
+    _, token, left, _, _, first_key, end = _find_run(
+        tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
+    )
+    query = row // GROUP
+    if query >= left:
+        return
+    head = kv_head * GROUP + row % GROUP
+    used = tl.cdiv(end, CHUNK) - first_key // CHUNK
+    first_part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    best = float("-inf")
+    if sinks_ptr is not None:
+        best = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        total = 1.0
+    for first in tl.range(0, used, BLOCK_C):
+        chunks = first + tl.arange(0, BLOCK_C)
+        parts = (first_part + chunks) * (QUERIES * GROUP) + row
+        log_sums = tl.load(log_sums_ptr + parts, mask=chunks < used, other=float("-inf"))
+        mask = (chunks < used)[:, None] & (dims < HEAD_DIM)[None, :]
+        partial = tl.load(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        new_best = tl.maximum(best, tl.max(log_sums, 0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink = tl.exp2(best - base)
+        weights = tl.exp2(log_sums - base)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
+        best = new_best
+    out = narrow(acc / tl.maximum(total, _TINY), out_ptr.dtype.element_ty)
+    out_row = (token + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+    tl.store(out_ptr + out_row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)

@@ -1,0 +1,90 @@
+"""What stays on the device from step to step: the tokens that were sampled, and the block tables."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launching import Launch, check_contiguous
+
+_BLOCK, _LINE_BLOCK = 256, 1024
+
+
+def take_inputs_launches(
+    token_ids: Tensor, tables: Tensor, given_ids: Tensor, token_rows: Tensor, rows: Tensor, last_ids: Tensor, all_tables: Tensor
+) -> list[Launch]:
+    """Return the launches that write the tokens of a step, and the block tables of its sequences.
+
+    token_ids   [T] i64, written: the given one, or where that is negative the last one of its row
+    tables      [S, max_blocks] i32, written: those of `rows`
+    given_ids   [T] i64
+    token_rows  [T] i32, and rows [S] i32: rows of the next two
+    last_ids    [N] i64
+    all_tables  [N, max_blocks] i32
+    """
+    num_tokens, (num_rows, width), num_known = len(token_ids), tables.shape, len(last_ids)
+    check_contiguous("token_ids", token_ids, (None,), torch.int64)
+    check_contiguous("given_ids", given_ids, (num_tokens,), torch.int64)
+    check_contiguous("token_rows", token_rows, (num_tokens,), torch.int32)
+    check_contiguous("rows", rows, (num_rows,), torch.int32)
+    check_contiguous("last_ids", last_ids, (None,), torch.int64)
+    check_contiguous("tables", tables, (None, None), torch.int32)
+    check_contiguous("all_tables", all_tables, (num_known, width), torch.int32)
+    ids = {"out_ptr": token_ids, "given_ptr": given_ids, "rows_ptr": token_rows, "last_ptr": last_ids, "num_tokens": num_tokens}
+    lines = {"out_ptr": tables, "rows_ptr": rows, "tables_ptr": all_tables, "width": width}
+    return [
+        Launch(_take_ids, (-(-num_tokens // _BLOCK),), ids, {"BLOCK": _BLOCK}, 4, 1),
+        Launch(_take_tables, (num_rows, -(-width // _LINE_BLOCK)), lines, {"BLOCK": _LINE_BLOCK}, 4, 1),
+    ]
+
+
+def keep_ids_launch(last_ids: Tensor, token_ids: Tensor, rows: Tensor) -> Launch:
+    """Return the launch that writes last_ids [N] i64 at rows [R] i32 with token_ids [R] i64; what is negative is not a token.
+
+    A row may stand there more than once only where nobody reads it.
+    """
+    num_rows = len(rows)
+    check_contiguous("last_ids", last_ids, (None,), torch.int64)
+    check_contiguous("token_ids", token_ids, (num_rows,), torch.int64)
+    check_contiguous("rows", rows, (num_rows,), torch.int32)
+    arguments = {"last_ptr": last_ids, "ids_ptr": token_ids, "rows_ptr": rows, "num_rows": num_rows}
+    return Launch(_keep_ids, (-(-num_rows // _BLOCK),), arguments, {"BLOCK": _BLOCK}, 4, 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _take_ids(
+    out_ptr: tl.tensor,
+    given_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    last_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = tokens < num_tokens
+    given = tl.load(given_ptr + tokens, mask=is_token, other=0)
+    is_unknown = is_token & (given < 0)
+    rows = tl.load(rows_ptr + tokens, mask=is_unknown, other=0)
+    last = tl.load(last_ptr + rows, mask=is_unknown, other=0)
+    tl.store(out_ptr + tokens, tl.where(is_unknown, last, given), mask=is_token)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _take_tables(out_ptr: tl.tensor, rows_ptr: tl.tensor, tables_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+    sequence = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    blocks = tl.load(tables_ptr + row * width + places, mask=inside, other=0)
+    tl.store(out_ptr + sequence * width + places, blocks, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _keep_ids(last_ptr: tl.tensor, ids_ptr: tl.tensor, rows_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr) -> None:
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < num_rows
+    ids = tl.load(ids_ptr + places, mask=inside, other=-1)
+    rows = tl.load(rows_ptr + places, mask=inside, other=0)
+    tl.store(last_ptr + rows, ids, mask=inside & (ids >= 0))

@@ -1,0 +1,152 @@
+"""Mixture of experts on the device: the experts' products in tiles of pairs of one token and one expert."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.base.errors import UnsupportedError
+from quire.contracts.model_spec import MoeSpec
+from quire.kernels.triton.activation import ACTIVATION_KINDS
+from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.moe_kernels import count_pairs, multiply_experts, route_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.tiles import ExpertTile, expert_tile
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = 1024
+
+
+def mixture_of_experts(x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
+
+    x        [T, N]
+    logits   [T, E] of the router, float
+    gate_up  [E, 2 * I, N], the gate rows first
+    down     [E, N, I]
+    Returns  [T, N] in x's dtype; a row depends on no other row
+    Raises UnsupportedError for experts without a gate or with biases, InvariantError for what does not fit.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    run_all(expert_launches(out, x, logits, spec, gate_up, down))
+    return out
+
+
+class _Pairs(NamedTuple):
+    """pairs None: tile i is pair i, of expert experts[i]."""
+
+    pairs: Tensor | None
+    tile_experts: Tensor
+    num_tiles: int
+
+
+def expert_launches(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> list[Launch]:
+    """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
+    _check(out, x, logits, spec, gate_up, down)
+    num_tokens, width = x.shape
+    inner = down.shape[2]
+    num_pairs = num_tokens * spec.top_k
+    tile = expert_tile(num_pairs, spec.num_experts, x.dtype)
+
+    def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    shares, experts = empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32)
+    route = Launch(
+        route_rows,
+        (num_tokens,),
+        {"logits_ptr": logits, "weights_ptr": shares, "experts_ptr": experts, "logits_stride": logits.stride(0)},
+        {
+            "NUM_EXPERTS": spec.num_experts,
+            "TOP_K": spec.top_k,
+            "BLOCK_E": power_of_two(spec.num_experts),
+            "IS_RENORMALIZED": spec.is_renormalized,
+            "DTYPE": ELEMENT_TYPES[torch.float32 if spec.is_weight_f32 else x.dtype],
+        },
+        num_warps=1,
+        num_stages=1,
+    )
+    sort, pairs = _sort_launches(experts, spec.num_experts, tile)
+    hidden, parts = empty(num_pairs, inner), empty(num_pairs, width)
+    kind = ACTIVATION_KINDS[spec.expert.activation]
+    products = [
+        _product(hidden, x, gate_up, None, pairs, tile, {"TOP_K": spec.top_k, "IS_GATED": True, "ACTIVATION": kind}),
+        _product(parts, hidden, down, shares, pairs, tile, {"TOP_K": 1, "IS_GATED": False, "ACTIVATION": kind}),
+    ]
+    constants = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
+    total = Launch(sum_pairs, (num_tokens, triton.cdiv(width, _BLOCK)), {"y_ptr": parts, "out_ptr": out}, constants, 4, 1)
+    return [route, *sort, *products, total]
+
+
+def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple[list[Launch], _Pairs]:
+    """Return the launches that sort the pairs by expert; none where there are so few pairs that most experts have one."""
+    num_pairs = len(experts)
+    if num_pairs <= num_experts:
+        return [], _Pairs(None, experts, num_pairs)
+    num_tiles = min(num_pairs, num_pairs // tile.pairs + num_experts)
+
+    def empty(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=experts.device)
+
+    counts, pairs, tile_experts = empty(num_experts), empty(num_tiles * tile.pairs), empty(num_tiles)
+    count = Launch(
+        count_pairs, (num_experts,), {"experts_ptr": experts, "counts_ptr": counts, "num_pairs": num_pairs}, {}, 4, 1
+    )
+    arguments = {
+        "experts_ptr": experts,
+        "counts_ptr": counts,
+        "pairs_ptr": pairs,
+        "tile_experts_ptr": tile_experts,
+        "num_pairs": num_pairs,
+        "num_tiles": num_tiles,
+    }
+    constants = {"NUM_EXPERTS": num_experts, "BLOCK_E": power_of_two(num_experts), "BLOCK_M": tile.pairs}
+    return [count, Launch(sort_pairs, (num_experts,), arguments, constants, 4, 1)], _Pairs(pairs, tile_experts, num_tiles)
+
+
+def _product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    shares: Tensor | None,
+    pairs: _Pairs,
+    tile: ExpertTile,
+    constants: dict[str, int | bool],
+) -> Launch:
+    num_rows = out.shape[1]
+    arguments = {
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "shares_ptr": shares,
+        "out_ptr": out,
+        "pairs_ptr": pairs.pairs,
+        "tile_experts_ptr": pairs.tile_experts,
+        "x_stride": x.stride(0),
+    }
+    tiles = {
+        "NUM_ROWS": num_rows,
+        "NUM_COLUMNS": x.shape[1],
+        "BLOCK_M": tile.pairs,
+        "BLOCK_N": tile.rows,
+        "BLOCK_K": tile.columns,
+        "IS_SWAPPED": tile.is_swapped,
+    }
+    grid = (triton.cdiv(num_rows, tile.rows), pairs.num_tiles)
+    return Launch(multiply_experts, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
+
+
+def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> None:
+    if not spec.expert.is_gated or spec.expert.has_bias or spec.expert.activation not in ACTIVATION_KINDS:
+        raise UnsupportedError(
+            f"experts must be gated, without biases, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}"
+        )
+    check_tensor("x", x, (None, None), *_FLOATS)
+    num_tokens, width = x.shape
+    inner = spec.expert.intermediate_size
+    check_contiguous("out", out, (num_tokens, width), x.dtype)
+    check_tensor("logits", logits, (num_tokens, spec.num_experts), *_FLOATS)
+    check_contiguous("gate_up", gate_up, (spec.num_experts, 2 * inner, width), x.dtype)
+    check_contiguous("down", down, (spec.num_experts, width, inner), x.dtype)

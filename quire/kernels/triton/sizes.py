@@ -1,0 +1,8 @@
+"""Sizes that kernels are made for; known without Triton."""
+
+from __future__ import annotations
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least `size` and `least`."""
+    return max(least, 1 << max(0, size - 1).bit_length())

@@ -1,0 +1,150 @@
+"""DeviceStep: what AttentionInput says, as tensors on the device, with the work lists of its launches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.triton.sizes import power_of_two
+
+
+class Tiles(NamedTuple):
+    """Runs of queries of one sequence each, which one program attends.
+
+    sequences, offsets  [N] i32: the sequence, and the run's first query counted from the sequence's first; None: run i is the
+                        only query of sequence i
+    num_tiles           N
+    num_queries         no run is longer
+    """
+
+    sequences: Tensor | None
+    offsets: Tensor | None
+    num_tiles: int
+    num_queries: int
+
+
+class TileLists(NamedTuple):
+    """Runs of queries as (sequence, offset), on the host; longest_short: no short sequence has more queries, at least 1."""
+
+    short: list[tuple[int, int]]
+    long: list[tuple[int, int]]
+    longest_short: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """Where the tokens of one step stand, for all layers; a sequence of context length 0 is padding, and attends to nothing.
+
+    slots            [T] i64, block * block_size + offset where token t's KV is stored; negative: nowhere
+    query_starts     [S + 1] i32
+    context_lens     [S] i32
+    block_tables     [S, max_blocks] i32; entries past the context are not read
+    num_drafts       [S] i32, or None without trees; with the next two as in TreeInput
+    ancestors        [T] i64
+    positions        [T] i32, of a draft by its depth
+    query_counts     queries of each sequence, on the host
+    max_context_len  at least every context length
+    has_cached_drafts
+                     whether first drafts of a tree are cached, so that their positions are not among those above
+    """
+
+    slots: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    num_drafts: Tensor | None
+    ancestors: Tensor | None
+    positions: Tensor | None
+    query_counts: tuple[int, ...]
+    max_context_len: int
+    has_cached_drafts: bool = False
+    _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: AttentionInput, device: torch.device) -> DeviceStep:
+        """Return the step on a device."""
+        starts = step.query_starts
+
+        def on_device(values: list[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.as_tensor(values, dtype=dtype).to(device)
+
+        trees = step.trees
+        counts = tuple(last - first for first, last in itertools.pairwise(starts))
+        return cls(
+            on_device(step.slots, torch.int64),
+            on_device(starts),
+            on_device(step.context_lens),
+            on_device(step.block_tables),
+            None if trees is None else on_device(trees.num_drafts),
+            None if trees is None else on_device(trees.ancestors, torch.int64),
+            None if trees is None else on_device(_tree_positions(step, counts)),
+            counts,
+            max(step.context_lens, default=0),
+            trees is not None and any(drafts > count for drafts, count in zip(trees.num_drafts.tolist(), counts, strict=True)),
+        )
+
+    @classmethod
+    def of_decode(cls, slots: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int) -> DeviceStep:
+        """Return a step of one token for each sequence, of tensors that are on the device."""
+        count = len(context_lens)
+        starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+        return cls(slots, starts, context_lens, block_tables, None, None, None, (1,) * count, max_context_len)
+
+    def place_tiles(self, num_queries: int, num_short: int, short: Tiles, long: Tiles) -> None:
+        """Take the work lists that `tiles` would make with these arguments, see list_tiles, on the device already."""
+        self._tiles[num_queries, num_short] = short, long
+
+    def tiles(self, num_queries: int, num_short: int) -> tuple[Tiles, Tiles]:
+        """Return the work lists, made once per step and shared by the layers.
+
+        num_queries  queries of a tile
+        num_short    sequences with at most so many queries are short, at least 1
+
+        Returns (those of short sequences, one each; those of the others, tiles of the longest contexts first)
+        """
+        key = (num_queries, num_short)
+        if key not in self._tiles:
+            self._tiles[key] = self._make_tiles(num_queries, num_short)
+        return self._tiles[key]
+
+    def _make_tiles(self, num_queries: int, num_short: int) -> tuple[Tiles, Tiles]:
+        counts = self.query_counts
+        if self.num_drafts is None and all(count == 1 for count in counts):
+            return Tiles(None, None, len(counts), 1), Tiles(None, None, 0, num_queries)
+        lists = list_tiles(counts, num_queries, num_short)
+        return self._send(lists.short, lists.longest_short), self._send(lists.long, num_queries)
+
+    def _send(self, pairs: list[tuple[int, int]], num_queries: int) -> Tiles:
+        found = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).t().contiguous().to(self.slots.device)
+        return Tiles(found[0], found[1], len(pairs), num_queries)
+
+
+def list_tiles(counts: Sequence[int], num_queries: int, num_short: int) -> TileLists:
+    """Return the runs of queries of sequences with so many queries each; see DeviceStep.tiles."""
+    short = [(index, 0) for index, count in enumerate(counts) if count <= num_short]
+    long = [(i, offset) for i, count in enumerate(counts) if count > num_short for offset in range(0, count, num_queries)]
+    # What takes longest begins first, so that the last programs are short ones: a later run sees more keys.
+    long.sort(key=lambda tile: -tile[1])
+    longest = max((counts[index] for index, _ in short), default=1)
+    # Kernels are compiled for the longest: few numbers, so that few are, in the middle of serving.
+    return TileLists(short, long, min(power_of_two(longest), num_short))
+
+
+def _tree_positions(step: AttentionInput, counts: tuple[int, ...]) -> Tensor:
+    found = []
+    for index, (count, length) in enumerate(zip(counts, step.context_lens, strict=True)):
+        positions = torch.arange(length - count, length)
+        num_drafts = 0 if step.trees is None else int(step.trees.num_drafts[index])
+        num_rows = min(num_drafts, count)  # the first drafts may be cached
+        if step.trees is not None and num_rows:
+            masks = step.trees.ancestors[step.query_starts[index + 1] - num_rows : step.query_starts[index + 1]]
+            depths = ((masks[:, None] >> torch.arange(num_drafts)) & 1).sum(1)
+            positions[-num_rows:] = length - num_drafts - 1 + depths
+        found.append(positions)
+    return torch.cat(found)

@@ -1,0 +1,87 @@
+"""The tiles that the kernels are launched with: defaults for Hopper, so that nothing is tuned at start-up.
+
+Chosen by what the compiler makes of them for sm_90 (registers, shared memory, instructions); not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+CHUNK = 256
+"""Cached tokens that one program of a split attention launch reads. Part of the result: sums are merged chunk by chunk."""
+
+ROWS_OF_DECODE = 16
+"""Rows of the smallest matrix instruction; a sequence whose queries and heads fit these is split over its keys."""
+
+
+class AttentionTile(NamedTuple):
+    """rows: queries times the heads that share their keys; keys: cached tokens taken at once."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def short_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+    """Return the tile for sequences of few queries."""
+    if dtype == torch.float32:
+        return AttentionTile(ROWS_OF_DECODE, 32, 8, 2)
+    if kv_dtype != dtype:  # conversions take registers
+        return AttentionTile(ROWS_OF_DECODE, 32, 4, 3)
+    return AttentionTile(ROWS_OF_DECODE, 64, 4, 3 if head_dim <= 128 else 2)
+
+
+def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+    """Return the tile for runs of queries."""
+    if dtype == torch.float32:
+        return AttentionTile(32, 32, 8, 1) if head_dim <= 64 else AttentionTile(16, 32, 8, 1)
+    if head_dim > 128:
+        return AttentionTile(128, 32, 8, 2)
+    return AttentionTile(128, 64 if kv_dtype == dtype else 32, 8, 3)
+
+
+class ExpertTile(NamedTuple):
+    """pairs of a token and an expert; rows and columns of the weight; is_swapped: the weight is the left operand."""
+
+    pairs: int
+    rows: int
+    columns: int
+    is_swapped: bool
+    num_warps: int
+    num_stages: int
+
+
+def expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
+    """Return the tile for a mixture of experts, by how many pairs an expert gets on average."""
+    if dtype == torch.float32:
+        return ExpertTile(16, 32, 32, False, 4, 1)
+    if num_pairs <= 8 * num_experts:
+        return ExpertTile(16, 64, 128, True, 4, 4)
+    if num_pairs <= 32 * num_experts:
+        return ExpertTile(32, 64, 128, True, 4, 4)
+    if num_pairs <= 64 * num_experts:
+        return ExpertTile(64, 64, 64, False, 4, 4)
+    return ExpertTile(128, 128, 64, False, 8, 3)
+
+
+class LinearTile(NamedTuple):
+    """rows of the weight times tokens."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
+    """Return the tile for a linear layer with narrow weights."""
+    if dtype == torch.float32:
+        return LinearTile(32, 16, 4, 1)
+    if num_tokens <= 16:
+        return LinearTile(64, 16, 4, 4)
+    if num_tokens <= 32:
+        return LinearTile(64, 32, 4, 4)
+    return LinearTile(64, 64, 4, 3)

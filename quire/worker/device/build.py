@@ -1,0 +1,78 @@
+"""Build the runner of a device: load the model there, see what a step takes, and give the rest to the KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.checkpoint import open_parameters
+from quire.model.device_decoder import DeviceDecoder
+from quire.quant.parameters import StoredParameter
+from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device.memory import HOW_TO_SAVE, CudaMemory, DeviceMemory, measure_usage, plan_device_memory
+from quire.worker.device.runner import DeviceRunner
+from quire.worker.device.stepper import DeviceStepper, StepSizes
+
+logger = get_logger(__name__)
+
+
+def build_device_runner(
+    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
+) -> tuple[DeviceRunner, ModelReport]:
+    """Load a model on a device and return its runner, with the report of what it takes there.
+
+    Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
+    """
+    if device.type != "cuda" and not INTERPRETED:
+        raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    memory = CudaMemory(device) if device.type == "cuda" else None
+    free_bytes = 0 if memory is None else memory.free_and_total()[0]
+    max_model_len, kv = report.memory.max_model_len, report.memory.kv
+    sizes = StepSizes(config.max_num_seqs, num_batched_tokens, max_model_len)
+    recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
+    try:
+        parameters = open_parameters(report.folder, report.spec)
+        if any(isinstance(parameter, StoredParameter) and parameter.is_integer for parameter in parameters.values()):
+            logger.warning(
+                "the checkpoint's integer weights are run in %s on a GPU, which takes more memory", report.spec.dtype
+            )
+        decoder = DeviceDecoder(report.spec, parameters, max_model_len, device)
+        stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, device), sizes, StepGraphs(recorder))
+        plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, free_bytes)
+        stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
+        if recorder is not None:
+            stepper.record_largest()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
+    for line in plan.describe().splitlines():
+        logger.info(line)
+    return DeviceRunner(decoder, stepper, plan, config.max_num_seqs), replace(report, memory=plan)
+
+
+def _measured_plan(
+    config: EngineConfig,
+    memory: DeviceMemory,
+    stepper: DeviceStepper,
+    sizes: StepSizes,
+    report: ModelReport,
+    free_bytes: int,
+) -> MemoryPlan:
+    num_decoding = min(sizes.max_num_seqs, stepper.grid.max_rows)
+
+    def run_full() -> None:
+        stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
+
+    def run_decode() -> None:
+        stepper.run_full(num_decoding, num_decoding, sizes.max_model_len)
+
+    usage = measure_usage(memory, free_bytes, run_full, None if config.enforce_eager else run_decode)
+    return plan_device_memory(config, report.memory.kv, usage, sizes.max_model_len)

@@ -1,0 +1,186 @@
+"""The memory of a device: what is free, what the model takes, and how many KV blocks that leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
+
+HOW_TO_SAVE = (
+    "lower max_num_batched_tokens, max_num_seqs or max_model_len, or gpu_memory_utilization where others use the device too; "
+    "or take a smaller model or dtype"
+)
+"""What helps when the memory of a device ends."""
+
+_BLOCK_SIZE = 64
+"""Tokens in a KV block where nobody says: a multiple of what attention takes at once."""
+
+_SLACK = 1.1
+"""What the allocator loses between blocks, as a factor on what was measured."""
+
+
+class DeviceMemory(Protocol):
+    """What a device says of its memory."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Return the bytes that nobody uses, and all bytes."""
+        ...
+
+    def allocated(self) -> int:
+        """Return the bytes that this process's tensors take."""
+        ...
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """Return the most bytes that tensors took during a run, beyond those that they took before."""
+        ...
+
+
+class CudaMemory:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_and_total(self) -> tuple[int, int]:
+        """See DeviceMemory. What the allocator keeps for nobody, as of an engine that was closed, is free."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)
+
+    def allocated(self) -> int:
+        """See DeviceMemory."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """See DeviceMemory. What the run leaves to the allocator goes back to the device."""
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+
+class HostMemory:
+    """The memory of the machine, where the interpreter runs the kernels: half of it, as the rest is not ours."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """See DeviceMemory."""
+        available = available_memory_bytes() // 2
+        return available, available
+
+    def allocated(self) -> int:
+        """See DeviceMemory: nobody counts."""
+        return 0
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """See DeviceMemory: nobody counts."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """What is known of a device before the KV pool is made, in bytes.
+
+    foreign_bytes     taken by others, and by the driver and the code of the kernels
+    weight_bytes      of the model and of what lies beside it for good
+    activation_bytes  peak of one full step, and of the recorded steps' own pool
+    """
+
+    total_bytes: int
+    foreign_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+
+
+def measure_usage(
+    memory: DeviceMemory, free_before_bytes: int, run_full: Callable[[], None], run_decode: Callable[[], None] | None
+) -> DeviceUsage:
+    """Return what a loaded model takes.
+
+    free_before_bytes  what was free before it was loaded
+    run_full           runs the largest step
+    run_decode         runs the largest decode step; None where no steps are recorded. Recorded steps have memory of their own
+    """
+    weight_bytes = memory.allocated()
+    activation_bytes = memory.peak_of(run_full)
+    if run_decode is not None:
+        activation_bytes += memory.peak_of(run_decode)
+    # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
+    free, total = memory.free_and_total()
+    foreign_bytes = max(0, total - free_before_bytes, total - free - memory.allocated())
+    return DeviceUsage(total, foreign_bytes, weight_bytes, round(activation_bytes * _SLACK))
+
+
+def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weights: int, sizes: tuple[int, int]) -> DeviceUsage:
+    """Return about what a model will take, which is not loaded; sizes: the most tokens, and the most sequences, of a step."""
+    free, total = memory.free_and_total()
+    width, (num_tokens, num_seqs) = DTYPE_BYTES[spec.dtype], sizes
+    per_token = 0
+    for layer in spec.layers:
+        attention, mlp = layer.attention, layer.mlp
+        qkv = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        inner = (
+            mlp.top_k * (mlp.expert.intermediate_size + spec.hidden_size)
+            if isinstance(mlp, MoeSpec)
+            else 3 * mlp.intermediate_size
+        )
+        per_token = max(per_token, (qkv + inner + 4 * spec.hidden_size) * width)
+    logits = 2 * num_seqs * spec.vocab_size * width
+    return DeviceUsage(total, total - free, num_weights * width, num_tokens * per_token + logits)
+
+
+def estimate_memory(
+    config: EngineConfig,
+    device: torch.device,
+    spec: ModelSpec,
+    shapes: Mapping[str, tuple[int, ...]],
+    max_model_len: int,
+) -> MemoryPlan:
+    """Return the plan for a model that is not loaded; for the interpreter's device, which is the CPU, that of the CPU."""
+    kv = KvSpec.of(
+        spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    )
+    num_weights = sum(map(math.prod, shapes.values()))
+    num_tokens = max_num_batched_tokens(config)
+    memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory()
+    usage = estimated_usage(memory, spec, num_weights, (num_tokens, config.max_num_seqs))
+    return plan_device_memory(config, kv, usage, max_model_len)
+
+
+def plan_device_memory(config: EngineConfig, kv: KvSpec, usage: DeviceUsage, max_model_len: int) -> MemoryPlan:
+    """Decide the number of KV blocks: as many as were asked for, or what gpu_memory_utilization leaves.
+
+    That is at most what max_num_seqs sequences of max_model_len need. Raises ConfigError, with the numbers and what to change,
+    where nothing is left.
+    """
+    available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
+    room = available - usage.weight_bytes - usage.activation_bytes
+    given = given_blocks(config, kv)
+    wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
+    num_blocks = min(wanted, room // kv.bytes_per_block, MAX_DEFAULT_BLOCKS) if given is None else given
+    if num_blocks < 1 or num_blocks * kv.bytes_per_block > room:
+        asked = (
+            "" if given is None else f", and the KV pool asked for {format_bytes(given * kv.bytes_per_block)} ({given} blocks)"
+        )
+        share = config.gpu_memory_utilization
+        raise ConfigError(
+            f"the device has {format_bytes(usage.total_bytes)}, of which gpu_memory_utilization {share:g} and what others use "
+            f"leave {format_bytes(max(0, available))}; the model takes {format_bytes(usage.weight_bytes)} and a "
+            f"step up to {format_bytes(usage.activation_bytes)}, a KV block {format_bytes(kv.bytes_per_block)}{asked}: raise "
+            "gpu_memory_utilization; lower max_num_batched_tokens, max_num_seqs, max_model_len"
+            + (", num_kv_blocks or kv_cache_memory_bytes" if given is not None else "")
+            + "; or take a smaller model or dtype"
+        )
+    return MemoryPlan(available, usage.weight_bytes, usage.activation_bytes, kv, num_blocks, max_model_len)

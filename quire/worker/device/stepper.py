@@ -1,0 +1,289 @@
+"""DeviceStepper: what lies on the device beside the model, and how a step is launched over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.triton.attention import tile_queries
+from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
+from quire.kernels.triton.launching import run_all
+from quire.kernels.triton.sampling import Choices, sample_launches
+from quire.kernels.triton.step import DeviceStep, TileLists, Tiles, list_tiles
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_decoder import DeviceDecoder
+from quire.worker.device.columns import SamplingColumns, option_parts, row_options
+from quire.worker.device.graphs import GraphGrid, GraphKey, StepGraphs
+from quire.worker.device.host_step import HostStep, Sampling, full_step, padded
+from quire.worker.device.staging import Part, Readback, Staged, Staging, staged_bytes
+
+
+class StepSizes(NamedTuple):
+    """The largest step, and the longest sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanges:
+    """What changes before a step: entries of block tables, as (line, index, block ids from there on), and blocks to copy, as
+    (source, target)."""
+
+    entries: list[tuple[int, int, tuple[int, ...]]]
+    block_copies: tuple[tuple[int, int], ...] = ()
+
+
+class Launched(NamedTuple):
+    """A step on its way.
+
+    num_sampled  next tokens that take_sampled will return; 0: there are none, or they are to be sampled from the logits
+    num_rows     the same with the padding's
+    logits       [R, vocab_size] in the model's dtype; of a recorded step until the next one
+    hidden       [T, hidden_size] after the final norm; None where nobody asked for it
+    """
+
+    num_sampled: int = 0
+    num_rows: int = 0
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+class _Frame(NamedTuple):
+    """The arrays of a decode step of one kind, at fixed addresses, and what it launches."""
+
+    staged: Staged
+    run: Callable[[], None]
+
+
+class DeviceStepper:
+    """Launches the steps of one model. Lines [0, max_num_seqs) of its tables belong to sequences, the last one to padding."""
+
+    def __init__(self, decoder: DeviceDecoder, pool: DeviceKvPool, sizes: StepSizes, graphs: StepGraphs) -> None:
+        self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
+        device, spec = decoder.device, decoder.spec
+        self.padding_line = sizes.max_num_seqs
+        self.columns = SamplingColumns(sizes.max_num_seqs + 1, spec.vocab_size)
+        self.grid = GraphGrid(sizes.max_num_seqs, sizes.max_model_len)
+        max_blocks = -(-sizes.max_model_len // pool.spec.block_size)
+        self._tables = torch.zeros(sizes.max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+        self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
+        most = self.grid.max_rows
+        self._step_tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
+        self._step_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
+        # Tokens i64, and behind them their statuses, two i32 in one, so that one copy brings both.
+        self._result = torch.zeros(_result_size(sizes.max_num_seqs), dtype=torch.int64, device=device)
+        self._readback = Readback(self._result)
+        kinds = {tile_queries(layer.attention, decoder.dtype, pool.caches[0].k.dtype) for layer in spec.layers}
+        self._tile_kinds = sorted(kinds)
+        self._staging = Staging(self._most_bytes(max_blocks), device)
+        self._frames: dict[GraphKey, _Frame] = {}
+
+    def _most_bytes(self, max_blocks: int) -> int:
+        num_seqs, num_tokens, _ = self._sizes
+        parts = [*_step_parts(num_tokens, num_seqs, num_seqs), *option_parts(num_seqs)]
+        parts += [Part(name, torch.int32, num_seqs + num_tokens) for _ in self._tile_kinds for name in "abcd"]
+        return staged_bytes([*parts, *_change_parts(num_seqs * (max_blocks + 2), num_seqs)])
+
+    def give_pool(self, pool: DeviceKvPool) -> None:
+        """Take another pool, of the same shape but for its number of blocks; what was recorded is forgotten."""
+        self.close()
+        self._pool = pool
+
+    def close(self) -> None:
+        """Forget what was recorded, so that its memory can go."""
+        self._graphs.clear()
+        self._frames.clear()
+
+    def launch(self, step: HostStep | None, sampling: Sampling, changes: TableChanges, keeps_hidden: bool = False) -> Launched:
+        """Launch the changes and a step, which may be missing; returns before the device is done."""
+        self._staging.wait()
+        if step is None:
+            self._send(0, changes)
+            return Launched()
+        if step.is_decode and not keeps_hidden and len(step.counts) <= self.grid.max_rows:
+            return self._launch_decode(step, sampling, changes)
+        return self._launch_mixed(step, sampling, changes, keeps_hidden)
+
+    def take_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
+        """Wait for a step, and return its next tokens, -1 where there is none, and their statuses."""
+        count, first_status = launched.num_sampled, _first_status(launched.num_rows)
+        found = self._readback.wait(_result_size(launched.num_rows))
+        return found[:count].tolist(), found[first_status:].view(np.int32)[:count].tolist()
+
+    def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
+        """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
+        step = full_step(num_tokens, num_sequences, context_len, self.padding_line)
+        self._launch_mixed(step, "cuts", TableChanges([]), keeps_hidden=False)
+
+    def record_largest(self) -> None:
+        """Run and record the decode step that takes most memory: what that takes is enough for the others."""
+        key = self.grid.largest
+        step = full_step(key.num_rows, key.num_rows, key.max_context_len, self.padding_line)
+        self._staging.wait()
+        self._launch_decode(step, key.sampling, TableChanges([]))
+
+    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: TableChanges) -> Launched:
+        count = len(step.counts)
+        key = self.grid.key(count, int(step.context_lens.max()), sampling)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = self._make_frame(key)
+        _fill(frame.staged.host, padded(step, key.num_rows, self.padding_line), self.columns)
+        self._send(frame.staged.end, changes)
+        self._graphs.run(key, frame.run)
+        if sampling == "none":
+            return Launched(logits=self._logits[:count])
+        return self._read_back(Launched(count, key.num_rows))
+
+    def _read_back(self, launched: Launched) -> Launched:
+        self._readback.start(_result_size(launched.num_rows))
+        return launched
+
+    def _make_frame(self, key: GraphKey) -> _Frame:
+        num_rows = key.num_rows
+        staged = self._staging.arrange([*_step_parts(num_rows, num_rows, num_rows), *option_parts(num_rows)])
+        arrays = staged.device
+        ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
+        step = DeviceStep.of_decode(arrays["slots"], arrays["context_lens"], tables, key.max_context_len)
+
+        def run() -> None:
+            self._take_inputs(ids, tables, arrays)
+            hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
+            logits = self._decoder.logits(hidden, out=self._logits[:num_rows])
+            self._sample(logits, arrays, key.sampling)
+
+        return _Frame(staged, run)
+
+    def _launch_mixed(self, step: HostStep, sampling: Sampling, changes: TableChanges, keeps_hidden: bool) -> Launched:
+        num_tokens, num_sequences, num_sampled = len(step.given_ids), len(step.counts), len(step.logit_rows)
+        lists = [list_tiles(step.counts, *kind) for kind in self._tile_kinds]
+        parts = [*_step_parts(num_tokens, num_sequences, num_sampled), *option_parts(num_sampled), *_tile_parts(lists)]
+        staged = self._staging.arrange(parts)
+        _fill(staged.host, step, self.columns)
+        _fill_tiles(staged.host, lists)
+        self._send(staged.end, changes)
+        arrays, device = staged.device, self._decoder.device
+        ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
+        tables = torch.empty(num_sequences, self._tables.shape[1], dtype=torch.int32, device=device)
+        self._take_inputs(ids, tables, arrays)
+        device_step = self._mixed_step(step, arrays, tables, lists)
+        hidden = self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
+        kept = hidden if keeps_hidden else None
+        if num_sampled == 0:
+            return Launched(hidden=kept)
+        logits = self._decoder.logits(hidden.index_select(0, arrays["logit_rows"]))
+        self._sample(logits, arrays, sampling)
+        if sampling == "none":
+            return Launched(logits=logits, hidden=kept)
+        return self._read_back(Launched(num_sampled, num_sampled, hidden=kept))
+
+    def _mixed_step(self, step: HostStep, arrays: Mapping[str, Tensor], tables: Tensor, lists: list[TileLists]) -> DeviceStep:
+        longest = int(step.context_lens.max())
+        starts, lengths = arrays["query_starts"], arrays["context_lens"]
+        found = DeviceStep(arrays["slots"], starts, lengths, tables, None, None, None, step.counts, longest)
+        for index, (kind, tiles) in enumerate(zip(self._tile_kinds, lists, strict=True)):
+            short, long = ((arrays[f"{name}_sequences{index}"], arrays[f"{name}_offsets{index}"]) for name in ("short", "long"))
+            longest_tiles = Tiles(*long, len(tiles.long), kind[0])
+            found.place_tiles(*kind, Tiles(*short, len(tiles.short), tiles.longest_short), longest_tiles)
+        return found
+
+    def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
+        rows = arrays["token_rows"], arrays["rows"]
+        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._last_ids, self._tables))
+
+    def _sample(self, logits: Tensor, arrays: Mapping[str, Tensor], sampling: Sampling) -> None:
+        if sampling == "none":
+            return
+        count = len(logits)
+        statuses = self._result[_first_status(count) : _result_size(count)].view(torch.int32)[:count]
+        choices = Choices(self._result[:count], statuses)
+        run_all(sample_launches(choices, logits, row_options(arrays), sampling == "cuts"))
+        keep_ids_launch(self._last_ids, choices.tokens, arrays["sampled_rows"]).run()
+
+    def _send(self, start: int, changes: TableChanges) -> None:
+        """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
+        num_entries = sum(len(blocks) for _, _, blocks in changes.entries)
+        parts = _change_parts(num_entries, len(changes.block_copies))
+        staged = self._staging.arrange(parts, start)
+        if num_entries:
+            places, blocks = _entries(changes, self._tables.shape[1])
+            staged.host["places"][:], staged.host["blocks"][:] = places, blocks
+        if changes.block_copies:
+            staged.host["sources"][:], staged.host["targets"][:] = zip(*changes.block_copies, strict=True)
+        if staged.end:
+            self._staging.send(staged.end)
+        if changes.block_copies:
+            self._pool.copy_blocks(staged.device["sources"], staged.device["targets"])
+        if num_entries:
+            self._tables.view(-1).index_copy_(0, staged.device["places"], staged.device["blocks"])
+
+
+def _step_parts(num_tokens: int, num_sequences: int, num_sampled: int) -> list[Part]:
+    return [
+        Part("given_ids", torch.int64, num_tokens),
+        Part("token_rows", torch.int32, num_tokens),
+        Part("positions", torch.int64, num_tokens),
+        Part("slots", torch.int64, num_tokens),
+        Part("rows", torch.int32, num_sequences),
+        Part("context_lens", torch.int32, num_sequences),
+        Part("query_starts", torch.int32, num_sequences + 1),
+        Part("logit_rows", torch.int64, num_sampled),
+    ]
+
+
+def _tile_parts(lists: list[TileLists]) -> list[Part]:
+    # Each array on its own, so that all begin at multiples of 16 bytes: kernels are compiled for that.
+    return [
+        Part(f"{kind}_{name}{index}", torch.int32, len(pairs))
+        for index, found in enumerate(lists)
+        for kind, pairs in (("short", found.short), ("long", found.long))
+        for name in ("sequences", "offsets")
+    ]
+
+
+def _fill_tiles(host: Mapping[str, NDArray[np.generic]], lists: list[TileLists]) -> None:
+    for index, found in enumerate(lists):
+        for kind, pairs in (("short", found.short), ("long", found.long)):
+            both = np.array(pairs, np.int32).reshape(-1, 2)
+            host[f"{kind}_sequences{index}"][:], host[f"{kind}_offsets{index}"][:] = both[:, 0], both[:, 1]
+
+
+def _first_status(num_rows: int) -> int:
+    """Return where the statuses of a result begin, at a multiple of 16 bytes."""
+    return num_rows + num_rows % 2
+
+
+def _result_size(num_rows: int) -> int:
+    return _first_status(num_rows) + -(-num_rows // 2)
+
+
+def _change_parts(num_entries: int, num_copies: int) -> list[Part]:
+    return [
+        Part("places", torch.int64, num_entries),
+        Part("blocks", torch.int32, num_entries),
+        Part("sources", torch.int64, num_copies),
+        Part("targets", torch.int64, num_copies),
+    ]
+
+
+def _fill(host: Mapping[str, NDArray[np.generic]], step: HostStep, columns: SamplingColumns) -> None:
+    for name in ("given_ids", "positions", "slots", "rows", "context_lens", "logit_rows"):
+        host[name][:] = getattr(step, name)
+    host["token_rows"][:] = np.repeat(step.rows, step.counts)
+    host["query_starts"][0] = 0
+    np.cumsum(step.counts, out=host["query_starts"][1:])
+    columns.fill(host, step)
+
+
+def _entries(changes: TableChanges, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    places = [np.arange(len(blocks)) + line * width + index for line, index, blocks in changes.entries]
+    return np.concatenate(places), np.array([block for _, _, blocks in changes.entries for block in blocks], np.int32)

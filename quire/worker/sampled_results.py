@@ -1,0 +1,47 @@
+"""What becomes of sampled tokens: rows take them in, and the result of the step names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quire.base.ids import SequenceId
+from quire.contracts.step import StepResult, TokenLogprobs
+from quire.sampling.sampler import Sampled
+from quire.worker.input_batch import Row
+
+PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
+
+
+def take_best(step_id: int, rows: Sequence[Row], token_ids: Sequence[int], prompt_logprobs: PromptLogprobs) -> StepResult:
+    """Give every row its token, where rows ask for nothing else and every token is fine."""
+    sampled: dict[SequenceId, tuple[int, ...]] = {}
+    for row, token_id in zip(rows, token_ids, strict=True):
+        row.token_ids.append(token_id)
+        row.sampling.append(token_id)
+        sampled[row.start.sequence_id] = (token_id,)
+    return StepResult(step_id, sampled, {}, dict(prompt_logprobs), {})
+
+
+def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], prompt_logprobs: PromptLogprobs) -> StepResult:
+    """Give every row its token, or return why it has none; constraints go on with the tokens."""
+    sampled: dict[SequenceId, tuple[int, ...]] = {}
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+    errors: dict[SequenceId, str] = {}
+    completed: list[SequenceId] = []
+    for row, outcome in zip(rows, found, strict=True):
+        sequence_id = row.start.sequence_id
+        row.sampling.token_mask = None
+        if row.sampling.grammar_error is not None:
+            errors[sequence_id] = row.sampling.grammar_error
+            continue
+        if outcome.token_id is None:
+            errors[sequence_id] = outcome.error or "no token could be sampled"
+            continue
+        row.token_ids.append(outcome.token_id)
+        row.sampling.append(outcome.token_id)
+        sampled[sequence_id] = (outcome.token_id,)
+        if row.sampling.is_grammar_complete:
+            completed.append(sequence_id)
+        if outcome.logprobs is not None:
+            logprobs[sequence_id] = (outcome.logprobs,)
+    return StepResult(step_id, sampled, logprobs, dict(prompt_logprobs), errors, completed=frozenset(completed))

@@ -1,0 +1,174 @@
+"""Launches in the shapes of real models, compiled for sm_90 without a GPU: `python -m ...shipped_launches NAME...` prints JSON.
+
+In a process of its own: where kernels are interpreted none can be compiled.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+
+from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.kernels.triton.activation import activate_launch
+from quire.kernels.triton.attention import KvCache, attend_launches
+from quire.kernels.triton.compiling import compile_launch
+from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
+from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
+from quire.kernels.triton.launching import Launch
+from quire.kernels.triton.linear import NarrowWeight, multiply_launches
+from quire.kernels.triton.moe import expert_launches
+from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
+from quire.kernels.triton.step import DeviceStep
+
+META = torch.device("meta")
+BF16 = torch.bfloat16
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def attention_launches(count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, **spec):
+    num_sequences, length = 4, 4096
+    starts = [count * index for index in range(num_sequences + 1)]
+    trees = None
+    if has_tree:
+        trees = TreeInput(torch.full((num_sequences,), count - 1), torch.zeros(starts[-1], dtype=torch.int64))
+    tables = torch.zeros(num_sequences, 128, dtype=torch.int64)
+    step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables, trees)
+    q = meta(starts[-1], heads[0], head_dim, dtype=dtype)
+    cache = [meta(4096, heads[1], block_size, head_dim, dtype=kv_dtype)] * 2
+    if kv_dtype != dtype:
+        cache += [meta(4096, heads[1], block_size, dtype=torch.float32)] * 2
+    attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
+    return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), DeviceStep.of(step, META), attention)
+
+
+FP8 = torch.float8_e4m3fn
+F32, I32, I64 = torch.float32, torch.int32, torch.int64
+
+
+def norm_launch(width, is_sandwich=False):
+    x, norm = meta(512, width), Norm(NormSpec("rms", 1e-6), meta(width))
+    return add_and_normalize_launch(meta(512, width), x, x, meta(512, width), norm, norm if is_sandwich else None)
+
+
+def heads_launch(num_tokens, kv_dtype=BF16):
+    qkv = meta(num_tokens, (32 + 2 * 8) * 128)
+    parts = (part.unflatten(1, (-1, 128)) for part in qkv.split([4096, 1024, 1024], 1))
+    cache = [meta(4096, 8, 64, 128, dtype=kv_dtype)] * 2
+    if kv_dtype != BF16:
+        cache += [meta(4096, 8, 64, dtype=F32)] * 2
+    norm = Norm(NormSpec("rms", 1e-6), meta(128))
+    rope = Rope(RopeSpec(128, 1e6), meta(40960, 128, dtype=F32))
+    places = meta(num_tokens, dtype=I64)
+    return place_heads_launch(
+        meta(num_tokens, 32, 128), Projections(*parts), KvCache(*cache), places, places, rope, (norm, norm)
+    )
+
+
+def sampler_launch(index, has_cuts):
+    dtypes = (F32, I32, I32, torch.float64, F32, I64, I64)
+    options = RowOptions(*(meta(64, dtype=dtype) for dtype in dtypes), meta(64, 151936 // 32, dtype=I32))
+    choices = Choices(meta(64, dtype=I64), meta(64, dtype=I32))
+    return sample_launches(choices, meta(64, 151936, dtype=F32), options, has_cuts)[index]
+
+
+def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
+    spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
+    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
+    weights = meta(num_experts, 2 * inner, width), meta(num_experts, width, inner)
+    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+
+
+def linear_launch(dtype, num_tokens, scale_rows=1, has_offset=False, shape=(12288, 4096)):
+    num_rows, num_columns = shape
+    codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
+    scales = meta(num_rows // scale_rows, num_columns // 128, dtype=F32)
+    weight = NarrowWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
+    return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[0]
+
+
+def feedback_launch(index):
+    ids, rows = meta(64, dtype=I64), meta(64, dtype=I32)
+    tables, last = meta(257, 640, dtype=I32), meta(257, dtype=I64)
+    launches = take_inputs_launches(ids, meta(64, 640, dtype=I32), ids, rows, rows, last, tables)
+    return [*launches, keep_ids_launch(last, ids, rows)][index]
+
+
+LAUNCHES: dict[str, Callable[[], Launch]] = {
+    "decode": lambda: attention_launches()[0],
+    "decode-merge": lambda: attention_launches()[1],
+    "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[0],
+    "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[0],
+    "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[0],
+    "decode-d80": lambda: attention_launches(head_dim=80, heads=(32, 32))[0],
+    "decode-d256-window": lambda: attention_launches(head_dim=256, heads=(16, 8), window=4096, softcap=50.0)[0],
+    "decode-page16": lambda: attention_launches(block_size=16)[0],
+    "decode-f32": lambda: attention_launches(kv_dtype=torch.float32, dtype=torch.float32)[0],
+    "verify-tree": lambda: attention_launches(count=4, has_tree=True)[0],
+    "prefill": lambda: attention_launches(count=1024)[0],
+    "prefill-mha": lambda: attention_launches(count=1024, heads=(32, 32))[0],
+    "prefill-fp8": lambda: attention_launches(count=1024, kv_dtype=FP8)[0],
+    "prefill-window": lambda: attention_launches(count=1024, window=4096)[0],
+    "prefill-d64": lambda: attention_launches(count=1024, head_dim=64)[0],
+    "prefill-d256": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0)[0],
+    "prefill-page16": lambda: attention_launches(count=1024, block_size=16)[0],
+    "prefill-f32": lambda: attention_launches(count=1024, kv_dtype=torch.float32, dtype=torch.float32)[0],
+    "prefill-tree": lambda: attention_launches(count=64, has_tree=True)[0],
+    "norm": lambda: norm_launch(4096),
+    "norm-sandwich": lambda: norm_launch(5376, is_sandwich=True),
+    "activate": lambda: activate_launch(meta(64, 12288), *meta(64, 24576).chunk(2, -1), "silu"),
+    "heads-decode": lambda: heads_launch(8),
+    "heads-prefill": lambda: heads_launch(2048),
+    "heads-fp8": lambda: heads_launch(8, FP8),
+    "sample-scan": lambda: sampler_launch(0, has_cuts=False),
+    "sample-scan-cut": lambda: sampler_launch(0, has_cuts=True),
+    "sample-choose": lambda: sampler_launch(1, has_cuts=False),
+    "sample-weigh": lambda: sampler_launch(1, has_cuts=True),
+    "sample-collect": lambda: sampler_launch(2, has_cuts=True),
+    "sample-choose-cut": lambda: sampler_launch(3, has_cuts=True),
+    "moe-route": lambda: expert_launch(0, 8),
+    "moe-count": lambda: expert_launch(1, 64),
+    "moe-sort": lambda: expert_launch(2, 64),
+    "moe-gate-up-1": lambda: expert_launch(1, 1),
+    "moe-down-1": lambda: expert_launch(2, 1),
+    "moe-gate-up-64": lambda: expert_launch(3, 64),
+    "moe-gate-up-256": lambda: expert_launch(3, 256),
+    "moe-gate-up-1024": lambda: expert_launch(3, 1024),
+    "moe-gate-up-4096": lambda: expert_launch(3, 4096),
+    "moe-down-4096": lambda: expert_launch(4, 4096),
+    "moe-sum": lambda: expert_launch(5, 64),
+    "feedback-ids": lambda: feedback_launch(0),
+    "feedback-tables": lambda: feedback_launch(1),
+    "feedback-keep": lambda: feedback_launch(2),
+    "linear-4": lambda: linear_launch(torch.uint8, 1),
+    "linear-4-offset": lambda: linear_launch(torch.uint8, 1, has_offset=True),
+    "linear-4-64": lambda: linear_launch(torch.uint8, 64),
+    "linear-8": lambda: linear_launch(torch.int8, 1),
+    "linear-fp8": lambda: linear_launch(FP8, 1, scale_rows=128),
+    "linear-fp8-64": lambda: linear_launch(FP8, 64, scale_rows=128),
+}
+
+_MATRIX, _COPIES, _LOCAL = ("HGMMA", "QGMMA", "IGMMA", "HMMA"), "LDGSTS", ("LDL", "STL")
+
+
+def describe(name):
+    """Return what a launch compiles to, as JSON may hold it."""
+    compiled = compile_launch(LAUNCHES[name]())
+    counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", *_LOCAL)}
+    return {
+        "registers": compiled.num_registers,
+        "stack": compiled.stack_bytes,
+        "shared": compiled.shared_bytes,
+        "wide_copies": compiled.count_wide_copies(),
+        **{opcode: number for opcode, number in counts.items() if number},
+    }
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or LAUNCHES:
+        print(json.dumps({"name": chosen, **describe(chosen)}), flush=True)

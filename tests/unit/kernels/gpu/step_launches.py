@@ -1,0 +1,54 @@
+"""Compile for sm_90 what the steps of a model launch, without a GPU: `python -m ...step_launches` prints JSON, a line a kernel.
+
+In a process of its own: where kernels are interpreted none can be compiled.
+"""
+
+import json
+
+import torch
+
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
+from quire.kernels.triton.compiling import compile_launch
+from quire.kernels.triton.launching import Launch
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_decoder import DeviceDecoder
+from quire.model.parameters import parameter_shapes
+from quire.worker.device.graphs import StepGraphs
+from quire.worker.device.host_step import full_step
+from quire.worker.device.staging import Readback
+from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
+
+META = torch.device("meta")
+RMS = NormSpec("rms", 1e-6)
+
+
+def launches_of_steps():
+    """Return the distinct launches of decode steps and of one with prompts, in the shapes of Qwen3-0.6B."""
+    layer = LayerSpec(
+        AttentionSpec(16, 8, 128, 128**-0.5, RopeSpec(128, 1e6), qk_norm=RMS), MlpSpec(3072, "silu"), attn_in=RMS, mlp_in=RMS
+    )
+    spec = ModelSpec("test", "bfloat16", 151936, 1024, (layer,), RMS, 40960, is_tied=True)
+    parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=META) for name, shape in parameter_shapes(spec).items()}
+    decoder = DeviceDecoder(spec, parameters, 40960, META)
+    pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, META)
+    stepper = DeviceStepper(decoder, pool, StepSizes(256, 2048, 40960), StepGraphs())
+    found = {}
+
+    def note(launch):
+        shown = [(name, value.dtype if isinstance(value, torch.Tensor) else value) for name, value in launch.arguments.items()]
+        found.setdefault(repr((launch.kernel.fn.__name__, shown, sorted(launch.constants.items(), key=str))), launch)
+
+    Launch.run = note
+    Readback.start = lambda self, count: None
+    for count, length in ((1, 77), (64, 3000)):
+        stepper.launch(full_step(count, count, length, 256), "cuts", TableChanges([]))
+    stepper.run_full(2048, 64, 3000)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    for launch in launches_of_steps():
+        compiled = compile_launch(launch)
+        found = {"registers": compiled.num_registers, "stack": compiled.stack_bytes, "shared": compiled.shared_bytes}
+        print(json.dumps({"name": launch.kernel.fn.__name__, **found}), flush=True)

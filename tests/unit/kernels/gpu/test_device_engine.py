@@ -1,0 +1,124 @@
+"""The whole engine on the device against the CPU's torch reference: the same tokens from the same checkpoints."""
+
+import re
+
+import pytest
+import torch
+
+from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.conftest import HAS_GPU
+
+DEVICE = "cuda" if HAS_GPU else "interpreter"
+OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
+PROMPTS = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [200, 3]]
+
+
+def greedy(max_tokens, **options):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **options)
+
+
+def outputs_of(folder, prompts, params, device, num_times=1, **options):
+    llm = LLM(str(folder), device=device, **(OPTIONS | options))
+    try:
+        for _ in range(num_times):
+            found = llm.generate(prompts, params, use_tqdm=False)
+        return found, llm.llm_engine.scheduler.num_preemptions
+    finally:
+        llm.close()
+
+
+def tokens(outputs):
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+def both(folder, prompts, params, **options):
+    """Return what the CPU and the device make of the same, and how often the device preempted."""
+    expected, _ = outputs_of(folder, prompts, params, "cpu", **options)
+    found, num_preemptions = outputs_of(folder, prompts, params, DEVICE, **options)
+    return expected, found, num_preemptions
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("device") / "qwen3", "qwen3")
+
+
+def test_greedy_tokens_are_the_cpus_when_prompts_come_in_chunks_beside_decode_steps(qwen):
+    expected, found, _ = both(qwen, PROMPTS, greedy(5), max_num_seqs=3, max_num_batched_tokens=6)
+    assert tokens(found) == tokens(expected)
+
+
+def test_tokens_are_the_cpus_when_sequences_are_preempted(qwen):
+    options = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3}
+    expected, found, num_preemptions = both(qwen, PROMPTS, greedy(9), **options)
+    assert tokens(found) == tokens(expected)
+    assert num_preemptions > 0
+
+
+def test_cached_prefixes_and_copied_blocks_are_right_when_choices_share_a_prompt(qwen):
+    params = SamplingParams(n=3, temperature=1.3, seed=11, max_tokens=4, ignore_eos=True, detokenize=False)
+    expected, found, _ = both(qwen, PROMPTS[:2], params, block_size=4, max_num_seqs=4, num_times=2)
+    assert tokens(found) == tokens(expected)
+    assert len({tuple(choice) for choice in tokens(found)[0]}) > 1
+    assert found[1].metrics.num_cached_tokens == 8
+
+
+def test_tokens_and_log_probabilities_are_the_cpus_when_every_way_of_sampling_is_in_one_batch(qwen):
+    common = {"max_tokens": 4, "ignore_eos": True, "detokenize": False, "seed": 5}
+    params = [
+        SamplingParams(temperature=0.0, **common),
+        SamplingParams(temperature=0.9, top_k=7, top_p=0.8, **common),
+        SamplingParams(temperature=1.2, min_p=0.05, logprobs=2, prompt_logprobs=1, **common),
+        SamplingParams(temperature=0.8, typical_p=0.7, **common),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, logit_bias={9: 2.0}, presence_penalty=0.5, **common),
+        SamplingParams(temperature=1.0, min_tokens=2, allowed_token_ids=[4, 8, 15, 16, 23, 42], **common),
+    ]
+    prompts = [[*PROMPTS[0], index] for index in range(len(params))]
+    expected, found, _ = both(qwen, prompts, params, max_num_seqs=6)
+    assert tokens(found) == tokens(expected)
+    for mine, its in zip(found[2].outputs[0].logprobs, expected[2].outputs[0].logprobs, strict=True):
+        assert mine.keys() == its.keys()
+        assert all(abs(mine[token].logprob - its[token].logprob) < 1e-4 for token in mine)
+    for mine, its in zip(found[2].prompt_logprobs[1:], expected[2].prompt_logprobs[1:], strict=True):
+        assert all(abs(mine[token].logprob - its[token].logprob) < 1e-4 for token in mine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_most_tokens_are_those_of_whole_keys_and_values_when_these_are_quantised(qwen, kv_cache_dtype):
+    whole, _ = outputs_of(qwen, PROMPTS, greedy(6), DEVICE)
+    narrow, _ = outputs_of(qwen, PROMPTS, greedy(6), DEVICE, kv_cache_dtype=kv_cache_dtype)
+    pairs = [pair for a, b in zip(tokens(whole), tokens(narrow), strict=True) for pair in zip(a[0], b[0], strict=True)]
+    assert sum(a == b for a, b in pairs) >= len(pairs) // 2
+
+
+@pytest.mark.slow
+def test_embeddings_are_the_cpus(qwen):
+    vectors = []
+    for device in ("cpu", DEVICE):
+        llm = LLM(str(qwen), device=device, **OPTIONS)
+        outputs = llm.embed(PROMPTS, [PoolingParams(), PoolingParams(pooling="mean"), PoolingParams()], use_tqdm=False)
+        vectors.append(torch.tensor([output.outputs.embedding for output in outputs]))
+        llm.close()
+    torch.testing.assert_close(vectors[1], vectors[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_outputs_match_their_constraint(qwen):
+    options = {"skip_tokenizer_init": False, "max_num_seqs": 2}
+    params = [
+        SamplingParams(temperature=1.0, seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}x")),
+        greedy(4),
+    ]
+    expected, found, _ = both(qwen, PROMPTS[:2], params, **options)
+    assert re.fullmatch("[0-9]{3}x", found[0].outputs[0].text)
+    assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe"])
+def test_greedy_tokens_are_the_cpus_when_the_model_has_windows_soft_caps_or_experts(tmp_path, family):
+    folder = write_checkpoint(tmp_path / family, family)
+    expected, found, _ = both(folder, PROMPTS, greedy(6), max_num_seqs=3, max_num_batched_tokens=9)
+    assert tokens(found) == tokens(expected)

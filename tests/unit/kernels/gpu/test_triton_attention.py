@@ -1,0 +1,157 @@
+"""Paged attention on the device against a dense loop in float64."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from quire.base.errors import InvariantError
+from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.triton.attention import KvCache, attend
+from quire.kernels.triton.step import DeviceStep
+from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
+
+STEPS = {
+    "decode": ([5, 300, 64], [1, 1, 1]),
+    "prompts": ([7, 70], [7, 70]),
+    "mixed": ([90, 1, 33, 520], [40, 1, 3, 1]),
+}
+
+
+def run(case, spec, device, sinks=None):
+    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    step = DeviceStep.of(case.step, device)
+    return attend(case.q.to(device), cache, step, spec, None if sinks is None else sinks.to(device)).cpu()
+
+
+@pytest.mark.parametrize("lengths, counts", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize(
+    "heads, head_dim, block_size, options",
+    [
+        ((4, 2), 64, 64, {}),
+        ((5, 1), 80, 16, {"window": 21}),
+        pytest.param((2, 2), 16, 5, {"softcap": 3.0}, marks=pytest.mark.slow),
+        pytest.param((4, 1), 256, 128, {"window": 280, "softcap": 2.0}, marks=pytest.mark.slow),
+    ],
+    ids=["gqa", "mqa-window", "mha-softcap", "wide-both"],
+)
+def test_attend_equals_a_dense_loop_in_f32(lengths, counts, heads, head_dim, block_size, options, device):
+    spec = AttentionSpec(*heads, head_dim, head_dim**-0.5, **options)
+    case = make_case(lengths, counts, spec, block_size)
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_attend_is_close_to_float64_when_rounded_to_half(dtype, device):
+    spec = AttentionSpec(6, 2, 96, 96**-0.5)
+    case = make_case([300, 45, 9], [1, 45, 2], spec, 16, dtype)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window, counts", [(None, [1, 33]), (37, [1, 33]), (None, [2, 40])])
+def test_sinks_take_their_share_when_split_and_whole(window, counts, device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5, window=window)
+    case = make_case([301, 44], counts, spec, 16)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])
+    expected = dense_attention(case, spec, sinks)
+    torch.testing.assert_close(run(case, spec, device, sinks).double(), expected, atol=3e-6, rtol=3e-6)
+
+
+PARENTS = [-1, -1, 0, 1, 2, 2, 3, 0, 4, 8]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=["split", "whole"])
+def test_drafts_see_their_ancestors_alone_when_they_are_a_tree(heads, window, device):
+    spec = AttentionSpec(*heads, 16, 0.25, window=window)
+    trees = [PARENTS, [], [-1, 0, -1], []]
+    case = make_case([290, 30, 40, 9], [11, 5, 9, 1], spec, 8, trees=trees)
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("counts", [[4, 2, 1, 1], [1, 1, 1, 1]], ids=["several", "one each"])
+def test_drafts_see_their_ancestors_alone_when_the_first_ones_are_cached(counts, device):
+    trees = [[-1], PARENTS[:6], [-1, 0, -1, 1], []]
+    spec = AttentionSpec(4, 2, 16, 0.25)
+    case = make_case([30, 40, 29, 9], counts, spec, 8, trees=trees)
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+    with pytest.raises(InvariantError, match="compute them again"):
+        run(case, dataclasses.replace(spec, window=3), device)
+
+
+def test_padding_gives_zeros_and_changes_nothing_when_a_context_is_empty(device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5)
+    case = make_case([270, 20], [1, 1], spec, 16)
+    plain = run(case, spec, device)
+    lengths = torch.tensor([270, 0, 20, 0], dtype=torch.int32)
+    tables = torch.stack([case.step.block_tables[0], torch.full_like(case.step.block_tables[0], -1)] * 2).to(torch.int32)
+    tables[2] = case.step.block_tables[1]
+    empty = torch.zeros(4, dtype=torch.int64)
+    step = DeviceStep(empty, torch.arange(5, dtype=torch.int32), lengths, tables, None, None, None, (1,) * 4, 300)
+    q = torch.full((4, 4, 32), torch.nan)
+    q[0], q[2] = case.q
+    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    moved = DeviceStep(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in _fields(step)))
+    out = attend(q.to(device), cache, moved, spec).cpu()
+    assert torch.equal(out[[0, 2]], plain)
+    assert torch.equal(out[[1, 3]], torch.zeros(2, 4, 32))
+
+
+def _fields(step):
+    return [getattr(step, name) for name in DeviceStep.__dataclass_fields__ if name != "_tiles"]
+
+
+def test_bits_of_a_sequence_do_not_change_with_its_neighbours_or_the_cuts_of_its_prompt(device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5)
+    case = make_case([600, 150, 20], [1, 100, 1], spec, 16, torch.bfloat16)
+    together = run(case, spec, device)
+    starts = case.step.query_starts
+    for index, cuts in enumerate([[0, 1], [0, 37, 100], [0, 1]]):
+        for first, last in itertools.pairwise(cuts):
+            rows = slice(starts[index] + first, starts[index] + last)
+            length = case.step.context_lens[index] - (cuts[-1] - last)
+            single = AttentionInput(
+                case.step.slots[rows], [0, last - first], [length], case.step.block_tables[index : index + 1]
+            )
+            alone = dataclasses.replace(case, step=single, q=case.q[rows])
+            assert torch.equal(run(alone, spec, device), together[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("q_dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+def test_attend_reads_quantised_caches(dtype, q_dtype, device):
+    spec = AttentionSpec(4, 2, 64, 0.125)
+    case = make_case([280, 40], [1, 40], spec, 16, q_dtype)
+    caches, scales = [], []
+    for cache, dense in ((case.k_cache, case.k), (case.v_cache, case.v)):
+        size = cache.float().nan_to_num().abs().amax(-1) * torch.linspace(0.5, 2.0, 2)[:, None]  # scales need not be tight
+        scale = (size / (127 if dtype == torch.int8 else 448)).clamp(min=1e-9)
+        stored = cache.float().nan_to_num() / scale[..., None]
+        stored = stored.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else stored.clamp(-448, 448).to(dtype)
+        caches.append(stored)
+        scales.append(scale)
+        back = stored.float() * scale[..., None]
+        for index, blocks in enumerate(case.step.block_tables):
+            rows = back[blocks].transpose(1, 2).flatten(0, 1)
+            dense[index] = rows[: len(dense[index])]
+    cache = KvCache(*(part.to(device) for part in (*caches, *scales)))
+    out = attend(case.q.to(device), cache, DeviceStep.of(case.step, device), spec).cpu()
+    tolerance = 3e-6 if q_dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), dense_attention(case, spec), atol=tolerance, rtol=tolerance)
+
+
+def test_attend_refuses_what_it_would_misread(device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5)
+    case = make_case([20], [1], spec, 16)
+    step = DeviceStep.of(case.step, device)
+    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    q = case.q.to(device)
+    with pytest.raises(InvariantError, match="q must be"):
+        attend(q[:, :2], cache, step, spec)
+    with pytest.raises(InvariantError, match="heads of a token"):
+        attend(torch.zeros(1, 4, 64, device=device)[..., :32], cache, step, spec)
+    with pytest.raises(InvariantError, match="k_scales"):
+        attend(q, KvCache(cache.k.to(torch.int8), cache.v.to(torch.int8)), step, spec)

@@ -1,0 +1,94 @@
+"""A whole model on the device against the torch reference, step by step over one cache."""
+
+import pytest
+import torch
+
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.kernels.triton.step import DeviceStep
+from quire.kv.device_pool import DeviceKvPool
+from quire.kv.pool import KvPool
+from quire.model.decoder import Decoder
+from quire.model.device_decoder import DeviceDecoder
+from quire.model.parameters import parameter_shapes
+
+RMS, GEMMA = NormSpec("rms", 1e-6), NormSpec("rms", 1e-6, offset=1, late_cast=True)
+ROPE = RopeSpec(16, 1e4)
+
+
+def attention(**options):
+    return AttentionSpec(4, 2, 16, 0.25, **({"rope": ROPE} | options))
+
+
+MODELS = {
+    "qwen3": [LayerSpec(attention(qk_norm=RMS, has_qkv_bias=True), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)] * 2,
+    "gemma": [
+        LayerSpec(
+            attention(window=window, softcap=20.0),
+            MlpSpec(40, "gelu_tanh"),
+            attn_in=GEMMA,
+            attn_out=GEMMA,
+            mlp_in=GEMMA,
+            mlp_out=GEMMA,
+        )
+        for window in (6, None)
+    ],
+    "olmo": [LayerSpec(attention(qk_norm=RMS, qk_norm_over="all"), MlpSpec(40, "silu"), attn_out=RMS, mlp_out=RMS)] * 2,
+    "gpt": [
+        LayerSpec(
+            attention(rope=None, has_qkv_bias=True, has_o_bias=True),
+            MlpSpec(40, "gelu", is_gated=False, has_bias=True),
+            attn_in=NormSpec("layer", 1e-5, has_bias=True),
+            mlp_in=NormSpec("layer", 1e-5, has_bias=True),
+            residual_scale=0.5,
+        )
+    ]
+    * 2,
+    "experts": [LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS)] * 2,
+}
+
+
+def make_models(name, device):
+    layers = tuple(MODELS[name])
+    final = layers[0].attn_in or RMS
+    spec = ModelSpec("test", "float32", 61, 48, layers, final, 64, num_learned_positions=64 if name == "gpt" else 0)
+    generator = torch.Generator().manual_seed(0)
+    parameters = {
+        key: 0.2 * torch.randn(shape, generator=generator) + (1.0 if "norm" in key or "_in." in key else 0.0)
+        for key, shape in parameter_shapes(spec).items()
+    }
+    return Decoder(spec, dict(parameters), 64), DeviceDecoder(spec, dict(parameters), 64, device)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in MODELS])
+def test_logits_are_those_of_the_reference_over_chunks_decode_steps_and_trees(name, device):
+    reference, model = make_models(name, device)
+    kv = KvSpec.of(reference.spec, 4, "float32")
+    host, pool = KvPool(kv, 12), DeviceKvPool(kv, 12, device)
+    for cache in pool.caches:
+        cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)  # what was never stored is never read
+    tables = torch.tensor([[3, 9, 1, 0, 0], [2, 4, 8, 10, 5]])
+    ancestors = torch.tensor([0, 0, 0b1, 0b10, 0b101])
+    steps = [
+        ([[0, 1, 2], [0, 1, 2, 3, 4]], None),
+        ([[3], [5, 6, 7]], None),
+        ([[4], [8]], None),
+        ([[5], [9, 10, 10, 11]], TreeInput(torch.tensor([0, 3], dtype=torch.int32), ancestors)),
+    ]
+    lengths = [0, 0]
+    for runs, trees in steps:
+        lengths = [length + len(run) for length, run in zip(lengths, runs, strict=True)]
+        positions = torch.tensor(runs[0] + runs[1])
+        places = [
+            table[place // 4] * 4 + place % 4
+            for table, length, run in zip(tables, lengths, runs, strict=True)
+            for place in range(length - len(run), length)
+        ]
+        step = AttentionInput(torch.stack(places), [0, len(runs[0]), len(positions)], lengths, tables, trees)
+        token_ids = (positions * 7 + torch.arange(len(positions)) * 3) % 61
+        rows = list(range(len(positions)))
+        expected = reference.step(token_ids, positions, step, host, rows)
+        hidden = model.forward(token_ids.to(device), positions.to(device), DeviceStep.of(step, device), pool)
+        found = model.logits(hidden)
+        torch.testing.assert_close(found.cpu(), expected, atol=3e-5, rtol=3e-5)

@@ -1,0 +1,78 @@
+"""Mixtures of experts against the torch reference."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.base.errors import InvariantError, UnsupportedError
+from quire.contracts.model_spec import MlpSpec, MoeSpec
+from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
+from quire.kernels.triton import moe
+from quire.kernels.triton.moe import mixture_of_experts
+from quire.kernels.triton.tiles import ExpertTile
+
+SPEC = MoeSpec(num_experts=6, top_k=2, expert=MlpSpec(40, "silu"))
+
+
+def make(spec, num_tokens, width=72, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(num_tokens, width), (spec.num_experts, width)]
+    shapes += [(spec.num_experts, 2 * spec.expert.intermediate_size, width)]
+    shapes += [(spec.num_experts, width, spec.expert.intermediate_size)]
+    return [
+        (torch.randn(shape, generator=generator) * (width**-0.5 if index else 1)).to(dtype)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def run(x, router, gate_up, down, spec, device):
+    logits = F.linear(x, router)
+    return mixture_of_experts(x.to(device), logits.to(device), spec, gate_up.to(device), down.to(device)).cpu()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20], ids=["pair-tiles", "pairs-of-all", "sorted"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"is_renormalized": False, "is_weight_f32": True}, id="not-renormalized", marks=pytest.mark.slow),
+        pytest.param({"top_k": 1, "expert": MlpSpec(33, "gelu_tanh")}, id="one"),
+    ],
+)
+def test_experts_equal_the_reference_in_f32(num_tokens, options, device):
+    spec = dataclasses.replace(SPEC, **options)
+    x, router, gate_up, down = make(spec, num_tokens)
+    expected = mixture_ref(x, spec, router, gate_up, down)
+    torch.testing.assert_close(run(x, router, gate_up, down, spec, device), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
+@pytest.mark.parametrize("width", [pytest.param(64, id="even", marks=pytest.mark.slow), pytest.param(72, id="odd")])
+def test_experts_are_close_to_float64_in_bf16(is_swapped, width, device, monkeypatch):
+    monkeypatch.setattr(moe, "expert_tile", lambda *_: ExpertTile(16, 32, 32, is_swapped, 4, 2))
+    x, router, gate_up, down = make(SPEC, 9, width, torch.bfloat16)
+    wide = [tensor.double() for tensor in (router, gate_up, down)]
+    # The reference chooses by logits in bf16, as the model does.
+    expected = mixture_ref(x.double(), dataclasses.replace(SPEC, is_weight_f32=True), *wide)
+    found = run(x, router, gate_up, down, SPEC, device)
+    assert (found.double() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_a_row_does_not_depend_on_others(device):
+    x, router, gate_up, down = (tensor.to(device) for tensor in make(SPEC, 20))
+    logits = F.linear(x, router)
+    together = mixture_of_experts(x, logits, SPEC, gate_up, down)
+    for row in (0, 7, 19):
+        rows = slice(row, row + 1)
+        assert torch.equal(mixture_of_experts(x[rows], logits[rows], SPEC, gate_up, down), together[rows])
+
+
+def test_experts_that_are_not_covered_are_refused(device):
+    x, router, gate_up, down = make(SPEC, 2)
+    bare = dataclasses.replace(SPEC, expert=MlpSpec(40, "silu", is_gated=False))
+    with pytest.raises(UnsupportedError, match="gated"):
+        run(x, router, gate_up, down, bare, device)
+    with pytest.raises(InvariantError, match="down"):
+        run(x, router, gate_up, down[:, :, :8], SPEC, device)

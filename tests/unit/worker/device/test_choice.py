@@ -1,0 +1,114 @@
+"""Which device is chosen, and what is refused there."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.worker.device.choice import choose_device
+
+real_find_spec = importlib.util.find_spec
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with these CUDA devices, with or without Triton."""
+
+    def make(num_devices, has_triton=True, capability=(9, 0)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        found = object() if has_triton else None
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: found if name == "triton" else real_find_spec(name, *rest)
+        )
+
+    return make
+
+
+def choose(device, **options):
+    return choose_device(EngineConfig(model="demo", device=device, **options))
+
+
+def test_auto_takes_a_gpu_only_where_there_is_one_with_triton(machine):
+    machine(0)
+    assert choose("auto") is None
+    machine(2)
+    assert choose("auto") == torch.device("cuda", 0)
+    machine(2, has_triton=False)
+    assert choose("auto") is None
+
+
+def test_cpu_stays_the_cpu_where_there_is_a_gpu(machine):
+    machine(1)
+    assert choose("cpu") is None
+    assert choose("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "device, there, words",
+    [
+        ("cuda", {"num_devices": 0}, "finds no CUDA device"),
+        ("cuda:3", {"num_devices": 2}, "there are 2 CUDA devices"),
+        ("cuda", {"num_devices": 1, "has_triton": False}, "Triton is not installed: pip install"),
+        ("cuda", {"num_devices": 1, "capability": (7, 5)}, "compute capability 7.5, at least 8.0"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused(machine, device, there, words):
+    machine(**there)
+    with pytest.raises(ConfigError, match=words):
+        choose(device)
+
+
+def test_the_interpreter_is_refused_when_the_environment_does_not_ask_for_it(machine, monkeypatch):
+    machine(0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+        choose("interpreter")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"quantization": "int8"},
+        {"deterministic": True},
+    ],
+)
+def test_what_is_not_there_on_a_gpu_is_refused_by_name(machine, options):
+    machine(1)
+    with pytest.raises(ConfigError, match=f"not supported on a GPU yet: {next(iter(options))}.*device='cpu'"):
+        choose("auto", **options)
+
+
+def test_fp8_keys_and_values_are_refused_on_a_gpu_without_that_type(machine):
+    machine(1, capability=(8, 6))
+    with pytest.raises(ConfigError, match="capability 8.6, at least 8.9 is needed with kv_cache_dtype 'fp8'"):
+        choose("cuda", kv_cache_dtype="fp8")
+    assert choose("cuda", kv_cache_dtype="int8") == torch.device("cuda", 0)
+
+
+def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):
+    machine(0)
+    with pytest.raises(ConfigError, match="'fp8' needs a GPU"):
+        choose("auto", kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "gpu"},
+        {"device": "cuda:x"},
+        {"gpu_memory_utilization": 0},
+        {"gpu_memory_utilization": 1.2},
+        {"attention_backend": "flash"},
+        {"enforce_eager": 1},
+        {"block_size": 0},
+    ],
+)
+def test_options_outside_their_range_are_refused_by_name(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        EngineConfig(model="demo", **options)

@@ -1,0 +1,100 @@
+"""How the memory of a device is divided, with one that only says numbers."""
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.worker.device.memory import DeviceUsage, estimated_usage, measure_usage, plan_device_memory
+
+GIB = 1 << 30
+LAYER = LayerSpec(AttentionSpec(32, 8, 128, 0.1), MlpSpec(12288, "silu"))
+SPEC = ModelSpec("test", "bfloat16", 150_000, 4096, (LAYER,) * 36, NormSpec("rms", 1e-6), 40960)
+
+
+class FakeMemory:
+    """A device with so many bytes; a run takes what it says."""
+
+    def __init__(self, free, total, allocated=0):
+        self.free, self.total, self.taken = free, total, allocated
+
+    def free_and_total(self):
+        return self.free, self.total
+
+    def allocated(self):
+        return self.taken
+
+    def peak_of(self, run):
+        return run()
+
+
+def config(**options):
+    return EngineConfig(model="demo", **options)
+
+
+def kv(dtype="bfloat16"):
+    return KvSpec.of(SPEC, 64, dtype)
+
+
+def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
+    memory = FakeMemory(free=123 * GIB, total=141 * GIB, allocated=16 * GIB)
+    usage = measure_usage(memory, 139 * GIB, lambda: 4 * GIB, lambda: GIB)
+    assert (usage.foreign_bytes, usage.weight_bytes) == (2 * GIB, 16 * GIB)
+    assert usage.activation_bytes == round(5 * GIB * 1.1)  # recorded steps have memory of their own
+    plan = plan_device_memory(config(max_num_seqs=4096), kv(), usage, 40960)
+    room = int(141 * GIB * 0.9) - 2 * GIB - 16 * GIB - usage.activation_bytes
+    assert plan.num_kv_blocks == room // kv().bytes_per_block
+    assert plan.fits
+    assert plan.kv_bytes <= room < plan.kv_bytes + kv().bytes_per_block
+
+
+def test_what_the_first_step_takes_beside_tensors_is_not_given_to_the_pool():
+    usage = measure_usage(FakeMemory(122 * GIB, 141 * GIB, 16 * GIB), 139 * GIB, lambda: GIB, None)
+    assert usage.foreign_bytes == 3 * GIB
+
+
+def test_no_memory_is_kept_for_recorded_steps_when_there_are_none():
+    usage = measure_usage(FakeMemory(0, 80 * GIB), 80 * GIB, lambda: 10 * GIB, None)
+    assert usage.activation_bytes == 11 * GIB
+
+
+def test_the_pool_is_no_larger_than_all_sequences_need():
+    usage = DeviceUsage(141 * GIB, 0, GIB, GIB)
+    assert plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks == 8 * 16
+
+
+def test_the_pool_has_the_size_that_was_asked_for():
+    usage = DeviceUsage(80 * GIB, GIB, 16 * GIB, 2 * GIB)
+    assert plan_device_memory(config(num_kv_blocks=77), kv(), usage, 4096).num_kv_blocks == 77
+    asked = config(kv_cache_memory_bytes=4 * GIB)
+    assert plan_device_memory(asked, kv(), usage, 4096).num_kv_blocks == 4 * GIB // kv().bytes_per_block
+
+
+def test_quantised_keys_and_values_take_about_half():
+    usage = DeviceUsage(80 * GIB, GIB, 16 * GIB, 2 * GIB)
+    blocks = [
+        plan_device_memory(config(max_num_seqs=999), kv(dtype), usage, 40960).num_kv_blocks for dtype in ("bfloat16", "fp8")
+    ]
+    assert blocks[1] / blocks[0] == pytest.approx(2 * 128 / (128 + 4), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "options, usage, named",
+    [
+        ({}, DeviceUsage(24 * GIB, 0, 23 * GIB, GIB), ("gpu_memory_utilization", "max_num_batched_tokens", "smaller model")),
+        ({}, DeviceUsage(80 * GIB, 79 * GIB, GIB, GIB), ("what others use leave 0 B", "gpu_memory_utilization")),
+        ({"num_kv_blocks": 100_000}, DeviceUsage(80 * GIB, 0, 16 * GIB, GIB), ("num_kv_blocks", "100000 blocks")),
+        ({"gpu_memory_utilization": 0.2}, DeviceUsage(80 * GIB, 0, 16 * GIB, GIB), ("utilization 0.2", "16.00 GiB")),
+    ],
+)
+def test_the_error_says_what_to_change_when_nothing_is_left(options, usage, named):
+    with pytest.raises(ConfigError) as raised:
+        plan_device_memory(config(**options), kv(), usage, 4096)
+    assert all(words in str(raised.value) for words in named), str(raised.value)
+
+
+def test_the_estimate_counts_weights_and_the_widest_layer():
+    usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 8 * GIB, (2048, 128))
+    assert (usage.total_bytes, usage.foreign_bytes, usage.weight_bytes) == (141 * GIB, 41 * GIB, 16 * GIB)
+    assert 2048 * 3 * 12288 * 2 < usage.activation_bytes < GIB

@@ -1,0 +1,82 @@
+"""The arrays of a step, against a plain loop over its tokens, and their padding."""
+
+import numpy as np
+import pytest
+
+from quire.base.errors import InvariantError
+from quire.base.ids import RequestId, SequenceId
+from quire.contracts.request import Request
+from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.step import SequenceStart, StepPlan
+from quire.worker.device.host_step import full_step, host_step, padded
+from quire.worker.input_batch import InputBatch
+
+BLOCK_SIZE = 4
+
+
+def start(number, prompt, num_computed, blocks):
+    request = Request(request_id=RequestId(str(number)), prompt_token_ids=tuple(prompt), params=SamplingParams(), seed=7)
+    return SequenceStart(SequenceId(number), request, 0, tuple(prompt), num_computed, blocks)
+
+
+@pytest.fixture
+def batch():
+    batch = InputBatch(4, 5, BLOCK_SIZE, 100)
+    batch.apply(
+        StepPlan(0, {}, (start(0, range(10, 19), 0, (3, 1, 4)), start(1, range(30, 33), 0, (2,)), start(2, [40, 41], 0, (0,))))
+    )
+    return batch
+
+
+def test_tokens_stand_where_the_tables_say_when_chunks_and_whole_prompts_are_mixed(batch):
+    plan = StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3, SequenceId(2): 1})
+    step = host_step(batch.build(plan), batch.tables, BLOCK_SIZE, np.zeros(4, bool))
+    assert step.counts == (5, 3, 1)
+    assert step.given_ids.tolist() == [10, 11, 12, 13, 14, 30, 31, 32, 40]
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0]
+    assert step.slots.tolist() == [12, 13, 14, 15, 4, 8, 9, 10, 0]
+    assert step.context_lens.tolist() == [5, 3, 1]
+    assert step.logit_rows.tolist() == [7]  # the others' known tokens are not all computed
+    assert step.sample_positions.tolist() == [3]
+    assert step.rows.tolist() == [batch.row(SequenceId(n)).table for n in range(3)]
+    assert step.sampled_rows.tolist() == [step.rows[1]]
+    assert not step.is_decode
+
+
+def test_only_the_last_token_comes_from_the_device_when_it_sampled_that(batch):
+    row = batch.row(SequenceId(2))
+    row.num_computed_tokens = 1
+    is_on_device = np.zeros(4, bool)
+    is_on_device[row.table] = True
+    plan = StepPlan(1, {SequenceId(1): 3, SequenceId(2): 1})
+    step = host_step(batch.build(plan), batch.tables, BLOCK_SIZE, is_on_device)
+    assert step.given_ids.tolist() == [30, 31, 32, -1]
+
+
+def test_padding_sees_and_stores_nothing(batch):
+    for number in (1, 2):
+        batch.row(SequenceId(number)).num_computed_tokens = len(batch.row(SequenceId(number)).token_ids) - 1
+    step = host_step(
+        batch.build(StepPlan(1, {SequenceId(1): 1, SequenceId(2): 1})), batch.tables, BLOCK_SIZE, np.zeros(4, bool)
+    )
+    assert step.is_decode
+    wide = padded(step, 4, 4)
+    assert wide.counts == (1,) * 4
+    assert wide.context_lens.tolist() == [3, 2, 0, 0]
+    assert wide.slots.tolist() == [10, 1, -1, -1]
+    assert wide.given_ids.tolist() == [32, 41, 0, 0]
+    assert wide.rows.tolist()[2:] == wide.sampled_rows.tolist()[2:] == [4, 4]
+    assert wide.logit_rows.tolist() == [0, 1, 2, 3]
+    for name in ("rows", "context_lens", "given_ids", "positions", "slots", "sampled_rows", "sample_positions"):
+        assert getattr(wide, name).dtype == getattr(step, name).dtype
+    with pytest.raises(InvariantError, match="cannot be padded"):
+        padded(step, 1, 4)
+
+
+def test_a_full_step_has_the_asked_size_and_stores_nothing():
+    step = full_step(100, 7, 64, 9)
+    assert (sum(step.counts), len(step.counts)) == (100, 7)
+    assert step.counts[0] == 94
+    assert set(step.slots.tolist()) == {-1}
+    assert step.logit_rows.tolist() == [93, 94, 95, 96, 97, 98, 99]
+    assert step.context_lens.tolist() == [94] + [64] * 6
