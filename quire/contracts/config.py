@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,9 @@ from quire.contracts.speculative import SpeculativeConfig
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4")
-_KV_CACHE_DTYPES = ("auto", "int8")
+_KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+_ATTENTION_BACKENDS = ("auto", "triton")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -70,14 +73,15 @@ class EngineConfig:
     skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
-    quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 32 columns (some
+    quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 64 columns (some
                             weights get int8 there, see quant/policy.py), None: run them as they are stored. For checkpoints
                             that are not quantised already
-    kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head
+    kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head; "fp8": the
+                            same on a GPU alone
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens in one step; None: max(2048, max_num_seqs)
-    block_size              tokens in a KV block
+    block_size              tokens in a KV block; None: 16 on a CPU, 64 on a GPU
     num_kv_blocks           size of the KV pool in blocks; None: from kv_cache_memory_bytes
     kv_cache_memory_bytes   size of the KV pool in bytes; None: what the memory plan finds
     enable_prefix_caching   reuse the KV of equal prefixes
@@ -85,7 +89,12 @@ class EngineConfig:
     fit_structured_outputs  bring outputs that are JSON to an end within max_tokens; a request may say otherwise
     max_logprobs            the most logprobs and prompt_logprobs that a request may ask for; -1: the whole vocabulary too
     seed                    of requests that bring no seed of their own
-    device                  "auto" or "cpu"
+    device                  "auto": a GPU where there is one that can be used; "cpu", "cuda", "cuda:N"; "interpreter": the GPU's
+                            code on the CPU, for tests
+    gpu_memory_utilization  share of a GPU's memory that may be taken, what others take included
+    enforce_eager           launch every step kernel by kernel: start faster, decode slower
+    attention_backend       "auto" or "triton", which are the same
+    deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU
     num_threads             threads that torch computes with, in the whole process; None: torch's own choice
     speculative_config      draft tokens and verify several in a step: a SpeculativeConfig, or a dict or JSON of its fields
     """
@@ -96,11 +105,11 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: Literal["int8", "int4"] | None = None
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
@@ -110,6 +119,10 @@ class EngineConfig:
     max_logprobs: int = 20
     seed: int = 0
     device: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    attention_backend: Literal["auto", "triton"] = "auto"
+    deterministic: bool = False
     num_threads: int | None = None
     speculative_config: SpeculativeConfig | None = None
 
@@ -122,25 +135,46 @@ class EngineConfig:
         _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
         is_known = self.kv_cache_dtype in _KV_CACHE_DTYPES
         _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, f"one of {_KV_CACHE_DTYPES}")
-        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_kv_blocks",
+            "kv_cache_memory_bytes",
+            "num_threads",
+            "block_size",
+        ):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
-        for name in ("max_num_seqs", "block_size"):
-            _require(_is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
+        _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
         for name in ("tokenizer", "revision"):
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(_is_int(self.max_logprobs, -1), "max_logprobs", self.max_logprobs, "an integer >= -1")
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "fit_structured_outputs"):
+        for name in (
+            "enable_prefix_caching",
+            "skip_tokenizer_init",
+            "fit_structured_outputs",
+            "enforce_eager",
+            "deterministic",
+        ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
         _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
-        _require(self.device in ("auto", "cpu"), "device", self.device, "'auto' or 'cpu' (GPUs are not supported yet)")
+        self._check_device()
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")
         if self.max_num_batched_tokens is not None:
             _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")
+
+    def _check_device(self) -> None:
+        is_known = isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None
+        _require(is_known, "device", self.device, "'auto', 'cpu', 'cuda', 'cuda:N' or 'interpreter'")
+        share = self.gpu_memory_utilization
+        is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        _require(is_share, "gpu_memory_utilization", share, "above 0 and at most 1")
+        allowed = f"one of {_ATTENTION_BACKENDS} (others are not supported yet)"
+        _require(self.attention_backend in _ATTENTION_BACKENDS, "attention_backend", self.attention_backend, allowed)

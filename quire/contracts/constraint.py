@@ -127,7 +127,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint in the words that users of vLLM know; exactly one of the first six is to be given. Raises RequestError.
+    """A constraint in the words of the request's fields; exactly one of the first six is to be given. Raises RequestError.
 
     json                            a JSON schema, as a dict or as text
     regex, grammar                  a regular expression; a grammar in Lark's notation or GBNF
@@ -195,6 +195,11 @@ class StructuredOutputsParams:
         if name == "choice" and not isinstance(value, list | tuple):
             raise RequestError(f"{where}: must be a list of strings, got {type(value).__name__}", where)
         return dump_json(cast("object", value), where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedDecodingParams(StructuredOutputsParams):
+    """StructuredOutputsParams by an older name."""
 
 
 def dump_json(value: object, param: str) -> str:

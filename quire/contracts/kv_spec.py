@@ -7,7 +7,7 @@ from typing import Literal
 
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
 
-KvDtype = Dtype | Literal["int8"]
+KvDtype = Dtype | Literal["int8", "fp8"]
 
 _SCALE_BYTES = 4
 
@@ -16,7 +16,7 @@ _SCALE_BYTES = 4
 class KvSpec:
     """The cache of one model: per layer K and V of [num_blocks, kv_heads, block_size, head_dim].
 
-    dtype         "int8": with a scale in f32 per token and head
+    dtype         "int8" and "fp8" (e4m3): with a scale in f32 per token and head
     layer_shapes  (kv_heads, head_dim) of each layer
     """
 
@@ -33,7 +33,7 @@ class KvSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        if self.dtype == "int8":
+        if self.dtype in ("int8", "fp8"):
             return sum(2 * heads * (dim + _SCALE_BYTES) for heads, dim in self.layer_shapes)
         return sum(2 * heads * dim for heads, dim in self.layer_shapes) * DTYPE_BYTES[self.dtype]
 

@@ -64,6 +64,8 @@ class ModelReport:
     folder, tokenizer_folder  where its files and its tokenizer are
     parameters                canonical name -> shape
     generation_defaults       sampling fields of generation_config.json, by the names of SamplingParams
+    packed_weight_bytes       of all weights as the kernels keep them, once they are loaded
+    device                    what runs it: "cpu", "cuda:N", or "interpreter"
     """
 
     folder: Path
@@ -72,6 +74,8 @@ class ModelReport:
     parameters: dict[str, tuple[int, ...]]
     memory: MemoryPlan
     generation_defaults: dict[str, float]
+    packed_weight_bytes: int | None = None
+    device: str = "cpu"
 
     @property
     def num_parameters(self) -> int:
@@ -95,7 +99,8 @@ class ModelReport:
     @property
     def active_weight_bytes(self) -> int:
         """Bytes of weights, as they are run, that a step with one token reads."""
-        return round(self.num_active_parameters * self.memory.weight_bytes / self.num_parameters)
+        num_bytes = self.packed_weight_bytes or self.memory.weight_bytes
+        return round(self.num_active_parameters * num_bytes / self.num_parameters)
 
     @property
     def is_quantized(self) -> bool:

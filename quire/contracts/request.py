@@ -23,7 +23,6 @@ class Request:
                          default ones, and nothing is sampled
     seed                 64-bit; choice i samples with mix_seed(seed, i)
     eos_token_ids        the model's end-of-sequence tokens
-    bad_word_token_ids   every token sequence that spells a bad word
     arrival_time_s       of time.monotonic(); orders requests of equal priority together with the order of arrival
     grammar              params.constraint compiled, without what params.bad_words bans; None until the engine has done so
     lists_allowed        of the most likely tokens, list those alone that the grammar allows; their log probabilities are those
@@ -38,7 +37,6 @@ class Request:
     pooling: PoolingParams | None = None
     prompt: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
-    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     arrival_time_s: float = 0.0
     cache_salt: str = field(default="")
     grammar: Grammar | None = field(default=None, compare=False, repr=False)

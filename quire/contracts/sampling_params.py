@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import cast
 
 from quire.base.errors import RequestError
@@ -33,6 +33,15 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, got {value!r}", name)
+
+
+def _check_structured(name: str, value: object) -> None:
+    if not isinstance(value, StructuredOutputsParams):
+        raise RequestError(
+            f"{name} must be a StructuredOutputsParams, such as StructuredOutputsParams(json=schema) (with regex, choice, "
+            f"grammar, json_object or structural_tag in its place), got {type(value).__name__}",
+            name,
+        )
 
 
 def _as_items(value: object) -> tuple[object, ...] | None:
@@ -85,6 +94,7 @@ class SamplingParams:
     skip_special_tokens  leave special tokens out of the text
     priority             lower runs first under the priority policy
     structured_outputs   what the output has to look like: a JSON schema, a regular expression, a grammar, ...
+    guided_decoding      another name of structured_outputs, which holds it afterwards
     constraint           the same, as the engine runs it; follows from structured_outputs where that is given
     """
 
@@ -115,9 +125,12 @@ class SamplingParams:
     priority: int = 0
     structured_outputs: StructuredOutputsParams | None = None
     constraint: Constraint | None = None
+    guided_decoding: InitVar[StructuredOutputsParams | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
         inf = math.inf
+        if guided_decoding is not None:
+            self._take_guided(guided_decoding)
         _check_int("n", self.n, 1, MAX_CHOICES)
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n, MAX_CHOICES)
@@ -151,13 +164,16 @@ class SamplingParams:
                 "n" if self.n > 1 else "best_of",
             )
 
+    def _take_guided(self, asked: object) -> None:
+        _check_structured("guided_decoding", asked)
+        if self.structured_outputs is not None:
+            raise RequestError("guided_decoding is structured_outputs by another name: give one", "guided_decoding")
+        object.__setattr__(self, "structured_outputs", asked)
+
     def _resolve_constraint(self) -> None:
         asked = self.structured_outputs
         if asked is not None:
-            if not isinstance(asked, StructuredOutputsParams):
-                raise RequestError(
-                    f"structured_outputs must be a StructuredOutputsParams, got {type(asked).__name__}", "structured_outputs"
-                )
+            _check_structured("structured_outputs", asked)
             derived = asked.constraint()
             if self.constraint not in (None, derived):
                 raise RequestError("structured_outputs and constraint exclude each other: give one", "structured_outputs")
@@ -225,8 +241,5 @@ class BeamSearchParams:
         _check_int("max_tokens", self.max_tokens, 1)
         _check_flag("ignore_eos", self.ignore_eos)
         _check_number("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise RequestError(
-                f"structured_outputs must be a StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
-                "structured_outputs",
-            )
+        if self.structured_outputs is not None:
+            _check_structured("structured_outputs", self.structured_outputs)

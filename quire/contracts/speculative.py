@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
+from quire.contracts.medusa_choices import Choices, read_choices
 
 MAX_SPECULATIVE_TOKENS = 64
 _HEADS = ("eagle", "eagle3", "medusa", "mtp", "deepseek_mtp")
@@ -18,9 +19,16 @@ _DEFAULT_TOKENS = {
     **{"ngram": 6, "suffix": 12, "draft_model": 4, "self": 4},
     **{"eagle": 4, "eagle3": 4, "medusa": 4, "mtp": 3, "deepseek_mtp": 3},
 }
-_ALONE = ("lookahead", *_HEADS)
+_ONE_BY_ONE = ("draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp")
+_MIN_SHARE = 0.35
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa")
 _PERHAPS_WITH_MODEL = ("mtp", "deepseek_mtp")
+_DEFAULT_DEPTH = 5
+_TREE_TOKENS = 12
+_ACCEPTANCE_METHODS = ("rejection_sampler", "typical_acceptance_sampler")
+_POSTERIOR = (0.09, 0.3)
+_OTHER_NAMES = {"speculative_eagle_topk": "draft_top_k", "speculative_num_steps": "draft_depth"}
+"""Names that options have elsewhere."""
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -34,9 +42,30 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
         raise ConfigError(f"speculative_config: {name} must be a number from {low:g} to {high:g}, got {value!r}")
 
 
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options by the names that they have here. Raises ConfigError where one is given twice."""
+    found = dict(options)
+    if "speculative_num_draft_tokens" in found:  # which counts the last known token too
+        given = found.pop("speculative_num_draft_tokens")
+        _check_int("speculative_num_draft_tokens", given, 2, MAX_SPECULATIVE_TOKENS + 1)
+        _set_once(found, "num_speculative_tokens", given - 1)
+    for other, name in _OTHER_NAMES.items():
+        if other in found:
+            _set_once(found, name, found.pop(other))
+    return found
+
+
+def _set_once(options: dict[str, Any], name: str, value: object) -> None:
+    if options.get(name, value) != value:
+        raise ConfigError(f"speculative_config: {name} is given twice, as {options[name]!r} and as {value!r}")
+    options[name] = value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """What `speculative_config` holds. Raises ConfigError. Tokens are those of plain decoding whatever stands here.
+    """What `speculative_config` holds. Raises ConfigError.
+
+    Tokens are those of plain decoding whatever stands here, but for acceptance_method "typical_acceptance_sampler".
 
     method                  "ngram": what followed the last tokens where they stood before in the request; "suffix": likewise by
                             vote of all places, in the request and in past responses of its cache_salt; "draft_model": a
@@ -48,9 +77,16 @@ class SpeculativeConfig:
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
     model                   of "draft_model", "eagle", "eagle3" and "medusa": a folder, a hub id or the name of a bundled model;
                             of "mtp" only where the layer is not in the model's own folder
-    quantization            of "draft_model", "eagle", "eagle3" and "mtp": "int8" or "int4" quantises the weights that draft
+    quantization            of "draft_model" and of heads: "int8" or "int4" quantises the weights that draft
                             when they are loaded, so that drafts come sooner; None leaves them as they are stored
     adaptive                measure what drafts cost and gain, and draft as many as pay; False: always as many as possible
+    acceptance_method       "rejection_sampler": lossless, every token is the one that plain decoding samples.
+                            "typical_acceptance_sampler" is lossy and changes outputs: of sampled requests a draft is also taken
+                            where its probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy)), the
+                            likeliest if there are several; outputs depend on what is drafted then, and the seed does not
+                            determine them. Greedy requests stay exact, constraints are kept
+    posterior_threshold, posterior_alpha
+                            of the latter
     prompt_lookup_min, prompt_lookup_max
                             tokens that must stand there before, and that are compared at most; of "ngram", the former of
                             "suffix" too
@@ -62,7 +98,17 @@ class SpeculativeConfig:
     lookahead_ngram         of "lookahead": tokens of the runs that are collected, the first one included
     lookahead_guesses       of "lookahead": runs that are verified in a step at most. All in all a sequence has
                             (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) drafts
-    draft_top_k             of "medusa": tokens of a head that are tried behind each of the head before; above 1: as a tree
+    draft_top_k             of heads: tokens that are tried behind each token. 1, or None: a chain; more: a tree, of which the
+                            num_speculative_tokens likeliest tokens are drafted. "eagle", "eagle3" and "mtp" grow it level by
+                            level, from as many tokens of each at most (EAGLE-2). Elsewhere speculative_eagle_topk
+    draft_depth             of heads: levels of a tree, or tokens of a chain, at most; None: all of "medusa", 5 of the others'
+                            trees. Elsewhere speculative_num_steps
+    draft_min_share         of a draft model and of heads that draft chains, one token after the other: greedy drafts end before
+                            the first with which all of them are less likely than this, by the logits of what drafts them
+                            times 4; from 0, all are made, to 1. None: 0.35 of heads, 0 of a draft model
+    medusa_choices          of "medusa": the tree, as a list of paths of ranks, the best first ([[0], [0, 0], [1]]); of these as
+                            many are drafted as there is room for. None: the tree that is stored with the heads, unless there
+                            is none or draft_top_k is given; `quire calibrate-tree` finds and stores the best
     skipped_layers          of "self": layers that the model drafts without, from 0; `quire calibrate-layers` finds them
     """
 
@@ -71,6 +117,9 @@ class SpeculativeConfig:
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
     adaptive: bool = True
+    acceptance_method: Literal["rejection_sampler", "typical_acceptance_sampler"] = "rejection_sampler"
+    posterior_threshold: float = _POSTERIOR[0]
+    posterior_alpha: float = _POSTERIOR[1]
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
     suffix_decoding_max_tree_depth: int = 24
@@ -80,7 +129,10 @@ class SpeculativeConfig:
     lookahead_window: int = 5
     lookahead_ngram: int = 4
     lookahead_guesses: int = 5
-    draft_top_k: int = 1
+    draft_top_k: int | None = None
+    draft_depth: int | None = None
+    draft_min_share: float | None = None
+    medusa_choices: Choices | None = None
     skipped_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +147,8 @@ class SpeculativeConfig:
         _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_guesses", self.lookahead_guesses, 1, MAX_SPECULATIVE_TOKENS)
         self._check_what_drafts()
+        self._check_choices()
+        self._check_acceptance()
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", self._default_tokens())
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
@@ -105,6 +159,8 @@ class SpeculativeConfig:
         _check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, self.prompt_lookup_min, 1024)
         _check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
         _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
+        if self.draft_min_share is not None:
+            _check_number("draft_min_share", self.draft_min_share, 0.0, 1.0)
         _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
 
     def _check_methods(self) -> None:
@@ -115,9 +171,14 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: {what}; the methods are {', '.join(METHODS)}")
         if len(set(self.methods)) < len(self.methods):
             raise ConfigError(f"speculative_config: a method stands twice in {list(self.methods)}; name each once")
-        alone = [method for method in self.methods if method in _ALONE]
-        if alone and len(self.methods) > 1:
-            raise ConfigError(f"speculative_config: method {alone[0]!r} cannot be merged with others; take it alone")
+        if "lookahead" in self.methods and len(self.methods) > 1:
+            raise ConfigError("speculative_config: method 'lookahead' cannot be merged with others; take it alone")
+        models = [method for method in self.methods if method in (*_WITH_MODEL, *_PERHAPS_WITH_MODEL)]
+        if len(models) > 1:
+            raise ConfigError(
+                f"speculative_config: of methods that draft with a model or a head one alone can be merged with others, got "
+                f"{models}; take one of them"
+            )
         takes_model = any(method in _WITH_MODEL for method in self.methods)
         if takes_model != (self.model is not None) and not any(method in _PERHAPS_WITH_MODEL for method in self.methods):
             raise ConfigError(
@@ -125,18 +186,52 @@ class SpeculativeConfig:
             )
 
     def _check_what_drafts(self) -> None:
-        has_layers = self.model is not None or self.methods[0] in _PERHAPS_WITH_MODEL
-        has_layers = has_layers and "medusa" not in self.methods
-        if self.quantization is not None and (not has_layers or self.quantization not in ("int8", "int4")):
+        has_weights = self.model is not None or any(method in _PERHAPS_WITH_MODEL for method in self.methods)
+        if self.quantization is not None and (not has_weights or self.quantization not in ("int8", "int4")):
             raise ConfigError(
-                "speculative_config: quantization must be int8, int4 or null, of a draft model or of a head with a layer, "
+                "speculative_config: quantization must be int8, int4 or null, of a draft model or of heads, "
                 f"got {self.quantization!r} with method {self.method!r} and model {self.model!r}"
             )
-        _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
-        if self.draft_top_k > 1 and self.methods != ("medusa",):
+        if self.draft_top_k is not None:
+            _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
+        if self.draft_depth is not None:
+            _check_int("draft_depth", self.draft_depth, 1, MAX_SPECULATIVE_TOKENS)
+        if self.draft_min_share and (self.top_k > 1 or not any(method in _ONE_BY_ONE for method in self.methods)):
             raise ConfigError(
-                f"speculative_config: draft_top_k is {self.draft_top_k}, but only method 'medusa' drafts trees with it (yet); "
-                "leave it out"
+                f"speculative_config: draft_min_share is {self.draft_min_share}, but only {', '.join(_ONE_BY_ONE)} draft "
+                f"chains that end with it, got {self.method!r}{' and a tree' if self.top_k > 1 else ''}; leave it out"
+            )
+        for name in ("draft_top_k", "draft_depth"):
+            if getattr(self, name) is not None and not any(method in _HEADS for method in self.methods):
+                raise ConfigError(
+                    f"speculative_config: {name} is {getattr(self, name)}, but of the methods only {', '.join(_HEADS)} draft "
+                    f"trees with it, got {self.method!r}; leave it out"
+                )
+
+    def _check_choices(self) -> None:
+        if self.medusa_choices is None:
+            return
+        if "medusa" not in self.methods or self.draft_top_k is not None:
+            raise ConfigError(
+                "speculative_config: medusa_choices are of method 'medusa', without draft_top_k, got them with "
+                f"{self.method!r} and draft_top_k {self.draft_top_k!r}"
+            )
+        choices = read_choices(self.medusa_choices, "speculative_config", MAX_SPECULATIVE_TOKENS)
+        object.__setattr__(self, "medusa_choices", choices)
+
+    def _check_acceptance(self) -> None:
+        if self.acceptance_method not in _ACCEPTANCE_METHODS:
+            raise ConfigError(
+                f"speculative_config: acceptance_method must be one of {', '.join(_ACCEPTANCE_METHODS)}, got "
+                f"{self.acceptance_method!r}"
+            )
+        _check_number("posterior_threshold", self.posterior_threshold, 0.0, 1.0)
+        _check_number("posterior_alpha", self.posterior_alpha, 0.0, 1.0)
+        given = (self.posterior_threshold, self.posterior_alpha)
+        if self.acceptance_method == "rejection_sampler" and given != _POSTERIOR:
+            raise ConfigError(
+                "speculative_config: posterior_threshold and posterior_alpha are of acceptance_method "
+                "'typical_acceptance_sampler', which changes outputs; name it, or leave them out"
             )
 
     def _check_layers(self) -> None:
@@ -163,7 +258,13 @@ class SpeculativeConfig:
                     f"the {MAX_SPECULATIVE_TOKENS} drafts that can be verified at once; lower one of them"
                 )
             return count
-        return min(MAX_SPECULATIVE_TOKENS, sum(_DEFAULT_TOKENS[method] for method in self.methods))
+        return min(MAX_SPECULATIVE_TOKENS, sum(self._default_tokens_of(method) for method in self.methods))
+
+    def _default_tokens_of(self, method: str) -> int:
+        if method == "medusa" and self.medusa_choices is not None:
+            return len(self.medusa_choices)
+        is_tree = method in _HEADS and self.top_k > 1
+        return _TREE_TOKENS if is_tree and method != "medusa" else _DEFAULT_TOKENS[method]
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -171,6 +272,25 @@ class SpeculativeConfig:
         if self.method is None:
             return ()
         return self.method if isinstance(self.method, tuple) else (self.method,)
+
+    @property
+    def top_k(self) -> int:
+        """Tokens that a head tries behind each token; never None."""
+        return self.draft_top_k or 1
+
+    @property
+    def depth(self) -> int:
+        """Levels of a head's tree, or tokens of its chain, at most; never None."""
+        return self.draft_depth or (
+            _DEFAULT_DEPTH if self.top_k > 1 and "medusa" not in self.methods else MAX_SPECULATIVE_TOKENS
+        )
+
+    @property
+    def min_share(self) -> float:
+        """How likely drafts have to be for going on with them; never None."""
+        if self.draft_min_share is not None:
+            return self.draft_min_share
+        return 0.0 if "draft_model" in self.methods else _MIN_SHARE
 
     @property
     def max_tokens(self) -> int:
@@ -190,6 +310,7 @@ class SpeculativeConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(value, dict):
             raise ConfigError(f"speculative_config must be an object with method and its options, got {value!r}")
+        value = _renamed(value)
         unknown = sorted(str(name) for name in set(value) - set(known))
         if unknown:
             raise ConfigError(f"speculative_config has no option {', '.join(unknown)}; the options are {', '.join(known)}")

@@ -97,7 +97,7 @@ class LLMEngine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens(config),
                 max_model_len=report.memory.max_model_len,
-                block_size=config.block_size,
+                block_size=report.memory.kv.block_size,
                 num_kv_blocks=report.memory.num_kv_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
@@ -310,6 +310,12 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise ConfigError("draft_forced needs an engine without unfinished requests")
         self._runner.draft_forced(is_wanted)
+
+    def pause_drafts(self, is_wanted: bool) -> None:
+        """Draft nothing, at the cost of an engine without speculative_config, or go on; for measurements, between requests."""
+        if self.has_unfinished_requests():
+            raise ConfigError("pause_drafts needs an engine without unfinished requests")
+        self._runner.pause_drafts(is_wanted)
 
     def draft_with(self, proposer: Proposer) -> None:
         """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""

@@ -19,7 +19,10 @@ OutputKind = Literal["cumulative", "delta", "final"]
 
 @dataclass(slots=True)
 class _Choice:
-    """What has been generated of one choice, and how much of it has been handed out."""
+    """What has been generated of one choice, and how much of it has been handed out.
+
+    text  all of it, but of deltas what has not been handed out: what is appended to must not grow with the output
+    """
 
     index: int
     detokenizer: IncrementalDetokenizer | None = None
@@ -31,7 +34,6 @@ class _Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_sent_tokens: int = 0
-    num_sent_characters: int = 0
     is_end_sent: bool = False
 
 
@@ -87,13 +89,16 @@ class OutputStream:
             for offset, entry in enumerate(update.prompt_logprobs):
                 self._prompt_logprobs[update.prompt_logprobs_start + offset] = self._describe(entry)
                 self._num_prompt_logprobs += 1
-        for index, token_id in enumerate(new_token_ids):
-            is_ending = update.is_ended_by_token and index == len(new_token_ids) - 1
-            choice.token_ids.append(token_id)
-            if update.logprobs:
-                self._append_logprobs(choice, update.logprobs[index])
-            if choice.detokenizer is not None and self._append_text(choice, choice.detokenizer, token_id, is_ending):
-                return update.finish_reason is None
+        if choice.scanner is None and not update.logprobs:
+            self._append_at_once(choice, new_token_ids, update.is_ended_by_token)
+        else:
+            for index, token_id in enumerate(new_token_ids):
+                is_ending = update.is_ended_by_token and index == len(new_token_ids) - 1
+                choice.token_ids.append(token_id)
+                if update.logprobs:
+                    self._append_logprobs(choice, update.logprobs[index])
+                if choice.detokenizer is not None and self._append_text(choice, choice.detokenizer, token_id, is_ending):
+                    return update.finish_reason is None
         if update.finish_reason is not None:
             self._end(choice, update)
         return False
@@ -138,6 +143,13 @@ class OutputStream:
         choice.cumulative_logprob += logprobs.logprob
         if choice.logprobs is not None:
             choice.logprobs.append(self._describe(logprobs))
+
+    def _append_at_once(self, choice: _Choice, token_ids: tuple[int, ...], is_ended_by_token: bool) -> None:
+        """Add tokens of which none needs to be looked at."""
+        choice.token_ids += token_ids
+        if choice.detokenizer is not None:
+            is_ending_hidden = is_ended_by_token and not self.request.params.include_stop_str_in_output
+            choice.text += choice.detokenizer.append(token_ids[:-1] if is_ending_hidden else token_ids)
 
     def _append_text(self, choice: _Choice, detokenizer: IncrementalDetokenizer, token_id: int, is_ending: bool) -> bool:
         """Add the text of a token; return whether it completes a stop string, which then ends the choice."""
@@ -248,9 +260,8 @@ class OutputStream:
 
     def _delta(self, choice: _Choice) -> CompletionOutput:
         first = choice.num_sent_tokens
-        text = choice.text[choice.num_sent_characters :]
+        text, choice.text = choice.text, ""
         choice.num_sent_tokens = len(choice.token_ids)
-        choice.num_sent_characters = len(choice.text)
         choice.is_end_sent = choice.finish_reason is not None
         return CompletionOutput(
             index=choice.index,

@@ -91,8 +91,6 @@ class RequestFactory:
             self._check_token_ids(token_ids, "prompt_token_ids")
         self._check_pooling(request.pooling)
         self._check_params(request.params)
-        for word in request.bad_word_token_ids:
-            self._check_token_ids(word, "bad_words")
 
     def _make_pooling(self, request_id: str, prompt: PromptLike, params: PoolingParams) -> Request:
         text, token_ids, cache_salt = self._read_prompt(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class Draft:
     def __post_init__(self) -> None:
         if len(self.tokens) > MAX_SPECULATIVE_TOKENS:
             raise InvariantError(f"a draft has at most {MAX_SPECULATIVE_TOKENS} tokens, not {len(self.tokens)}")
+        if self.parents == _CHAIN[: len(self.tokens)]:
+            return
         if len(self.tokens) != len(self.parents) or any(not ROOT <= p < i for i, p in enumerate(self.parents)):
             raise InvariantError(f"a draft of {len(self.tokens)} tokens cannot have the parents {self.parents}")
 
@@ -51,7 +54,10 @@ class Draft:
 
     def child(self, node: int, token_id: int) -> int | None:
         """Return the index of the token token_id behind `node`, None if it was not drafted."""
-        for index in range(node + 1, len(self.tokens)):
+        following = node + 1
+        if following < len(self.tokens) and self.parents[following] == node and self.tokens[following] == token_id:
+            return following  # as in a chain
+        for index in range(following + 1, len(self.tokens)):
             if self.parents[index] == node and self.tokens[index] == token_id:
                 return index
         return None
@@ -70,13 +76,16 @@ class Draft:
             found.append((0 if parent == ROOT else found[parent]) | 1 << index)
         return found
 
-    def path_to(self, node: int) -> tuple[int, ...]:
-        """Return the indices of the tokens on the way to `node`, itself included."""
-        path: list[int] = []
-        while node != ROOT:
-            path.append(node)
-            node = self.parents[node]
-        return tuple(reversed(path))
+
+def best_draft(tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], limit: int) -> Draft:
+    """Return the `limit` tokens of a tree with the highest values, the highest first.
+
+    parents, values  of each token, parents before children; no value is above that of the parent. Equal ones stay in their
+                     order, so that none comes before its parent
+    """
+    order = sorted(range(len(tokens)), key=lambda node: -values[node])[:limit]
+    places = {node: place for place, node in enumerate(order)} | {ROOT: ROOT}
+    return Draft(tuple(tokens[node] for node in order), tuple(places[parents[node]] for node in order))
 
 
 class DraftBuilder:

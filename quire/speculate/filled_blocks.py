@@ -6,20 +6,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.step import StepPlan
+from quire.kv.pool import KvPool
 
 
 class FilledBlocks:
     """Counts, from the start of each block, the slots that hold something of the tokens which the block holds now.
 
+    kv      where it is kept
     counts  [num_blocks] i64
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self.counts = np.zeros(num_blocks, dtype=np.int64)
+    def __init__(self, kv: KvPool) -> None:
+        self._kv, self._block_size = kv, kv.spec.block_size
+        self.counts = np.zeros(kv.num_blocks, dtype=np.int64)
+
+    def clear(self) -> None:
+        """Count nothing as filled."""
+        self.counts[:] = 0
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in which blocks got other tokens; copies are counted as made."""
+        """Take in which blocks got other tokens, and copy those that the plan copies."""
         filled = self.counts
         kept = [int(filled[source]) for source, _ in plan.block_copies]
         for start in plan.starts:
@@ -31,6 +37,8 @@ class FilledBlocks:
             filled[[block_id for _, block_id in replaced]] = 0
         for (_, target), count in zip(plan.block_copies, kept, strict=True):
             filled[target] = count
+        if plan.block_copies:
+            self._kv.copy_blocks(plan.block_copies)
 
     def note(self, table: NDArray[np.int64], first: int, last: int) -> None:
         """Count the places [first, last) of a sequence as filled, as far as nothing before them in their blocks is missing."""

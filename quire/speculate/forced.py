@@ -35,6 +35,10 @@ class ForcedTokens:
         """Forget a sequence that ended or was preempted."""
         self._forced.pop(sequence_id, None)
 
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._forced.clear()
+
 
 def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit: int) -> Draft:
     """Return a draft with what is forced first, and of a proposer's chain what agrees with it and fits the constraint.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,75 +18,116 @@ from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
+from quire.model.token_runs import TokenRuns, address_of
 from quire.sampling.drafting import draw_drafts
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.features import FeatureRun, join
 from quire.speculate.filled_blocks import FilledBlocks
+from quire.speculate.head_pass import HeadPass, index_tensor
+from quire.speculate.head_trees import HeadTrees
 from quire.speculate.proposer import Proposer
+from quire.speculate.records import TreeRecord
 
-_MAX_PENDING = 256
+MAX_PENDING = 256
 """Places of a sequence whose features wait to be read: while nothing is drafted the oldest are forgotten, so that a long prompt
 or a long sleep costs little."""
 
 
 @dataclass(slots=True)
 class _Memo:
-    """Places [start, done) are read, and [done, ...) wait: `waiting` are their features, in runs, num_waiting of them."""
+    """Places [start, done) are read, and [done, ...) wait: `waiting` are their features, num_waiting of them.
+
+    address  of the sequence's block table
+    """
 
     start: int
     done: int
-    waiting: list[Tensor]
+    waiting: list[FeatureRun]
     num_waiting: int
+    address: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """The places that a pass computes, of all sequences one after the other."""
+class Shape:
+    """What drafts look like.
 
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionInput
-    features: Tensor
+    top_k      tokens that are tried behind each; 1: a chain
+    depth      levels of a tree, or tokens of a chain, at most
+    min_share  a greedy chain ends before the first token with which all of it is less likely, as the head says
+    """
+
+    top_k: int = 1
+    depth: int = 64
+    min_share: float = 0.0
 
 
 class HeadProposer(Proposer):
-    """Drafts by a head, a token a pass, all sequences together.
+    """Drafts by a head, all sequences together: chains, a token a pass, or trees, a level a pass.
 
     kv       the pool, of as many blocks as the target's
     max_len  tokens that a sequence may have for it
     """
 
-    def __init__(self, model: HeadModel, head: LayerHead, kv: KvPool, max_len: int) -> None:
+    def __init__(self, model: HeadModel, head: LayerHead, kv: KvPool, max_len: int, shape: Shape | None = None) -> None:
+        shape = shape or Shape()
+        top_k, depth = shape.top_k, shape.depth
+        self._min_share = shape.min_share if top_k == 1 else 0.0
+        self.stops_early = self._min_share > 0
         self.tap_layers: tuple[int, ...] | None = head.tap_layers
         self._model, self._kv, self._max_len = model, kv, max_len
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()
         self._vocab_size = head.body.vocab_size if head.vocabulary is None else int(head.vocabulary.max()) + 1
         self._block_size = kv.spec.block_size
-        self._filled = FilledBlocks(kv.num_blocks, self._block_size)
+        self._filled = FilledBlocks(kv)
+        self._trees = HeadTrees(model, kv, self._vocabulary, top_k, depth) if top_k > 1 else None
+        self._most = depth if self._trees is None else self._trees.max_tokens
+        if self._trees is not None:
+            self.record = TreeRecord
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""
         self._filled.apply(plan)
-        if plan.block_copies:
-            self._kv.copy_blocks(plan.block_copies)
 
-    def feed(self, sequence: DraftedSequence, first: int, features: Tensor) -> None:
+    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
+        row = 0
+        for sequence, first, count in fed:
+            self._take_in(sequence, first, FeatureRun(features, row, count))
+            row += count
+
+    def _take_in(self, sequence: DraftedSequence, first: int, run: FeatureRun) -> None:
         memo: _Memo | None = sequence.memo
         if memo is None or memo.done + memo.num_waiting != first:
             start, done = self._filled.run_before(sequence.table, first)
-            memo = sequence.memo = _Memo(start, done, [], 0)
+            memo = sequence.memo = _Memo(start, done, [], 0, address_of(sequence.table))
             if done < first:
                 # Places that nobody read, the last of a block or those up to here in this one: the nearest features do.
-                memo.waiting.append(features[:1].expand(first - done, -1))
+                nearest = run.features[run.first : run.first + 1].clone().expand(first - done, -1)
+                memo.waiting.append(FeatureRun(nearest, 0, first - done))
                 memo.num_waiting = first - done
-        memo.waiting.append(features)
-        memo.num_waiting += len(features)
-        if memo.num_waiting > 2 * _MAX_PENDING:
-            # Half is kept, from the start of a block: the memory of a long sleep is bounded, and copied seldom.
-            end = memo.done + memo.num_waiting
-            memo.start = memo.done = -(-(end - _MAX_PENDING) // self._block_size) * self._block_size
-            memo.waiting = [torch.cat(memo.waiting)[memo.done - end :].clone()]
-            memo.num_waiting = end - memo.done
+        elif memo.waiting:
+            # What was not read in the step after its own may wait for long, and would keep all that others computed there.
+            memo.waiting[-1] = memo.waiting[-1].kept()
+        memo.waiting.append(run)
+        memo.num_waiting += run.count
+        if memo.num_waiting > 2 * MAX_PENDING:
+            self._forget_oldest(memo)
+
+    def _forget_oldest(self, memo: _Memo) -> None:
+        """Keep half of what waits, from the start of a block: the memory of a long sleep is bounded, and copied seldom.
+
+        At least the last place is kept: of a block that is longer than half, all of it.
+        """
+        end, size = memo.done + memo.num_waiting, self._block_size
+        first = min(-(-(end - MAX_PENDING) // size) * size, (end - 1) // size * size)
+        if first > memo.done:
+            memo.start = memo.done = first
+            memo.num_waiting = end - first
+            memo.waiting = [FeatureRun(join(memo.waiting)[-memo.num_waiting :].clone(), 0, memo.num_waiting)]
+
+    def forget_blocks(self) -> None:
+        """See Proposer."""
+        self._filled.clear()
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
@@ -95,56 +135,34 @@ class HeadProposer(Proposer):
         length = len(sequence.token_ids)
         if memo is None or memo.done + memo.num_waiting != length - 1:
             return 0
-        return max(0, min(limit, self._max_len - length))
+        return max(0, min(limit, self._most, self._max_len - length))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         sequences = [sequence for sequence, _ in wanted]
         counts = [count for _, count in wanted]
-        first = self._first_pass(sequences, counts)
-        if all(sequence.sampling.is_greedy for sequence in sequences):
-            drafted = self._model.draft(first.token_ids, first.positions, first.attention, self._kv, first.features, counts)
+        memos: list[_Memo] = [sequence.memo for sequence in sequences]
+        runs, features = _waiting(sequences, memos)
+        origins = [memo.start for memo in memos]
+        if self._trees is not None:
+            first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
+            drafts = self._trees.draft(sequences, counts, first)
+        elif all(sequence.sampling.is_greedy for sequence in sequences):
+            drafted = self._model.draft(runs, origins, self._kv, features, counts, self._min_share)
+            drafts = [Draft.chain(tuple(tokens)) for tokens in drafted]
         else:
-            drafted = self._draw(sequences, counts, first)
-        for sequence in sequences:
-            memo: _Memo = sequence.memo
-            end = memo.done + memo.num_waiting
+            first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
+            drafts = [Draft.chain(tuple(tokens)) for tokens in self._draw(sequences, counts, first)]
+        for sequence, memo, end in zip(sequences, memos, runs.ends, strict=True):
             self._filled.note(sequence.table, memo.done, end)
-            sequence.memo = _Memo(memo.start, end, [], 0)
-        return [Draft.chain(tuple(tokens)) for tokens in drafted]
+            memo.done, memo.waiting, memo.num_waiting = end, [], 0
+        return drafts
 
-    def _first_pass(self, sequences: list[DraftedSequence], counts: list[int]) -> _Pass:
-        """Return the places that wait; tables begin where a sequence's read places do, with room for its drafts."""
-        size = self._block_size
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts, lengths = [0], []
-        runs: list[Tensor] = []
-        tables: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            memo: _Memo = sequence.memo
-            end = memo.done + memo.num_waiting
-            token_ids += sequence.token_ids[memo.done + 1 : end + 1]
-            positions += range(memo.done, end)
-            table = sequence.table[memo.start // size : -(-(end + count - 1) // size)]
-            slots += [int(table[(at - memo.start) // size]) * size + at % size for at in range(memo.done, end)]
-            starts.append(len(token_ids))
-            lengths.append(end - memo.start)
-            runs += memo.waiting
-            tables.append(table)
-        width = max(map(len, tables))
-        block_tables = np.zeros((len(tables), width), dtype=np.int64)
-        for row, table in enumerate(tables):
-            block_tables[row, : len(table)] = table
-        attention = AttentionInput(_tensor(slots), starts, lengths, torch.from_numpy(block_tables))
-        features = runs[0] if len(runs) == 1 else torch.cat(runs)
-        return _Pass(_tensor(token_ids), _tensor(positions), attention, features.contiguous())
-
-    def _draw(self, sequences: list[DraftedSequence], counts: list[int], first: _Pass) -> list[list[int]]:
+    def _draw(self, sequences: list[DraftedSequence], counts: list[int], first: HeadPass) -> list[list[int]]:
         """Draft with the noise that the verifier will use, a pass at a time."""
-        found: list[list[int]] = [[] for _ in sequences]
+        origins = [sequence.memo.start for sequence in sequences]
         step, features, token_ids, positions = first.attention, first.features, first.token_ids, first.positions
+        found: list[list[int]] = [[] for _ in sequences]
         rows = [start - 1 for start in step.query_starts[1:]]
         going = list(range(len(sequences)))
         size = self._block_size
@@ -160,12 +178,12 @@ class HeadProposer(Proposer):
             features = self._model.recycled(len(going))[kept].contiguous()
             going = [going[row] for row in kept]
             ends = [len(sequences[index].token_ids) - 1 + len(found[index]) - 1 for index in going]
-            token_ids, positions = _tensor([found[index][-1] for index in going]), _tensor(ends)
+            token_ids, positions = index_tensor([found[index][-1] for index in going]), index_tensor(ends)
             slots = [int(sequences[i].table[end // size]) * size + end % size for i, end in zip(going, ends, strict=True)]
-            lengths = [end + 1 - sequences[index].memo.start for index, end in zip(going, ends, strict=True)]
+            lengths = [end + 1 - origins[index] for index, end in zip(going, ends, strict=True)]
             rows = list(range(len(going)))
             tables = first.attention.block_tables[torch.tensor(going)]
-            step = AttentionInput(_tensor(slots), list(range(len(going) + 1)), lengths, tables)
+            step = AttentionInput(index_tensor(slots), list(range(len(going) + 1)), lengths, tables)
 
     def _widen(self, logits: Tensor) -> Tensor:
         """Return logits of the target's tokens; those that the head cannot say are out of the question."""
@@ -176,5 +194,16 @@ class HeadProposer(Proposer):
         return wide
 
 
-def _tensor(values: list[int]) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int64))
+def _waiting(sequences: Sequence[DraftedSequence], memos: Sequence[_Memo]) -> tuple[TokenRuns, Tensor]:
+    """Return the places that wait, of all sequences one after the other, and their features."""
+    token_ids: list[int] = []
+    starts, ends = [0], []
+    waiting: list[FeatureRun] = []
+    for sequence, memo in zip(sequences, memos, strict=True):
+        end = memo.done + memo.num_waiting
+        token_ids += sequence.token_ids[memo.done + 1 : end + 1]
+        starts.append(len(token_ids))
+        ends.append(end)
+        waiting += memo.waiting
+    tables, addresses = [sequence.table for sequence in sequences], [memo.address for memo in memos]
+    return TokenRuns(token_ids, starts, ends, tables, addresses), join(waiting)

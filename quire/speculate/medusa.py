@@ -6,61 +6,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-import torch
 from torch import Tensor
 
+from quire.base.errors import ConfigError
+from quire.contracts.medusa_choices import Choices
 from quire.model.heads.parallel_model import ParallelModel
 from quire.speculate.draft import ROOT, Draft, DraftedSequence
+from quire.speculate.features import FeatureRun, join
 from quire.speculate.proposer import Proposer
 from quire.speculate.records import TreeRecord
 
 
 @dataclass(frozen=True, slots=True)
 class _Memo:
-    """The hidden state [H] behind the last token that the model has read, which is at `place`."""
+    """The hidden state behind the last token that the model has read, which is at `place`: one row."""
 
     place: int
-    hidden: Tensor
+    hidden: FeatureRun
 
 
 class MedusaProposer(Proposer):
-    """Drafts the most likely token of every head, as a chain, or of the most likely ones of all the likeliest tree.
+    """Drafts the most likely token of every head, as a chain, or a tree: of given ranks, or the likeliest of the likeliest.
 
     vocabulary  [V'] the model's token of each that the heads say; None: the same
     top_k       tokens of a head that are tried behind each of the head before; 1: a chain
+    depth       heads that are asked at most
+    choices     the tree, the best path first; None: a chain, or the likeliest tree. Raises ConfigError
     """
 
     tap_layers: tuple[int, ...] | None = ()
+    reads_last = True
 
-    def __init__(self, model: ParallelModel, vocabulary: Tensor | None, top_k: int = 1) -> None:
-        if top_k > 1:
+    def __init__(
+        self,
+        model: ParallelModel,
+        vocabulary: Tensor | None,
+        top_k: int = 1,
+        depth: int = 64,
+        choices: Choices | None = None,
+    ) -> None:
+        if top_k > 1 or choices is not None:
             self.record = TreeRecord
+        self._choices = None if choices is None else tuple(path for path in choices if len(path) <= depth)
+        if self._choices is not None:
+            _check_choices(self._choices, model)
+            index = {path: place for place, path in enumerate(self._choices)} | {(): ROOT}
+            self._parents = tuple(index[path[:-1]] for path in self._choices)
+            top_k = 1 + max(max(path) for path in self._choices)
         self._model = model
+        self._num_heads = min(model.num_heads, depth)
         self._top_k = min(top_k, model.vocab_size)
         self._vocabulary = None if vocabulary is None else vocabulary.long()
+        self._token_ids: list[int] | None = None if vocabulary is None else vocabulary.tolist()
+        self._num_nodes = sum(self._top_k ** (1 + index) for index in range(self._num_heads))
 
-    def feed(self, sequence: DraftedSequence, first: int, features: Tensor) -> None:
+    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
-        sequence.memo = _Memo(first + len(features) - 1, features[-1])
+        row = 0
+        for sequence, first, count in fed:
+            row += count
+            sequence.memo = _Memo(first + count - 1, FeatureRun(features, row - 1, 1))
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         memo: _Memo | None = sequence.memo
         is_fresh = memo is not None and memo.place == len(sequence.token_ids) - 2
-        return min(limit, sum(self._top_k ** (1 + index) for index in range(self._model.num_heads))) if is_fresh else 0
+        if not is_fresh:
+            return 0
+        return min(limit, self._num_nodes if self._choices is None else len(self._choices))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        count = min(self._model.num_heads, max(count for _, count in wanted))
-        said = self._model.speak(torch.stack([sequence.memo.hidden for sequence, _ in wanted]), count)
-        if self._top_k > 1:
-            return self._grow(said, [limit for _, limit in wanted])
-        best = torch.stack([logits.argmax(-1) for logits in said])
-        tokens = (best if self._vocabulary is None else self._vocabulary[best]).T.tolist()
-        return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(tokens, wanted, strict=True)]
+        count = min(self._num_heads, max(count for _, count in wanted))
+        hidden = join([sequence.memo.hidden for sequence, _ in wanted])
+        if self._top_k > 1 or self._choices is not None:
+            return self._grow(self._model.speak(hidden, count), [limit for _, limit in wanted])
+        best, ids = self._model.best(hidden, count), self._token_ids
+        if ids is not None:
+            best = [[ids[token] for token in line] for line in best]
+        return [Draft.chain(tuple([line[row] for line in best[:limit]])) for row, (_, limit) in enumerate(wanted)]
 
-    def _grow(self, said: list[Tensor], limits: list[int]) -> list[Draft]:
-        """Return for each sequence the likeliest tree, the likeliest tokens first, from the logits [S, V'] of every head."""
+    def _grow(self, said: Tensor, limits: list[int]) -> list[Draft]:
+        """Return for each sequence its tree, from the logits [heads, S, V']: the chosen one, or the likeliest."""
         shares: list[list[list[float]]] = []
         tokens: list[list[list[int]]] = []
         for logits in said:
@@ -68,10 +95,26 @@ class MedusaProposer(Proposer):
             ids = found.indices if self._vocabulary is None else self._vocabulary[found.indices]
             shares.append(found.values.tolist())
             tokens.append(ids.tolist())
+        if self._choices is not None:
+            return [self._pick([head[row] for head in tokens], limit) for row, limit in enumerate(limits)]
         return [
             likeliest_tree([head[row] for head in tokens], [head[row] for head in shares], limit)
             for row, limit in enumerate(limits)
         ]
+
+    def _pick(self, tokens: list[list[int]], limit: int) -> Draft:
+        """Return the first paths of the chosen tree, none of which reads a head that was not asked."""
+        paths = (self._choices or ())[:limit]
+        return Draft(tuple(tokens[len(path) - 1][path[-1]] for path in paths), self._parents[: len(paths)])
+
+
+def _check_choices(choices: Choices, model: ParallelModel) -> None:
+    deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
+    if not choices or deepest > model.num_heads or widest >= model.vocab_size:
+        raise ConfigError(
+            f"medusa_choices has paths of {deepest} tokens, but there are {model.num_heads} heads, which say "
+            f"{model.vocab_size} tokens; take shorter ones"
+        )
 
 
 def likeliest_tree(tokens: Sequence[Sequence[int]], shares: Sequence[Sequence[float]], limit: int) -> Draft:

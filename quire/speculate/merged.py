@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quire.contracts.step import StepPlan
-from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
-from quire.speculate.proposer import Outcome, Proposer
-from quire.speculate.records import AcceptanceRecord, TreeRecord
+from torch import Tensor
 
-_RECENT, _EVER = 0.95, 0.98
+from quire.contracts.step import StepPlan
+from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence, best_draft
+from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.records import EVER_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
+
 _NOTHING = Draft()
 
 
@@ -36,18 +37,34 @@ class MergedProposer(Proposer):
     def __init__(self, proposers: Sequence[Proposer], max_tokens: int) -> None:
         self._proposers = tuple(proposers)
         self._max_tokens = max_tokens
-        self._ever = [proposer.record(max_tokens, _EVER) for proposer in proposers]
+        # One of them at most reads the model: see SpeculativeConfig.
+        reader = next((one for one in proposers if one.tap_layers is not None), None)
+        self.tap_layers = None if reader is None else reader.tap_layers
+        self.reads_last = reader is not None and reader.reads_last
+        self._ever = [proposer.record(max_tokens, EVER_FADING) for proposer in proposers]
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""
         for proposer in self._proposers:
             proposer.apply(plan)
 
+    def forget_blocks(self) -> None:
+        """See Proposer."""
+        for proposer in self._proposers:
+            proposer.forget_blocks()
+
+    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+        """See Proposer."""
+        for sequence, _, _ in fed:
+            self._begin(sequence)
+        for index, proposer in enumerate(self._proposers):
+            if proposer.tap_layers is not None:
+                parts = [(self._parts(sequence)[index].sequence, first, count) for sequence, first, count in fed]
+                proposer.feed_all(parts, features)
+
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer; as if no token were found twice."""
-        if sequence.memo is None:
-            records = [proposer.record(self._max_tokens, _RECENT) for proposer in self._proposers]
-            sequence.memo = [_Part(replace(sequence, memo=None), record) for record in records]
+        self._begin(sequence)
         for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
             part.num_found = proposer.look(part.sequence, limit)
         return min(limit, sum(part.num_found for part in self._parts(sequence)))
@@ -78,7 +95,12 @@ class MergedProposer(Proposer):
                 if node == len(chances):
                     chances.append(0.0)
                 chances[node] = max(chances[node], shares[index])
-        return _likeliest(whole, chances, limit)
+        nodes = whole.nodes
+        parents, tokens = [parent for parent, _ in nodes], [token_id for _, token_id in nodes]
+        for node, parent in enumerate(parents):
+            if parent != ROOT:
+                chances[node] = min(chances[node], chances[parent])
+        return best_draft(tokens, parents, chances, limit)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """See Proposer: count what every proposer drafted, whether it was verified or not, by the tokens that came."""
@@ -105,18 +127,13 @@ class MergedProposer(Proposer):
             for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
                 proposer.release(part.sequence)
 
+    def _begin(self, sequence: DraftedSequence) -> None:
+        if sequence.memo is None:
+            records = [proposer.record(self._max_tokens, RECENT_FADING) for proposer in self._proposers]
+            sequence.memo = [_Part(replace(sequence, memo=None), record) for record in records]
+
     def _parts(self, sequence: DraftedSequence) -> list[_Part]:
         return sequence.memo
-
-
-def _likeliest(whole: DraftBuilder, chances: list[float], limit: int) -> Draft:
-    nodes = whole.nodes
-    for node, (parent, _) in enumerate(nodes):
-        if parent != ROOT:
-            chances[node] = min(chances[node], chances[parent])
-    order = sorted(range(len(nodes)), key=lambda node: -chances[node])[:limit]
-    places = {node: place for place, node in enumerate(order)} | {ROOT: ROOT}
-    return Draft(tuple(nodes[node][1] for node in order), tuple(places[nodes[node][0]] for node in order))
 
 
 def _follow(draft: Draft, tokens: Sequence[int]) -> list[int]:

@@ -1,53 +1,50 @@
 """Pace: how many tokens to draft, from what drafts have cost and gained so far.
 
 A step of T tokens takes t(T). A sequence that decodes gains one token in it, and with drafts also those that are accepted.
-Drafts are ranked by the probability that they are accepted, and as many are taken as make tokens per second highest. When none
-pay, nothing is even looked for during a sleep, which doubles each time up to a limit: what the trials between cost is below a
-hundredth then. Nothing here changes a token.
+Drafts are ranked by the probability that they are accepted, and as many are taken as make tokens per second highest. Whether
+any are, says an account of what they gained in all (account.py): no estimate of a moment ends them. What is spent to learn what
+other numbers of drafts would take, and none, is a hundredth of the time. Nothing here changes a token.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal
 
-from quire.speculate.records import AcceptanceRecord
+from quire.speculate.account import Account
+from quire.speculate.records import EVER_FADING, AcceptanceRecord
+from quire.speculate.step_times import DraftCost, Kind, StepTimes
 
-_NEEDED_GAIN = 1.03
-_EVER = 0.98
-_FIRST_SLEEP, _LONGEST_SLEEP = 32, 1024
-_STEPS_BETWEEN_PLAIN = 96
-_FEW_PLAIN = 2
-_STEPS_BETWEEN_FLOORS = 8
-_CHEAP_RANKING = 32
+_GAIN_TO_CHANGE = 1.01
+_FEW_PLAIN = 4
+_FED_BEFORE_WAKING = 32
+"""Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
+_STEPS_BETWEEN_DECISIONS = 8
 _FLOOR_SLACK = 0.9
+_PROBING_SHARE = 0.006
+_MOST_EXPLORED, _PROBE_COST, _PLAIN_PROBE_COST = 16.0, 0.5, 2.0
+"""Time for probes that is kept, that one of other numbers of drafts costs, and one of none beside what is missed: all in plain
+steps."""
+_FADING = 0.99
+_STEPS_TO_SETTLE, _STEPS_TO_SETTLE_AWAKE = 10, 3
+"""Caches hold what drafts read: a step without any takes up to a third longer just behind some, and behind a prompt."""
+_FED_STEPS = 2
+"""Steps in which the proposer is fed, before it is asked again: what it needs of the others it guesses."""
+_DEAF_STEPS, _PROBE_STEPS = _STEPS_TO_SETTLE + 6 + _FED_STEPS, 4
+_STEPS_IN_CONTRAST = 12
+_STEPS_BETWEEN_NOTES = 4
+"""While asleep: what a step takes is then noted less often, for that costs time too."""
+_STEPS_OF_NAP, _NAPS_END = 32, 96
+"""In a long sleep it is told of one step in so many: a few calls in Python, behind a step that has filled the caches, take a
+fiftieth of it. Before it wakes it learns anew how fast the machine is."""
+_STEPS_TO_FORGET = 4
+"""Steps without drafts after which the next one with some has to compute first what was slept through: it tells nothing."""
+_MOST_OFF = 1.3
+"""Times that a step may have taken longer than others like it: more is another program's work."""
+_MOST_TRIED_ROWS = 64
 
-
-class StepTimes:
-    """How long recent steps of so many tokens took, in seconds.
-
-    It is their lower quartile: what delays one now and then is not what its tokens cost, be it another program, or the draft
-    model that has to compute first what it has slept through.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[int, deque[float]] = {}
-        self._usual: dict[int, float] = {}
-
-    def note(self, num_tokens: int, duration_s: float) -> None:
-        """Take in a step."""
-        key = _size_class(num_tokens)
-        recent = self._recent.setdefault(key, deque(maxlen=7))
-        recent.append(duration_s)
-        self._usual[key] = sorted(recent)[(len(recent) - 1) // 4]
-
-    def num_known(self, num_tokens: int) -> int:
-        """Return how many steps of about so many tokens are remembered."""
-        return len(self._recent.get(_size_class(num_tokens), ()))
-
-    def known(self) -> dict[int, float]:
-        """Return what is known, by number of tokens."""
-        return self._usual
+_Exploring = Literal["probe", "trial"] | None
 
 
 def _size_class(num_tokens: int) -> int:
@@ -60,115 +57,309 @@ class Pace:
 
     def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
         self._max_tokens = max_tokens
-        self._plain, self._drafted = StepTimes(), StepTimes()
-        self._ever = record(max_tokens, _EVER)
-        self._sleep = _FIRST_SLEEP
-        self._sleep_left = 0
+        # Kinds: steps without drafts and without a look for some, "plain"; with a look, "idle"; of one sequence, "drafts".
+        self._times = StepTimes()
+        self._costs: dict[int, DraftCost] = {}  # by the number of sequences, several
+        self._ever = record(max_tokens, EVER_FADING)
+        # How often a draft that was asked for is made: what drafts may stop when it doubts.
+        self._made = AcceptanceRecord(max_tokens, EVER_FADING)
         self._num_trials = record.num_trials
+        self._accounts: dict[int, Account] = {}  # by the binary magnitude of the number of sequences
+        self._magnitude, self._account = 0, Account()  # that of the last step
         self._trials_left = self._num_trials
-        self._steps_since_plain = 0
-        self._floor = 0.0  # the least share for which a draft is taken
-        self._steps_to_floor = 0
-        self._num_sequences: int = 0
+        self._explored = 0.0  # time that probes may take
+        self._awake_tokens, self._awake_took = 1.0, 1.0  # while awake, in steps without drafts; the past fades
+        # Of the step that is noted next, and of the one after it: that one is chosen before.
+        self._exploring: _Exploring = None
+        self._will_explore: _Exploring = None
+        self._probes_left, self._num_probes = 0, 0
+        self._num_drafted = 0  # steps with drafts since one without was noted
+        self._deaf_left = 0  # steps of a probe without drafts
+        self._num_accepted = 0  # in the step that is computed
+        self._num_undrafted = _STEPS_TO_FORGET  # steps since one had drafts
+        self._was_awake, self._num_alike = True, 0  # whether drafts were sought then, and for how many steps
+        self._num_sequences, self._num_offered = 0, 0  # at the last decision
+        self._best = 0  # drafts in all
+        self._floor = 2.0  # the least share for which a draft is taken
+        self._steps_to_decision = 0
 
     @property
     def sleep_left(self) -> int:
-        """Steps until drafts are tried again; 0 while they are."""
-        return self._sleep_left
+        """Steps until drafts are tried again, as far as can be told; 0 while they are."""
+        return self._account.sleep_left
 
     @property
     def is_asleep(self) -> bool:
         """Whether the next step has no drafts whatever could be drafted."""
-        return self._sleep_left > 0
+        return self._account.sleep_left > 0 or self._deaf_left > 0
 
-    def note_step(self, num_sequences: int, num_drafts: int, duration_s: float) -> None:
-        """Take in a step in which num_sequences decoded and nothing else happened, from its start to that of the next."""
-        self._sleep_left = max(0, self._sleep_left - 1)
-        if num_drafts == 0:
-            self._plain.note(num_sequences, duration_s)
-            self._steps_since_plain = 0
+    @property
+    def is_feeding(self) -> bool:
+        """Whether a proposer is to be fed in the step that begins; to be asked once the one before was noted or passed."""
+        return self._account.sleep_left <= _FED_BEFORE_WAKING and self._deaf_left <= _FED_STEPS
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the step that begins is a trial; to be asked once the one before was noted or passed."""
+        return self._exploring == "trial"
+
+    def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None) -> None:
+        """Take in a step in which num_sequences decoded and nothing else happened, from its start to that of the next, whose
+        drafts were chosen before that. Of the drafts that were asked for num_made were made; None: all."""
+        self._turn_to(num_sequences)
+        is_awake = num_drafts > 0 or not self.is_asleep
+        self._num_alike = self._num_alike + 1 if is_awake == self._was_awake else 0
+        self._was_awake = is_awake
+        if is_awake or not self.is_feeding:
+            self._note(num_sequences, num_drafts, duration_s, num_drafts if num_made is None else num_made)
+        self._go_on(num_drafts)
+
+    def _note(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int) -> None:
+        kind = self._kind(num_sequences, num_drafts, num_made)
+        took = self._took(num_sequences, num_drafts, kind, duration_s)
+        is_settled = self._num_alike >= (_STEPS_TO_SETTLE_AWAKE if self._was_awake else _STEPS_TO_SETTLE)
+        if is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
+            self._note_time(num_sequences, num_drafts, kind, duration_s)
+        if self._was_awake and took is not None:
+            self._earn(1.0 + self._num_accepted / num_sequences, took)
+
+    def doze(self, num_sequences: int) -> bool:
+        """Take in the step that ends, if it need not be noted and nothing is to be chosen; return whether that is so."""
+        account = self._account
+        is_deep = account.sleep_left % _STEPS_BETWEEN_NOTES > 0 and not self._was_awake
+        if not is_deep or num_sequences.bit_length() != self._magnitude:
+            return False
+        self.sleep_through(1)
+        return True
+
+    @property
+    def nap_left(self) -> int:
+        """Steps like the one that `doze` took in that need not be told one by one: sleep_through tells of them."""
+        left = self._account.sleep_left
+        return left % _STEPS_OF_NAP if left > _NAPS_END else 0
+
+    def sleep_through(self, num_steps: int) -> None:
+        """Take in so many steps that were slept through, of as many sequences as in those before."""
+        self._account.sleep_left -= num_steps
+        self._num_alike += num_steps
+        self._num_undrafted += num_steps
+
+    def pass_step(self, num_drafts: int) -> None:
+        """Take in a step that tells nothing, as more happened in it than decoding; called in place of note_step."""
+        if num_drafts > 0 and self._num_sequences > 0:
+            # What is not measured is charged as it usually is.
+            usual = self._usual_ratio(self._num_sequences)(num_drafts)
+            self._earn(1.0 + self._num_accepted / self._num_sequences, usual)
+        self._num_alike = 0
+        self._go_on(num_drafts)
+
+    def _turn_to(self, num_sequences: int) -> None:
+        magnitude = num_sequences.bit_length()
+        if magnitude != self._magnitude:
+            self._magnitude, self._account = magnitude, self._accounts.setdefault(magnitude, Account())
+
+    def _go_on(self, num_drafts: int) -> None:
+        """Turn to the next step."""
+        self._num_undrafted = 0 if num_drafts > 0 else self._num_undrafted + 1
+        self._exploring, self._will_explore, self._num_accepted = self._will_explore, None, 0
+        self._deaf_left = max(0, self._deaf_left - 1)
+        self._account.sleep()
+
+    def _earn(self, gained: float, took: float) -> None:
+        self._explored = min(_MOST_EXPLORED, self._explored + _PROBING_SHARE * took)
+        self._awake_tokens = _FADING * self._awake_tokens + gained
+        self._awake_took = _FADING * self._awake_took + took
+        if self._account.earn(gained, took):
+            self._best = self._probes_left = 0
+            self._trials_left = self._num_trials
+
+    def _kind(self, num_sequences: int, num_drafts: int, num_made: int) -> Kind:
+        """Return the kind of a step; drafts of several are told by DraftCost."""
+        if num_drafts > 0:
+            return "drafts", num_made if num_sequences == 1 else -num_sequences
+        # While awake every step ends with a look for what could be drafted, which plain decoding would not need.
+        return "idle" if self._was_awake else "plain", _size_class(num_sequences)
+
+    def _took(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> float | None:
+        """Return a step's time in plain steps, no longer than is usual where others disturbed it; None: nothing is known."""
+        plain_s = self._times.usual_s(("plain", _size_class(num_sequences)))
+        if plain_s is None:
+            return None
+        took = duration_s / plain_s
+        if num_drafts > 0 and num_sequences > 1:
+            cost = self._cost(num_sequences)
+            usual = cost.ratio(num_drafts) if cost.num_noted else None
         else:
-            self._drafted.note(num_sequences + num_drafts, duration_s)
-            self._steps_since_plain += 1
+            usual_s = self._times.usual_s(kind)
+            usual = None if usual_s is None else usual_s / plain_s
+        if usual is None:
+            usual = min(took, 1.0 + num_drafts)
+        return min(max(took, usual / _MOST_OFF), usual * _MOST_OFF)
 
-    def note_verified(self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int]) -> None:
-        """Take in how the draft of a sequence fared: the indices of what was accepted."""
+    def _note_time(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> None:
+        plain = "plain", _size_class(num_sequences)
+        if num_drafts == 0 or num_sequences == 1:
+            self._times.note(kind, duration_s)
+            self._num_drafted = 0
+            return
+        cost, plain_s = self._cost(num_sequences), self._times.usual_s(plain)
+        # Beside steps without it shows what drafts cost; later, when steps are alike, how fast the machine is.
+        self._num_drafted += 1
+        if plain_s is not None and self._num_drafted <= _STEPS_IN_CONTRAST:
+            cost.note(num_drafts, duration_s / plain_s)
+        else:
+            self._times.note(plain, duration_s / cost.ratio(num_drafts))
+
+    def _cost(self, num_sequences: int) -> DraftCost:
+        return self._costs.setdefault(_size_class(num_sequences), DraftCost(num_sequences))
+
+    def note_verified(
+        self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int], num_made: int | None = None
+    ) -> None:
+        """Take in how the draft of a sequence fared: the indices of what was accepted. Of the drafts that were asked for
+        num_made were made; None: all. What was not made was not accepted."""
+        self._num_accepted += len(path)
         record.note(num_drafts, path)
         self._ever.note(num_drafts, path)
+        self._made.note(num_drafts, range(num_drafts if num_made is None else num_made))
+
+    def take_back_trial(self) -> None:
+        """Put off the trial that was to be in the step that begins: nothing is drafted in it."""
+        self._exploring = None
+        self._trials_left = min(self._num_trials, self._trials_left + 1)
 
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
         """Return how many drafts to take of each sequence, given its record and how many it could have."""
         num_sequences = len(offers)
-        if self._plain.num_known(num_sequences) < _FEW_PLAIN or self._steps_since_plain > _STEPS_BETWEEN_PLAIN:
+        self._turn_to(num_sequences)
+        if self._account.sleep_left > 0:
             return [0] * num_sequences
+        if self._times.count(("plain", _size_class(num_sequences))) < _FEW_PLAIN:
+            self._deaf_left = 1 + _DEAF_STEPS
+            return [0] * num_sequences
+        self._steps_to_decision -= 1
+        is_due = (
+            self._steps_to_decision < 0 or num_sequences != self._num_sequences or self._trials_left + self._probes_left > 0
+        )
+        if num_sequences == 1 and not is_due and offers[0][1] <= self._num_offered:
+            # Nobody to compare with: what its shares are in this very step says little.
+            return [min(offers[0][1], self._best)]
         prior = self._ever.rates()
         shares = [record.shares(prior)[:count] for record, count in offers]
         if self._trials_left > 0:
             return self._try(shares)
-        self._steps_to_floor -= 1
-        is_cheap = num_sequences * self._max_tokens <= _CHEAP_RANKING
-        if is_cheap or self._steps_to_floor < 0 or num_sequences != self._num_sequences:
-            self._steps_to_floor, self._num_sequences = _STEPS_BETWEEN_FLOORS, num_sequences
-            if not self._set_floor(num_sequences, shares):
-                return [0] * num_sequences
-        floor = self._floor
-        return [sum(share >= floor for share in one) for one in shares]
+        has_more = num_sequences == 1 and len(shares[0]) > self._num_offered
+        if self._steps_to_decision < 0 or num_sequences != self._num_sequences or has_more:
+            self._decide(num_sequences, shares)
+        if self._probes_left > 0:
+            self._probes_left -= 1
+            self._will_explore = "probe"
+            self._steps_to_decision = 0
+            floor = self._probed_floor(shares)
+            if floor > 1.0:  # without drafts, and without a look for them
+                self._deaf_left, self._probes_left = 1 + _DEAF_STEPS, 0
+        elif num_sequences == 1:
+            return [min(len(shares[0]), self._best)]
+        else:
+            floor = self._floor
+        return [sum([share >= floor for share in one]) for one in shares]
 
     def _try(self, shares: list[list[float]]) -> list[int]:
         """Spread a few drafts over the sequences, to see what they cost and gain."""
-        left = max(self._max_tokens, len(shares) // 2)
+        # Few, and sometimes many: what a pass costs, and what a row. Many alone could lose where fewer gain.
+        is_wide = self._trials_left % 3 == 0
+        left = max(_MOST_TRIED_ROWS, len(shares)) if is_wide else max(self._max_tokens // 2, len(shares) // 2, 1)
+        most = max(1, _MOST_TRIED_ROWS // len(shares)) if is_wide else self._max_tokens
         chosen: list[int] = []
         for one in shares:
-            chosen.append(min(len(one), left))
+            chosen.append(min(len(one), left, most))
             left -= chosen[-1]
         if sum(chosen) > 0:
             self._trials_left -= 1
-            self._steps_to_floor = 0
+            self._will_explore = "trial"
+            self._num_sequences = len(shares)
+            self._best = self._steps_to_decision = 0
         return chosen
 
-    def _set_floor(self, num_sequences: int, shares: list[list[float]]) -> bool:
-        """Decide from what share on a draft is worth its cost; return whether any is, else fall asleep."""
-        ranked = sorted((share for one in shares for share in one), reverse=True)
+    def _decide(self, num_sequences: int, shares: list[list[float]]) -> None:
+        """Decide how many drafts are worth their cost, at least one; and whether to look what another number would cost."""
+        ranked = sorted([share for one in shares for share in one], reverse=True)
+        if num_sequences != self._num_sequences:
+            self._num_sequences, self._best = num_sequences, 0
         if not ranked:
-            self._steps_to_floor = 0  # nothing could be drafted: decide when something can
-            return False
-        best = self._best_count(num_sequences, ranked)
-        if best == 0:
-            self._sleep_left, self._sleep = self._sleep, min(2 * self._sleep, _LONGEST_SLEEP)
-            self._trials_left = self._num_trials
-            return False
-        self._sleep = max(_FIRST_SLEEP, self._sleep // 2)
+            self._floor, self._steps_to_decision = 2.0, 0  # nothing could be drafted: decide when something can
+            return
+        self._steps_to_decision, self._num_offered = _STEPS_BETWEEN_DECISIONS, len(ranked)
+        self._best = self._best_count(num_sequences, ranked)
         # Shares move a little until the next decision.
-        self._floor = _FLOOR_SLACK * ranked[best - 1] if len(ranked) > _CHEAP_RANKING else ranked[best - 1]
-        return True
+        self._floor = _FLOOR_SLACK * ranked[self._best - 1]
+        self._plan_probe()
+
+    def _plan_probe(self) -> None:
+        """Probe another number of drafts, or none, when that has been earned."""
+        is_plain = self._num_probes % 3 == 2
+        # What is gained all in all, not by the estimate of this moment: else probes would fall into the worst moments.
+        missed = _DEAF_STEPS * max(0.0, 1.0 - self._awake_took / self._awake_tokens)
+        cost = _PLAIN_PROBE_COST + missed if is_plain else _PROBE_COST
+        if self._explored >= cost and self._num_undrafted < _STEPS_TO_FORGET:
+            self._explored -= cost
+            self._probes_left, self._num_probes = _PROBE_STEPS, self._num_probes + 1
+
+    def _probed_floor(self, shares: list[list[float]]) -> float:
+        """Return the least share in a probe: of a few drafts less, of a few more, or of none."""
+        ranked = sorted([share for one in shares for share in one], reverse=True)
+        some = max(1, self._best // 4)
+        count = (0, self._best - some, self._best + some)[self._num_probes % 3]
+        if count <= 0:
+            return 2.0
+        return ranked[min(count, len(ranked)) - 1] if ranked else 1.0
 
     def _best_count(self, num_sequences: int, ranked: list[float]) -> int:
-        plain_s = self._plain.known()[_size_class(num_sequences)]
-        best, best_rate = 0, _NEEDED_GAIN * num_sequences / plain_s
+        """Return the number of drafts in all that makes tokens fastest."""
+        best, best_rate, kept_rate = 0, 0.0, 0.0
         gained, step = 0.0, 1
+        ratio = self._usual_ratio(num_sequences)
         for count, share in enumerate(ranked, start=1):
             gained += share
-            if count != step and count != len(ranked):
+            if count != step and count != len(ranked) and count != self._best:
                 continue
             step = max(count + 1, count * 5 // 4)
-            rate = (num_sequences + gained) / self._duration(num_sequences, num_sequences + count, plain_s)
+            rate = (1.0 + gained / num_sequences) / ratio(count)
+            if count == self._best:
+                kept_rate = rate
             if rate > best_rate:
                 best, best_rate = count, rate
-        return best
+        return self._best if kept_rate * _GAIN_TO_CHANGE >= best_rate else best
 
-    def _duration(self, num_sequences: int, num_tokens: int, plain_s: float) -> float:
-        """Return how long a step with drafts takes: measured, or on the line between the nearest that are."""
-        known = self._drafted.known()
-        exact = known.get(_size_class(num_tokens))
-        if exact is not None:
-            return exact
-        below, above = (num_sequences, plain_s), None
-        for size, duration_s in known.items():
-            if below[0] <= size < num_tokens:
-                below = (size, duration_s)
-            elif size > num_tokens and (above is None or size < above[0]):
-                above = (size, duration_s)
-        if above is not None:
-            return below[1] + (above[1] - below[1]) * (num_tokens - below[0]) / (above[0] - below[0])
-        # As if a token took a twentieth of the step: little enough that it is tried, and then it is known.
-        return below[1] * (1 + 0.05 * (num_tokens - below[0]) / num_sequences)
+    def _usual_ratio(self, num_sequences: int) -> Callable[[int], float]:
+        """Return how many times as long as without a step takes, by the number of drafts that are asked for."""
+        if num_sequences > 1:
+            return self._cost(num_sequences).ratio
+        plain_s = self._times.usual_s(("plain", 1)) or 1.0
+        known = {0: 1.0}
+        for name, count in self._times.kinds:
+            usual_s = self._times.usual_s((name, count))
+            if name == "drafts" and count >= 0 and usual_s is not None:
+                known[count] = usual_s / plain_s
+        made = [1.0]
+        for rate in self._made.rates():
+            made.append(made[-1] * rate)
+
+        def ratio(count: int) -> float:
+            count = min(count, self._max_tokens)
+            ends = [before - after for before, after in pairwise([*made[: count + 1], 0.0])]
+            return sum([share * _on_line(known, made_count) for made_count, share in enumerate(ends) if share > 0])
+
+        return ratio
+
+
+def _on_line(known: dict[int, float], count: int) -> float:
+    """Return the value of `count`: known, or on the line between the nearest that are."""
+    if count in known:
+        return known[count]
+    below = max(other for other in known if other < count)
+    above = min((other for other in known if other > count), default=None)
+    if above is not None:
+        return known[below] + (known[above] - known[below]) * (count - below) / (above - below)
+    # As if a token took a twentieth of the step: little enough that it is tried, and then it is known.
+    return known[below] * (1 + 0.05 * (count - below))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.records import AcceptanceRecord
+
+Reads = Literal["layers", "final", "last"]
+"""What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,18 @@ class Outcome:
 class Proposer(ABC):
     """Drafts tokens, well or badly: which tokens come out does not depend on them.
 
-    record      how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
-    observes    whether it wants to be told of every step's outcomes
-    tap_layers  layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
+    record       how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
+    observes     whether it wants to be told of every step's outcomes
+    tap_layers   layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
+    stops_early  whether it may draft fewer tokens than it could
+    reads_last   whether it reads only what stands at the last token of a step that a sequence keeps
     """
 
     record: type[AcceptanceRecord] = AcceptanceRecord
     observes: bool = False
     tap_layers: tuple[int, ...] | None = None
+    reads_last: bool = False
+    stops_early: bool = False
 
     def apply(self, plan: StepPlan) -> None:
         """Take in a step's plan before anything is computed; of interest to who keeps something in blocks."""
@@ -54,10 +62,12 @@ class Proposer(ABC):
         """Take in what a step computed, before the looks that follow it. Called only if `observes`."""
         return
 
-    def feed(self, sequence: DraftedSequence, first: int, features: Tensor) -> None:
-        """Take in what the model computed in a step of the tokens at [first, first + N) of a sequence, of accepted ones alone.
+    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+        """Take in what the model computed in a step of known tokens of several sequences, of accepted drafts alone.
 
-        features  [N, F] f32 what `tap_layers` says. Called after the step, before the look; the tokens that follow are known
+        fed       sequence, position of the first token, and number of tokens, in the order of `features`; the last one alone
+                  of sequences that got tokens, if `reads_last`
+        features  [R, F] f32 what `tap_layers` says. Called after the step, before the look; the tokens that follow are known
                   then, but for those of a sequence that failed. Prefixes that were cached are not computed, and not fed
         """
         return
@@ -69,6 +79,10 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """Return a draft for each sequence, of at most so many tokens; its known tokens are those of the last look."""
+
+    def forget_blocks(self) -> None:
+        """Forget what it keeps in blocks: plans will be left out that say what becomes of them."""
+        return
 
     def release(self, sequence: DraftedSequence) -> None:
         """Forget a sequence that ended or was preempted; its memo goes with it."""

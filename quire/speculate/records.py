@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_PRIOR_WEIGHT = 4.0
+RECENT_FADING, EVER_FADING = 0.98, 0.995
+"""What is left of the past after a draft: in the record of one sequence, and in that of all there ever were."""
+_PRIOR_WEIGHT = 12.0
 
 
 class AcceptanceRecord:
@@ -13,7 +15,7 @@ class AcceptanceRecord:
     num_trials  drafts after which it is decided whether they pay
     """
 
-    num_trials = 4
+    num_trials = 6
 
     def __init__(self, max_tokens: int, fading: float) -> None:
         self._fading = fading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,14 +14,12 @@ from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, fit_draft
 from quire.speculate.pace import Pace
-from quire.speculate.proposer import Outcome, Proposer
-from quire.speculate.records import AcceptanceRecord
+from quire.speculate.proposer import Outcome, Proposer, Reads
+from quire.speculate.records import RECENT_FADING, AcceptanceRecord
+from quire.speculate.typical import TypicalAcceptance
 
-_MAX_LOGIT_ELEMENTS = 1 << 24
+MAX_DRAFT_LOGITS = 1 << 24
 """Logits behind drafts that are held at once."""
-_RECENT = 0.95
-_FED_BEFORE_WAKING = 48
-"""Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _NONE = Draft()
 
 
@@ -31,69 +29,156 @@ class _Followed:
     record: AcceptanceRecord
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Drafts of a sequence in a step: how many the proposer was asked for and made, and whether the first of them is in."""
+
+    num_asked: int
+    count: int
+    is_in: bool
+
+
 class Speculator:
-    """Follows the worker's sequences. begin and end enclose every step.
+    """Follows the worker's sequences. begin and end enclose every step but those that it naps through.
 
     config, proposer  None: nothing is drafted but what constraints force
+    typical           what takes drafts that were not sampled; None: tokens are those of plain decoding
     """
 
     def __init__(self, config: SpeculativeConfig | None, proposer: Proposer | None, vocab_size: int) -> None:
         self._max_tokens = 0 if config is None else config.max_tokens
         self._proposer = proposer
+        is_typical = config is not None and config.acceptance_method == "typical_acceptance_sampler"
+        self.typical = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha) if is_typical else None
+        self._stops_early = proposer is not None and proposer.stops_early
         self._record = AcceptanceRecord if proposer is None else proposer.record
         self._pace = Pace(config.max_tokens, self._record) if config is not None and config.adaptive else None
-        self._max_drafts = max(self._max_tokens, _MAX_LOGIT_ELEMENTS // vocab_size)
+        self._max_drafts = max(self._max_tokens, MAX_DRAFT_LOGITS // vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
+        self._constrained: set[SequenceId] = set()
         self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
-        # In this step: how many the proposer made, and whether the first of them is in.
-        self._drafted: dict[SequenceId, tuple[int, bool]] = {}
+        self._drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
         self._begun_s = 0.0
-        self._num_drafts = 0
+        self._num_drafts, self._num_made = 0, 0
         self._decoded: Sequence[SequenceId] = ()
+        self._has_ended = False  # a step of which the pace was not told yet
+        self._nap_left = self._num_napped = 0  # steps of which it need not be told, and those of them that are over
+        self._num_napping = 0  # sequences then
+
+    def naps(self, plan: StepPlan) -> bool:
+        """Whether nothing is drafted, read or learnt in the step that begins: then nothing else is called in it."""
+        if self._proposer is None:
+            return not self._followed and not plan.starts
+        if self._nap_left == 0:
+            return False
+        num_sequences = len(plan.num_scheduled_tokens)
+        if plan.starts or plan.ended or plan.num_draft_slots or num_sequences != self._num_napping:
+            self._nap_left = 0
+            return False
+        self._nap_left -= 1
+        self._num_napped += 1
+        if plan.new_block_ids or plan.replaced_blocks or plan.block_copies:
+            self._proposer.apply(plan)
+        return True
+
+    def _end_nap(self) -> None:
+        if self._pace is not None and self._num_napped > 0:
+            self._pace.sleep_through(self._num_napped)
+        self._nap_left = self._num_napped = 0
 
     def begin(self, plan: StepPlan) -> None:
         """Forget sequences that ended; to be called before the step's sequences are followed."""
+        self._end_nap()
         now_s = time.perf_counter()
-        if self._pace is not None and any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1]):
-            # What is done between two steps counts too; but not that there was nothing to do.
-            self._pace.note_step(len(self._decoded), self._num_drafts, now_s - self._begun_s)
-        self._decoded = ()
+        # What is done between two steps counts too; but not that there was nothing to do.
+        goes_on = any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1])
+        self._tell_pace(now_s - self._begun_s if goes_on else None)
         self._begun_s = now_s
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
+            self._constrained.discard(sequence_id)
             followed = self._followed.pop(sequence_id, None)
             if followed is not None and self._proposer is not None:
                 self._proposer.release(followed.sequence)
         if self._proposer is not None:
             self._proposer.apply(plan)
 
+    def _tell_pace(self, duration_s: float | None) -> None:
+        """Tell the pace once of the step that ended last, if there is one; None: what it took says nothing."""
+        if self._pace is not None and self._has_ended:
+            if duration_s is None:
+                self._pace.pass_step(self._num_drafts)
+            else:
+                self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made)
+        self._has_ended, self._decoded = False, ()
+
+    def leave(self) -> None:
+        """Forget all sequences, and what is kept of their blocks: steps follow that it is not told of."""
+        self._end_nap()
+        self._tell_pace(None)
+        for followed in self._followed.values():
+            if self._proposer is not None:
+                self._proposer.release(followed.sequence)
+        if self._proposer is not None:
+            self._proposer.forget_blocks()
+        self._followed.clear()
+        self._constrained.clear()
+        self._forced.clear()
+        self._drafted.clear()
+        self._num_wanted, self._drafts = {}, {}
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs the proposer reads."""
+        return () if self._proposer is None else self._proposer.tap_layers or ()
+
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
+        if sequence.sampling.matcher is not None:
+            self._constrained.add(sequence.sequence_id)
         if self._proposer is not None or sequence.sampling.matcher is not None:
-            self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, _RECENT))
+            self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, RECENT_FADING))
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step, none of them empty."""
-        found: dict[SequenceId, Draft] = {}
+        self._num_drafts = self._num_made = 0
+        slots = plan.num_draft_slots
+        if not slots:
+            if self._drafts or self._drafted:
+                self._drafted.clear()
+                self._drafts = {}
+            return {}
         self._drafted.clear()
-        slots = plan.num_draft_slots or {}
+        found: dict[SequenceId, Draft] = {}
         wanted = {key: min(count, self._num_wanted[key]) for key, count in slots.items() if key in self._num_wanted}
+        if self._pace is not None and self._pace.is_trying and not self._will_tell(plan, wanted):
+            self._pace.take_back_trial()
+            wanted = {}
         if wanted and self._proposer is not None:
             drafts = self._proposer.propose([(self._followed[key].sequence, count) for key, count in wanted.items()])
             found = dict(zip(wanted, drafts, strict=True))
         for sequence_id, count in slots.items():
             draft, forced = found.get(sequence_id, _NONE), self._forced.of(sequence_id)
             fitting = fit_draft(self._followed[sequence_id].sequence.sampling, draft, forced, count)
-            if len(draft) > 0:
+            num_asked = wanted.get(sequence_id, 0) if self._stops_early else len(draft)
+            if num_asked > 0:
                 # Those that a constraint does not take were made in vain, but made.
-                self._drafted[sequence_id] = len(draft), fitting.tokens[:1] == draft.tokens[:1]
+                is_in = len(draft) > 0 and fitting.tokens[:1] == draft.tokens[:1]
+                self._drafted[sequence_id] = _Made(num_asked, len(draft), is_in)
             found[sequence_id] = fitting
-        self._num_drafts = sum(count for count, _ in self._drafted.values())
+        self._num_drafts = sum([made.num_asked for made in self._drafted.values()])
+        self._num_made = sum([made.count for made in self._drafted.values()])
         self._drafts = {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
         return self._drafts
+
+    def _will_tell(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> bool:
+        """Return whether a step will tell what drafts cost, as far as is known: it has some, and nothing else happens in it."""
+        scheduled = plan.num_scheduled_tokens
+        are_forced = any(key not in wanted and self._forced.of(key) for key in plan.num_draft_slots or ())
+        return bool(wanted) and not are_forced and len(scheduled) == sum(scheduled.values())
 
     def observe(self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor) -> None:
         """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
@@ -102,7 +187,7 @@ class Speculator:
         sequence_ids  whose next tokens were sought: logits [R, vocab_size] are those behind the last known token of each, and
                       then those behind their drafts
         """
-        if self._proposer is None or not self._proposer.observes or not self._drafts:
+        if self._proposer is None:
             return
         outcomes: list[Outcome] = []
         next_row = len(sequence_ids)
@@ -118,23 +203,30 @@ class Speculator:
         self._proposer.observe(outcomes)
 
     @property
-    def tap_layers(self) -> tuple[int, ...] | None:
-        """What the proposer reads of the model in this step; see Proposer. Nothing, while drafts are long not to be tried."""
-        if self._proposer is None or (self._pace is not None and self._pace.sleep_left > _FED_BEFORE_WAKING):
+    def observes(self) -> bool:
+        """Whether `observe` is to be called after this step."""
+        return bool(self._drafts) and self._proposer is not None and self._proposer.observes
+
+    @property
+    def reads(self) -> Reads | None:
+        """What the proposer reads of the model in this step. Nothing, while drafts are long not to be tried."""
+        proposer = self._proposer
+        if proposer is None or proposer.tap_layers is None:
             return None
-        return self._proposer.tap_layers
+        if self._pace is not None and not self._pace.is_feeding:
+            return None
+        if proposer.reads_last:
+            return "last"
+        return "layers" if proposer.tap_layers else "final"
 
     def feed(self, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
         """Hand the proposer what it reads; to be called before `end`.
 
         fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
         """
-        row = 0
-        for sequence_id, first, count in fed:
-            followed = self._followed.get(sequence_id)
-            if followed is not None and self._proposer is not None:
-                self._proposer.feed(followed.sequence, first, features[row : row + count])
-            row += count
+        if self._proposer is not None:
+            # None is missing: what has no tokens to draft has no features either, and is not in the step.
+            self._proposer.feed_all([(self._followed[key].sequence, first, count) for key, first, count in fed], features)
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
@@ -144,32 +236,41 @@ class Speculator:
         if not self._followed:
             return {}
         pace = self._pace
-        advanced = list(paths)
+        if pace is not None and not self._drafted and not self._constrained and pace.doze(len(paths)):
+            self._num_wanted = {}
+            if len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
+                self._nap_left, self._num_napping = pace.nap_left, len(paths)
+            return {}
+        self._has_ended = True
         if pace is not None:
-            for sequence_id, (count, is_in) in self._drafted.items():
-                path = paths.get(sequence_id, ()) if is_in else ()
-                pace.note_verified(self._followed[sequence_id].record, count, path)
+            for sequence_id, made in self._drafted.items():
+                path = paths.get(sequence_id, ()) if made.is_in else ()
+                pace.note_verified(self._followed[sequence_id].record, made.num_asked, path, made.count)
             is_usual = self._drafts.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
-            if is_usual and len(advanced) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
-                self._decoded = advanced
-        self._num_wanted = {} if self._proposer is None else self._choose(self._proposer, advanced)
+            if is_usual and len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
+                self._decoded = list(paths)
+        is_drafting = self._proposer is not None and not (pace is not None and pace.is_asleep)
+        self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
+        if not self._num_wanted and not (self._constrained and self.drafts_forced):
+            return {}
+        return self._wish(paths)
+
+    def _wish(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
+        """Return the drafts that the sequences could use, those of the proposer and those that are forced."""
         wishes: dict[SequenceId, int] = {}
         num_left = self._max_drafts
         for sequence_id in advanced:
-            followed = self._followed.get(sequence_id)
             num_forced = 0
-            if self.drafts_forced and followed is not None and followed.sequence.sampling.matcher is not None:
-                num_forced = self._forced.look(sequence_id, followed.sequence.sampling)
+            if self.drafts_forced and sequence_id in self._constrained:
+                num_forced = self._forced.look(sequence_id, self._followed[sequence_id].sequence.sampling)
             granted = min(max(self._num_wanted.get(sequence_id, 0), num_forced), num_left)
             if granted > 0:
                 wishes[sequence_id] = granted
                 num_left -= granted
         return wishes
 
-    def _choose(self, proposer: Proposer, advanced: Sequence[SequenceId]) -> dict[SequenceId, int]:
+    def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts of the proposer to take in the next step."""
-        if self._pace is not None and self._pace.is_asleep:
-            return {}
         followed = [self._followed[sequence_id] for sequence_id in advanced]
         counts = [proposer.look(one.sequence, self._max_tokens) for one in followed]
         if self._pace is not None:

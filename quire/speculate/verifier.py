@@ -15,8 +15,9 @@ from torch import Tensor
 from quire.contracts.request import Request
 from quire.contracts.step import TokenLogprobs
 from quire.sampling.row_state import SamplingRow
-from quire.sampling.sampler import sample, sample_ahead
+from quire.sampling.sampler import Sampled, sample, sample_ahead, with_logprobs
 from quire.speculate.draft import ROOT, Draft
+from quire.speculate.typical import TypicalAcceptance
 
 _MAX_DRAWN_ELEMENTS = 1 << 18
 """Logits up to which tokens are drawn that may not be needed: a call for each level takes longer."""
@@ -59,30 +60,42 @@ class Walk:
     error: str | None = None
 
 
-def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Walk]:
+def verify(
+    logits: Tensor,
+    candidates: Sequence[Candidate],
+    typical: TypicalAcceptance | None = None,
+    best: Sequence[int] | None = None,
+) -> list[Walk]:
     """Sample the next tokens of every candidate, and append them to its sampling state.
 
-    logits  [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these
+    logits   [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these
+    typical  None: tokens are those of plain decoding; else it may take drafts that were not sampled
+    best     [R] the best tokens, where it is known that these are what would be sampled
     """
     walks = [Walk() for _ in candidates]
-    if logits.numel() <= _MAX_DRAWN_ELEMENTS and _walk_drawn(logits, candidates, walks):
+    if best is None and typical is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
+        best = _draw_all(logits, candidates)
+    if best is not None:
+        _walk_drawn(best, candidates, walks)
         return walks
     active = list(range(len(candidates)))
     part = logits[: len(candidates)]
     while active:
         going: list[int] = []
-        for index, found in zip(active, sample(part, [candidates[index].sampling for index in active]), strict=True):
+        sampled = sample(part, [candidates[index].sampling for index in active])
+        for row, (index, found) in enumerate(zip(active, sampled, strict=True)):
             walk, candidate = walks[index], candidates[index]
             error = candidate.sampling.grammar_error or found.error
             if found.token_id is None or error is not None:
                 _fail(walk, error)
                 continue
-            walk.tokens.append(found.token_id)
+            found, node = _match(candidate, walk.path[-1] if walk.path else ROOT, found, part[row], typical)
+            token_id = found.token_id
+            walk.tokens.append(token_id)
             if found.logprobs is not None:
                 walk.logprobs.append(found.logprobs)
-            candidate.sampling.append(found.token_id)
-            node = candidate.draft.child(walk.path[-1] if walk.path else ROOT, found.token_id)
-            if node is not None and not _is_ended(candidate, found.token_id) and candidate.take_mask(node):
+            candidate.sampling.append(token_id)
+            if node is not None and not _is_ended(candidate, token_id) and candidate.take_mask(node):
                 walk.path.append(node)
                 going.append(index)
         active = going
@@ -94,28 +107,41 @@ def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Walk]:
     return walks
 
 
-def _walk_drawn(logits: Tensor, candidates: Sequence[Candidate], walks: list[Walk]) -> bool:
-    """Draw all tokens at once, also those that no walk will reach; return False where they depend on each other."""
+def _match(
+    candidate: Candidate, node: int, found: Sampled, logits: Tensor, typical: TypicalAcceptance | None
+) -> tuple[Sampled, int | None]:
+    """Return the token behind `node`, the one that was sampled or a typical draft, and its index in the draft if it has one."""
+    child = candidate.draft.child(node, found.token_id)
+    if child is None and typical is not None:
+        child = typical.pick(logits, candidate.sampling, candidate.draft, node)
+        if child is not None:
+            found = with_logprobs(candidate.draft.tokens[child], logits, candidate.sampling)
+    return found, child
+
+
+def _draw_all(logits: Tensor, candidates: Sequence[Candidate]) -> list[int] | None:
+    """Draw all tokens at once, also those that no walk will reach; None where they depend on each other."""
     rows = [candidate.sampling for candidate in candidates]
     positions = [row.position for row in rows]
     for candidate, position in zip(candidates, positions[:], strict=True):
         rows += [candidate.sampling] * len(candidate.draft)
         positions += [position + depth for depth in candidate.draft.depths()]
-    drawn = sample_ahead(logits, rows, positions)
-    if drawn is None:
-        return False
+    return sample_ahead(logits, rows, positions)
+
+
+def _walk_drawn(drawn: Sequence[int], candidates: Sequence[Candidate], walks: list[Walk]) -> None:
     for index, (candidate, walk) in enumerate(zip(candidates, walks, strict=True)):
-        row: int | None = index
-        while row is not None:
-            token_id = drawn[row]
-            walk.tokens.append(token_id)
-            candidate.sampling.append(token_id)
-            node = candidate.draft.child(walk.path[-1] if walk.path else ROOT, token_id)
-            row = None
-            if node is not None and not _is_ended(candidate, token_id):
-                walk.path.append(node)
-                row = candidate.first_draft_row + node
-    return True
+        tokens, path, draft, sampling = walk.tokens, walk.path, candidate.draft, candidate.sampling
+        token_id, node = drawn[index], ROOT
+        while True:
+            tokens.append(token_id)
+            sampling.append(token_id)
+            child = draft.child(node, token_id)
+            if child is None or _is_ended(candidate, token_id):
+                break
+            path.append(child)
+            node = child
+            token_id = drawn[candidate.first_draft_row + node]
 
 
 def _fail(walk: Walk, error: str | None) -> None:

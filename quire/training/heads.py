@@ -9,24 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.model.families.sources import PRE_NORM_LAYER
 from quire.model.heads.eagle import default_tap_layers
 from quire.training.config import DraftTraining
 from quire.training.target import Target, TargetRows
 from quire.training.unrolled import DraftLayer, RmsNorm, Unrolled, Wanted, shifted
-
-_LAYER_NAMES = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "mlp_in": "post_attention_layernorm",
-}
-"""Canonical names of a layer's parameters, and those of Hugging Face checkpoints."""
 
 
 class Head(Protocol):
@@ -48,8 +35,10 @@ class Head(Protocol):
 
 
 def _last_layer(target: Target) -> dict[str, Tensor | None]:
+    """Return the parameters of the model's last layer, but for the norm that enters it: heads have it elsewhere, or twice."""
     prefix = f"layers.{len(target.spec.layers) - 1}."
-    return {f"{name}.weight": target.parameter(f"{prefix}{key}.weight") for key, name in _LAYER_NAMES.items()}
+    names = {key: name for key, name in PRE_NORM_LAYER.items() if key != "attn_in"}
+    return {f"{name}.weight": target.parameter(f"{prefix}{key}.weight") for key, name in names.items()}
 
 
 def _shape_config(target: Target) -> dict[str, object]:

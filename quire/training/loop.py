@@ -17,9 +17,11 @@ from tqdm import tqdm
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
+from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
 from quire.training.config import DraftTraining
 from quire.training.corpus import read_sequences
 from quire.training.heads import build_head, tap_layers
+from quire.training.medusa_tree import choose_tree, measure_ranks, store_tree
 from quire.training.target import Target
 
 logger = get_logger(__name__)
@@ -74,7 +76,12 @@ def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHe
         progress,
         tqdm(total=round(options.minutes * 60), disable=not show_progress),
     )
-    return _write(options, head, progress, _agreement(head, target, held_out, options))
+    trained = _write(options, head, progress, _agreement(head, target, held_out, options))
+    if options.kind == "medusa":
+        # Where nothing is the model's own, the text has to do.
+        num_given = min(options.prompt_tokens, options.sequence_tokens // 2)
+        store_tree(options.out, choose_tree(measure_ranks(target, options.out, held_out, num_given), MAX_SPECULATIVE_TOKENS))
+    return trained
 
 
 def _open_target(options: DraftTraining) -> Target:

@@ -25,21 +25,33 @@ class BlockPool:
 
     The free list is doubly linked through the blocks between two sentinels, so that a cached block in its middle can be
     taken back in O(1) when a prefix hits it; a deque would have to search. Blocks leave at the head and come back at the
-    tail. A freed block keeps its content until it is allocated again, and only then is `on_reuse` told.
+    tail, or at the head where nobody can find their content again: the memory of a block that was never used has yet to be
+    taken from the system, which can take longer than the step. A freed block keeps its content until it is allocated again,
+    and only then is `on_reuse` told.
     """
 
-    def __init__(self, num_blocks: int, on_reuse: Callable[[BlockId], None] | None = None) -> None:
-        """Make a pool in which every block is free; num_blocks >= 1. on_reuse(id) is called when id gets a new content."""
+    def __init__(
+        self,
+        num_blocks: int,
+        on_reuse: Callable[[BlockId], None] | None = None,
+        is_kept: Callable[[BlockId], bool] | None = None,
+    ) -> None:
+        """Make a pool in which every block is free; num_blocks >= 1.
+
+        on_reuse(id) is called when id gets a new content; is_kept(id) says of a block that is freed whether its content can be
+        found again, and without it all can.
+        """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
         self._blocks = [_Block(index) for index in range(num_blocks)]
         self._on_reuse = on_reuse
+        self._is_kept = is_kept
         self._head = _Block(-1)
         self._tail = _Block(-1)
         self._head.next, self._tail.prev = self._tail, self._head
         self._num_free = 0
         for block in self._blocks:
-            self._append(block)
+            self._insert(block, self._tail)
 
     @property
     def num_blocks(self) -> int:
@@ -93,7 +105,8 @@ class BlockPool:
                 raise InvariantError(f"block {block_id} is freed, but nobody holds it")
             block.num_refs -= 1
             if block.num_refs == 0:
-                self._append(block)
+                is_kept = self._is_kept is None or self._is_kept(block.block_id)
+                self._insert(block, self._tail if is_kept else self._head.next)
 
     def iter_free(self) -> Iterator[BlockId]:
         """Yield the free blocks, the next to be allocated first. Raises InvariantError where two links disagree."""
@@ -106,12 +119,13 @@ class BlockPool:
         if block is None or block.prev is not last:
             raise InvariantError("the free list does not reach its end")
 
-    def _append(self, block: _Block) -> None:
-        last = self._tail.prev
-        if last is None:
-            raise InvariantError("the free list has lost its end")
-        last.next, block.prev = block, last
-        block.next, self._tail.prev = self._tail, block
+    def _insert(self, block: _Block, after: _Block | None) -> None:
+        """Link a block before the one that is to come after it."""
+        before = None if after is None else after.prev
+        if after is None or before is None:
+            raise InvariantError("the free list has lost an end")
+        before.next, block.prev = block, before
+        block.next, after.prev = after, block
         self._num_free += 1
 
     def _unlink(self, block: _Block) -> None:

@@ -37,7 +37,7 @@ class KvAllocator:
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self.index = PrefixIndex(on_drop=self._note_drop)
-        self.pool = BlockPool(num_blocks, on_reuse=self._reuse)
+        self.pool = BlockPool(num_blocks, on_reuse=self._reuse, is_kept=self.index.__contains__)
         self._num_cached_blocks = 0
         self.block_size = block_size
         self._is_caching = enable_prefix_caching
@@ -99,7 +99,7 @@ class KvAllocator:
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks the table lacks for the next num_tokens tokens."""
-        return max(0, self._num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids))
+        return max(0, -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_ids))
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Let `target`, without blocks, hold the blocks of the prompt that it shares with `source`, who has computed it.

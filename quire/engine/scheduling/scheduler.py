@@ -237,13 +237,18 @@ class Scheduler:
             draft.add(sequence, self._chunk(draft, sequence), NO_GROWTH)
 
     def _schedule_drafts(self, draft: StepDraft) -> None:
-        for sequence in [s for s in draft.sequences if s.num_draft_wish > 0 and s.num_uncomputed_tokens == 1]:
+        for sequence in draft.sequences:
+            if sequence.num_draft_wish == 0 or sequence.num_uncomputed_tokens != 1:
+                continue
             # With every draft accepted one more token follows, and the KV of the last one is never computed.
             num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - sequence.num_tokens - 1, draft.num_tokens_left)
             if num_slots <= 0:
                 continue
             num_spare = self.kv.num_missing_blocks(sequence, 1 + num_slots)
-            if num_spare and self.kv.pool.num_free - num_spare < len(self.running):
+            if num_spare == 0:  # blocks behind that of the next token, which it can write now, are its own
+                draft.add_draft_slots(sequence, num_slots, NO_GROWTH)
+                continue
+            if self.kv.pool.num_free - num_spare < len(self.running):
                 continue
             growth = self.kv.grow(sequence, 1 + num_slots)
             if growth is not None:

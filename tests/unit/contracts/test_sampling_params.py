@@ -6,6 +6,7 @@ import math
 import pytest
 
 from quire.base.errors import RequestError
+from quire.contracts.constraint import GuidedDecodingParams, StructuredOutputsParams
 from quire.contracts.sampling_params import (
     MAX_BEAM_WIDTH,
     MAX_CHOICES,
@@ -179,3 +180,20 @@ def test_logit_bias_is_a_copy_of_the_callers():
     params = SamplingParams(logit_bias=bias)
     bias[4] = "broken"
     assert params.logit_bias == {3: 1.0}
+
+
+def test_guided_decoding_is_another_name_of_structured_outputs():
+    asked = GuidedDecodingParams(regex="a+")
+    params = SamplingParams(guided_decoding=asked)
+    assert params.constraint == StructuredOutputsParams(regex="a+").constraint()
+    assert SamplingParams(guided_decoding=StructuredOutputsParams(regex="a+")).constraint == params.constraint
+    assert dataclasses.replace(params, n=2).structured_outputs == asked
+    with pytest.raises(RequestError, match="give one"):
+        SamplingParams(guided_decoding=asked, structured_outputs=asked)
+
+
+@pytest.mark.parametrize("name", ["guided_decoding", "structured_outputs"])
+def test_constraint_of_another_type_is_refused_with_what_to_write(name):
+    with pytest.raises(RequestError, match=r"StructuredOutputsParams\(json=schema\)") as caught:
+        SamplingParams(**{name: {"json": {"type": "object"}}})
+    assert caught.value.param == name

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -39,6 +40,16 @@ def test_methods_may_be_several():
     assert SpeculativeConfig.read({"method": "self", "skipped_layers": [1, 2]}).skipped_layers == (1, 2)
 
 
+def test_options_of_trees_are_read_by_the_names_they_have_elsewhere():
+    ours = {"method": "eagle3", "model": "x", "draft_top_k": 4, "draft_depth": 3, "num_speculative_tokens": 15}
+    names = {"speculative_eagle_topk": 4, "speculative_num_steps": 3, "speculative_num_draft_tokens": 16}
+    assert SpeculativeConfig.read({"method": "eagle3", "model": "x", **names}) == SpeculativeConfig.read(ours)
+    assert SpeculativeConfig.read({"method": ["eagle3", "ngram"], "model": "x"}).max_tokens == 10
+    medusa = SpeculativeConfig.read({"method": "medusa", "model": "x", "medusa_choices": [[0, 1], [0], [2]]})
+    assert medusa.medusa_choices == ((0,), (0, 1), (2,))
+    assert medusa.max_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -58,7 +69,28 @@ def test_methods_may_be_several():
         ({"method": "guess"}, "'guess' is unknown"),
         ({"method": "mlp_speculator", "model": "x"}, "'mlp_speculator' is not supported yet"),
         ({"method": "eagle3"}, "'eagle3' takes a model, got None"),
-        ({"method": ["eagle3", "ngram"], "model": "x"}, "'eagle3' cannot be merged with others"),
+        (
+            {"method": ["eagle3", "draft_model"], "model": "x"},
+            "alone can be merged with others, got ['eagle3', 'draft_model']",
+        ),
+        ({"method": ["mtp", "medusa"], "model": "x"}, "one alone can be merged with others"),
+        ({"method": "ngram", "draft_top_k": 2}, "draft_top_k is 2, but of the methods only eagle, eagle3"),
+        ({"method": "draft_model", "model": "x", "draft_depth": 2}, "draft_depth is 2, but of the methods only eagle, eagle3"),
+        ({"method": "medusa", "model": "x", "medusa_choices": [[0], [0, -1]]}, "ranks from 0 to 63"),
+        ({"method": "medusa", "model": "x", "medusa_choices": [[0], 1]}, "list of paths"),
+        ({"method": "medusa", "model": "x", "medusa_choices": []}, "1 to 64 different paths, got 0"),
+        ({"method": "medusa", "model": "x", "medusa_choices": [[0], [0]]}, "got 2, 1 different"),
+        ({"method": "medusa", "model": "x", "medusa_choices": [[0], [1, 0]]}, "has [1, 0] but not [1]"),
+        ({"method": "eagle", "model": "x", "medusa_choices": [[0]]}, "are of method 'medusa'"),
+        ({"method": "ngram", "acceptance_method": "typical"}, "must be one of rejection_sampler, typical_acceptance_sampler"),
+        ({"method": "ngram", "posterior_alpha": 0.4}, "which changes outputs; name it"),
+        (
+            {"method": "ngram", "acceptance_method": "typical_acceptance_sampler", "posterior_threshold": 2},
+            "from 0 to 1, got 2",
+        ),
+        ({"method": "eagle", "model": "x", "draft_top_k": 0}, "draft_top_k must be an integer from 1 to 64, got 0"),
+        ({"method": "eagle", "model": "x", "draft_top_k": 2, "speculative_eagle_topk": 3}, "draft_top_k is given twice, as 2"),
+        ({"method": "eagle", "model": "x", "speculative_num_draft_tokens": 1}, "integer from 2 to 65, got 1"),
         ({"method": "ngram", "model": "x"}, "'ngram' takes no model, got 'x'"),
         ({"method": "draft_model"}, "'draft_model' takes a model, got None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "integer from 1 to 64, got 0"),
@@ -72,5 +104,5 @@ def test_methods_may_be_several():
     ],
 )
 def test_config_is_refused_with_what_is_allowed(value, message):
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig(model="demo", speculative_config=value)

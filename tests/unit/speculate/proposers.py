@@ -4,10 +4,15 @@ import random
 
 from quire import LLM
 from quire.contracts.speculative import SpeculativeConfig
-from quire.speculate.draft import Draft
+from quire.speculate.draft import ROOT, Draft
 from quire.speculate.proposer import Proposer
 from quire.speculate.records import TreeRecord
 from quire.speculate.speculator import Speculator
+
+
+def path_to(draft, node):
+    """Return the indices of the tokens on the way to `node`, itself included."""
+    return () if node == ROOT else (*path_to(draft, draft.parents[node]), node)
 
 
 class Fake(Proposer):

@@ -21,7 +21,8 @@ FLOORS = {"demo-eagle3": [0.5, 0.35, 0.25], "demo-mtp": [0.5, 0.35, 0.25], "demo
 
 def start(head, **options):
     config = {"method": head.removeprefix("demo-"), "model": head, "num_speculative_tokens": 3, "adaptive": False}
-    return LLM("demo", num_kv_blocks=64, speculative_config=config, **options)
+    config |= {"draft_min_share": 0.0} | options.pop("drafting", {})
+    return LLM("demo", **{"num_kv_blocks": 64, "speculative_config": config, **options})
 
 
 def generate(llm):
@@ -60,8 +61,45 @@ def test_acceptance_falls_when_the_features_are_in_a_wrong_order(head):
     llm.close()
     llm = start(head)
     proposer = llm.llm_engine._runner._speculator._proposer
-    feed = proposer.feed
-    proposer.feed = lambda sequence, first, features: feed(sequence, first, features.flip(-1))
+    feed = proposer.feed_all
+    proposer.feed_all = lambda fed, features: feed(fed, features.flip(-1))
     wrong, _ = acceptance(llm)
     assert wrong[0] < 0.8 * right[0], (right, wrong)
     llm.close()
+
+
+def test_a_long_prompt_is_drafted_behind_when_a_block_is_longer_than_what_waits():
+    prompt, request = [[5 + i % 200 for i in range(788)]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    options = {"block_size": 512, "num_kv_blocks": 4}
+    plain = LLM("demo", **options)
+    expected = plain.generate(prompt, request, use_tqdm=False)[0].outputs[0].token_ids
+    plain.close()
+    llm = start("demo-eagle3", **options)
+    assert llm.generate(prompt, request, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert llm.llm_engine.stats.num_draft_tokens > 0
+    llm.close()
+
+
+@pytest.mark.parametrize("head", ["demo-eagle3", "demo-mtp"])
+def test_drafts_end_where_the_head_doubts(head):
+    """They are the beginnings of what it drafts otherwise, and no token changes."""
+    plain = LLM("demo", num_kv_blocks=64)
+    expected = [output.outputs[0].token_ids for output in generate(plain)]
+    plain.close()
+    llm = start(head, drafting={"draft_min_share": 0.5})
+    model = llm.llm_engine._runner._speculator._proposer._model
+    draft, seen = model.draft, []
+
+    def note(*args):
+        found = [draft(*args[:-1], least_share) for least_share in (0.0, 0.2, args[-1], 1.0)]
+        seen.extend(zip(*found, strict=True))
+        return found[2]
+
+    model.draft = note
+    assert [output.outputs[0].token_ids for output in generate(llm)] == expected
+    llm.close()
+    for full, long, short, none in seen:
+        assert len(full) == 3 or len(none) <= len(short) <= len(long) <= len(full)
+        assert full[: len(long)] == long
+        assert long[: len(short)] == short
+    assert 0 < sum(len(short) for _, _, short, _ in seen) < sum(len(full) for full, *_ in seen)

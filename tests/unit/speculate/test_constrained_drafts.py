@@ -2,12 +2,14 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("llguidance")
 
-from proposers import PROPOSERS, install
+import head_checkpoints
+from proposers import PROPOSERS, TREES, install
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.engine import llm_engine
@@ -102,6 +104,21 @@ def compiled():
     Compiled.compiler.close()
 
 
+def test_forced_tokens_stay_undrafted_when_drafts_pause_and_go_on(tiny_model):
+    llm = start(tiny_model)
+    runner = llm.llm_engine._runner
+    llm.llm_engine.draft_forced(False)
+    for is_paused in (True, False):
+        llm.llm_engine.pause_drafts(is_paused)
+        assert not runner._speculator.drafts_forced
+    llm.llm_engine.pause_drafts(True)
+    llm.llm_engine.draft_forced(True)
+    assert runner._speculator.drafts_forced
+    llm.llm_engine.pause_drafts(False)
+    assert runner._speculator.drafts_forced
+    llm.close()
+
+
 @pytest.fixture(scope="module")
 def plain(tiny_model):
     """Each request by itself, without drafts, those that are forced included."""
@@ -120,12 +137,31 @@ def speculating(model, kind, outputs, **options):
         install(llm, PROPOSERS[kind](COUNT, by_prompt), COUNT)
         return llm
     config = {"method": kind, "num_speculative_tokens": COUNT, "adaptive": False}
-    config |= {"model": str(model)} if kind == "draft_model" else {"prompt_lookup_min": 1}
+    if kind in HEADS:
+        folder = Path(model).parent / f"constrained-{kind}"
+        maker, more = HEADS[kind]
+        config |= {"model": str(folder if folder.is_dir() else maker(folder)), "num_speculative_tokens": 10, **more}
+    else:
+        config |= {"model": str(model)} if kind == "draft_model" else {"prompt_lookup_min": 1}
+    if kind == "lookahead":
+        del config["num_speculative_tokens"], config["prompt_lookup_min"]
     return start(model, speculative_config=config, **options)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("kind", [*PROPOSERS, "ngram", "suffix", "draft_model"])
+HEADS = {
+    "eagle3 tree": (head_checkpoints.eagle3, {"method": "eagle3", "draft_top_k": 3}),
+    "mtp": (head_checkpoints.mtp, {"draft_min_share": 0.0}),
+    "medusa tree": (head_checkpoints.medusa, {"method": "medusa", "draft_top_k": 3}),
+    "eagle3 merged": (
+        head_checkpoints.eagle3,
+        {"method": ["eagle3", "ngram", "suffix"], "prompt_lookup_min": 1, "draft_min_share": 0.0},
+    ),
+}
+CASES = [(kind, seed) for kind in (*PROPOSERS, "ngram", "suffix", "draft_model") for seed in (0, 1)]
+CASES += [pytest.param(kind, seed, marks=pytest.mark.slow if seed else []) for kind in HEADS for seed in (0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_same_outputs_when_drafts_meet_constraints(tiny_model, plain, kind, seed):
     llm = speculating(tiny_model, kind, plain[seed])
     for _ in range(2):  # cold, then with cached prefixes
@@ -133,12 +169,48 @@ def test_same_outputs_when_drafts_meet_constraints(tiny_model, plain, kind, seed
     llm.close()
 
 
-@pytest.mark.parametrize("kind", ["oracle", "fickle"])
+SELDOM = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*TREES, "mtp", "medusa tree", "eagle3 merged")]
+
+
+@pytest.mark.parametrize("kind", ["oracle", "fickle", "eagle3 tree", *SELDOM])
 def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, plain, kind):
     llm = speculating(tiny_model, kind, plain[0], num_kv_blocks=18)
     found, outputs = generate(llm, 0)
     assert [said(choice) for choice in found] == [said(choice) for choice in plain[0]]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    llm.close()
+
+
+CACHES = {"bf16": {"dtype": "bfloat16"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
+
+
+@pytest.fixture(scope="module", params=CACHES)
+def cache(request):
+    return CACHES[request.param]
+
+
+@pytest.fixture(scope="module")
+def plain_in_cache(tiny_model, cache):
+    """Each request by itself, without drafts, those that are forced included."""
+    llm = start(tiny_model, enable_prefix_caching=False, **cache)
+    llm.llm_engine.draft_forced(False)
+    found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
+    llm.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("num_blocks", [12, 80], ids=["preempted", "roomy"])
+@pytest.mark.parametrize("kind", [*PROPOSERS, "ngram", "suffix", "lookahead", "draft_model", *HEADS])
+def test_same_outputs_when_constraints_meet_any_cache_drafts_and_preemption(
+    tiny_model, cache, plain_in_cache, kind, num_blocks, seed
+):
+    llm = speculating(tiny_model, kind, plain_in_cache[seed], num_kv_blocks=num_blocks, **cache)
+    for _ in range(2):  # cold, then with cached prefixes
+        found, outputs = generate(llm, seed)
+        assert [said(choice) for choice in found] == [said(choice) for choice in plain_in_cache[seed]]
+        assert num_blocks == 80 or sum(output.metrics.num_preemptions for output in outputs) > 0
     llm.close()
 
 

@@ -33,9 +33,14 @@ KINDS = (
     {"temperature": 1.0, "seed": 6, "allowed_token_ids": list(range(12))},
 )
 ALL = tuple(range(len(PROMPTS)))
-ALL = tuple(range(len(PROMPTS)))
 LENGTH = 26
-HEADS = {"eagle3": head_checkpoints.eagle3, "medusa": head_checkpoints.medusa, "medusa tree": head_checkpoints.medusa}
+HEADS = {
+    **{"eagle": head_checkpoints.eagle1, "eagle tree": head_checkpoints.eagle1},
+    **{"eagle3": head_checkpoints.eagle3, "eagle3 tree": head_checkpoints.eagle3},
+    **{"mtp": head_checkpoints.mtp, "mtp tree": head_checkpoints.mtp},
+    **{"medusa": head_checkpoints.medusa, "medusa tree": head_checkpoints.medusa},
+    **{"eagle3 merged": head_checkpoints.eagle3, "medusa tree merged": head_checkpoints.medusa},
+}
 COUNT = 5
 CACHES = {"bf16": {"dtype": "bfloat16"}, "f32": {"dtype": "float32"}, "int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"}}
 
@@ -84,14 +89,20 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         install(llm, PROPOSERS[kind](COUNT, outputs_by_prompt), COUNT)
         return llm
     if kind in HEADS:
+        if kind.startswith("mtp") and Path(model).name in ("gemma2", "qwen3_moe"):
+            pytest.skip("a layer for multi-token prediction is one of the model, and must be dense and pre-norm")
         folder = Path(model).parent / f"head-{kind}"
         if not folder.is_dir():
             HEADS[kind](folder)
         config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
-        config |= {"draft_top_k": 3} if kind.endswith("tree") else {}
+        config |= {"draft_top_k": 3} if "tree" in kind else {"draft_min_share": 0.0}
+        config |= {"num_speculative_tokens": 12} if "tree" in kind and "medusa" not in kind else {}
+        if kind.endswith("merged"):
+            config |= {"method": [kind.split()[0], "ngram", "suffix"], "num_speculative_tokens": 12, "prompt_lookup_min": 1}
         return start(model, cache, speculative_config=config, **options)
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
+        config |= {"draft_min_share": 0.0}
         return start(model, cache, speculative_config=config, **options)
     if kind in CONFIGS:
         return start(
@@ -117,7 +128,7 @@ def with_model(kind, model):
     return {"model": str(model)} if "model" in kind else {}
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", "eagle3", "medusa", "medusa tree", *CONFIGS)
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", *HEADS, *CONFIGS)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -139,7 +150,21 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
 
 
 @pytest.mark.parametrize(
-    "kind", ["oracle", "fickle", "oracle tree", "fickle tree", "ngram", "draft_model", "eagle3", "medusa tree", *CONFIGS]
+    "kind",
+    [
+        "oracle",
+        "fickle",
+        "oracle tree",
+        "fickle tree",
+        "ngram",
+        "draft_model",
+        "eagle3",
+        "eagle3 tree",
+        "mtp tree",
+        "medusa tree",
+        "eagle3 merged",
+        *CONFIGS,
+    ],
 )
 @pytest.mark.parametrize(
     "options",

@@ -6,31 +6,26 @@ import head_checkpoints as heads
 import pytest
 import torch
 import torch.nn.functional as F
+from head_oracle import MAKERS, PROMPTS, Oracle, decoders, one_sequence, run_of, spy, start
+from proposers import path_to
+from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
-from quire.base.errors import ModelFormatError, UnsupportedError
-from quire.contracts.kv_spec import KvSpec
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.kernels.native import load_native
 from quire.kernels.reference.attention import AttentionInput
-from quire.kv.pool import KvPool
-from quire.model.build import build_model, load_model
-from quire.model.checkpoint import open_parameters
+from quire.model.build import load_model
 from quire.model.config_reader import read_model_spec
-from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
+from quire.model.heads.build import build_head, find_head_kind, read_layer_head, read_parallel_head
 from quire.model.heads.parallel_model import ParallelModel
+from quire.model.resolve import resolve_model
 from quire.model.stored_tensors import open_tensors
+from quire.quant.policy import POLICIES
 from quire.speculate.medusa import likeliest_tree
 from quire.speculate.pace import Pace
 from quire.speculate.records import AcceptanceRecord
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
-MAKERS = {
-    "eagle": heads.eagle1,
-    "eagle3": heads.eagle3,
-    "eagle3 narrow": lambda folder: heads.eagle3(folder, layers=(1,)),
-    "eagle3 normed residual": lambda folder: heads.eagle3(folder, norm_before_residual=True),
-    "mtp": heads.mtp,
-}
 LENGTH = 9
 
 
@@ -85,21 +80,6 @@ def expected_logits(kind, folder, target, token_ids, positions, features):
     return rms(x, t["norm.weight"]) @ t["lm_head.weight"].T
 
 
-def decoders(folder):
-    """The target by torch, and natively where that can be."""
-    spec = read_model_spec(folder)
-    found = [load_model(folder)]
-    if load_native() is not None:
-        found.append(build_model(spec, open_parameters(folder, spec), 256, 16))
-    return found
-
-
-def one_sequence(spec, length):
-    kv = KvPool(KvSpec.of(spec, 16, "float32"), 4)
-    slots = torch.arange(length)
-    return kv, slots, AttentionInput(slots, [0, length], [length], torch.arange(4)[None])
-
-
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if "narrow" not in kind])
 def test_a_head_computes_what_its_layout_means(tiny_model, tmp_path, kind):
     folder = MAKERS[kind](tmp_path / "head")
@@ -125,7 +105,7 @@ def test_drafts_are_the_most_likely_tokens_one_after_the_other(tiny_model, tmp_p
         features = torch.randn(LENGTH, head.feature_size, generator=generator)
         model = build_head(head, target, 256)
         kv, positions, step = one_sequence(head.body, LENGTH)
-        drafted = model.draft(token_ids, positions, step, kv, features, [4])
+        drafted = model.draft(run_of(token_ids.tolist()), [0], kv, features, [4])
         ids = torch.arange(heads.VOCAB) if head.vocabulary is None else head.vocabulary.long()
         kv, _, step = one_sequence(head.body, LENGTH)
         rows = [LENGTH - 1]
@@ -158,6 +138,45 @@ def test_the_layouts_of_a_head_are_read_as_one(tiny_model, tmp_path):
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0].heads, other.heads, strict=True))
         assert all(torch.equal(a[0][0], b[0][0]) for a, b in zip(found[0].blocks, other.blocks, strict=True))
+
+
+class Unwanted:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_lone_medusa_files_are_read_and_no_pickle_is_executed(tiny_model, tmp_path, capsys):
+    """As the hub has them: the heads of FasterDecoding in a torch file, and converted ones beside it."""
+    spec = read_model_spec(tiny_model)
+    folder = heads.medusa(tmp_path / "head")
+    expected = read_parallel_head(folder, spec)
+    tensors = {name: tensor.clone() for name, tensor in torch.load(folder / "medusa_lm_head.pt").items()}
+    save_file(tensors, str(folder / "medusa_lm_head.safetensors"))
+    (folder / "medusa_lm_head.pt").unlink()  # what was read of it is mapped
+    (folder / "medusa_lm_head.pt").write_bytes(b"not read, as there is the other")
+    found = read_parallel_head(folder, spec)
+    assert all(torch.equal(a, b) for a, b in zip(found.heads, expected.heads, strict=True))
+    (folder / "medusa_lm_head.safetensors").unlink()
+    torch.save({"0.0.linear.weight": Unwanted()}, folder / "medusa_lm_head.pt")
+    with pytest.raises(ModelFormatError, match="cannot be read as weights"):
+        read_parallel_head(folder, spec)
+    assert capsys.readouterr().out == ""
+
+
+def test_medusa_heads_alone_are_fetched_from_the_hub(tmp_path, monkeypatch):
+    """A repository with nothing but a config and medusa_lm_head.pt."""
+    source = heads.medusa(tmp_path / "source")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+
+    def download(model, revision, allow_patterns, ignore_patterns):
+        for file in source.iterdir():
+            if any(file.match(p) for p in allow_patterns) and not any(file.match(p) for p in ignore_patterns if "/" not in p):
+                (snapshot / file.name).write_bytes(file.read_bytes())
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert (resolve_model("someone/medusa") / "medusa_lm_head.pt").is_file()
 
 
 @pytest.mark.parametrize(
@@ -197,51 +216,6 @@ def test_contradicting_vocabularies_are_refused(tiny_model, tmp_path):
     heads.write(folder, json.loads((folder / "config.json").read_text()), tensors)
     with pytest.raises(ModelFormatError, match="contradict"):
         read_layer_head(folder, "eagle3", read_model_spec(tiny_model))
-
-
-PROMPTS = [list(range(20, 90)), [7, 8, 9], [5] * 33, [*range(20, 84), 1, 2, 3], list(range(100, 133))]
-
-
-def start(model, kind, folder, **options):
-    config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
-    return LLM(str(model), **{"max_num_seqs": 8, "num_kv_blocks": 80, "speculative_config": config, **options})
-
-
-def spy(llm):
-    """Return the list that what is drafted will stand in: known tokens, and drafts."""
-    proposer = llm.llm_engine._runner._speculator._proposer
-    propose, seen = proposer.propose, []
-
-    def note(wanted):
-        known = [tuple(sequence.token_ids) for sequence, _ in wanted]
-        drafts = propose(wanted)
-        seen.extend((tokens, draft.tokens) for tokens, draft in zip(known, drafts, strict=True))
-        return drafts
-
-    proposer.propose = note
-    return seen
-
-
-class Oracle:
-    """Drafts from a fresh run of the model over all known tokens."""
-
-    def __init__(self, model, folder, kind):
-        spec = read_model_spec(model)
-        self.target = build_model(spec, open_parameters(model, spec), 256, 16)
-        self.head = read_layer_head(folder, kind.split()[0], spec)
-        self.model = build_head(self.head, self.target, 256)
-        self.target.keep_inputs(self.head.tap_layers)
-
-    def draft(self, tokens, count):
-        length = len(tokens) - 1
-        kv = KvPool(KvSpec.of(self.target.spec, 16, "float32"), 16)
-        positions = torch.arange(length)
-        step = AttentionInput(positions, [0, length], [length], torch.arange(16)[None])
-        rows = list(range(length))
-        self.target.step(torch.tensor(tokens[:-1]), positions, step, kv, [length - 1], True, rows)
-        features = self.target.layer_inputs(rows) if self.head.tap_layers else self.target.hidden_states(0, length)
-        own = KvPool(KvSpec.of(self.head.body, 16, "float32"), 16)
-        return tuple(self.model.draft(torch.tensor(tokens[1:]), positions, step, own, features, [count])[0])
 
 
 @needs_native
@@ -311,7 +285,8 @@ def test_the_likeliest_paths_are_drafted_first():
                 paths[a, b, c] = paths[a, b] * shares[2][c]
     draft = likeliest_tree(tokens, shares, 12)
     found = [
-        tuple(tokens[level].index(draft.tokens[node]) for level, node in enumerate(draft.path_to(index))) for index in range(12)
+        tuple(tokens[level].index(draft.tokens[node]) for level, node in enumerate(path_to(draft, index)))
+        for index in range(12)
     ]
     assert len(set(found)) == 12
     assert [paths[path] for path in found] == pytest.approx(sorted(paths.values(), reverse=True)[:12])
@@ -338,10 +313,10 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     speculator = llm.llm_engine._runner._speculator
     pace = Pace(3, AcceptanceRecord)
     speculator._pace = pace
-    pace._sleep_left = 1000
-    assert speculator.tap_layers is None
-    pace._sleep_left = 10
-    assert speculator.tap_layers == (0, 1)
+    pace._account.sleep_left = 1000
+    assert speculator.reads is None
+    pace._account.sleep_left = 10
+    assert speculator.reads == "layers"
     llm.close()
 
 
@@ -354,3 +329,65 @@ def test_medusa_says_the_same_natively_and_by_torch(tiny_model, tmp_path):
         torch.testing.assert_close(said, expected, atol=1e-4, rtol=1e-4)
         weight, bias = block[0]
         torch.testing.assert_close(expected, (hidden + F.silu(hidden @ weight.T + bias)) @ output.T, atol=1e-4, rtol=1e-4)
+
+
+@needs_native
+def test_medusa_finds_the_best_outputs_of_its_heads(tiny_model, tmp_path):
+    head = read_parallel_head(heads.medusa(tmp_path / "head"), read_model_spec(tiny_model))
+    hidden = torch.randn(5, heads.HIDDEN, generator=torch.Generator().manual_seed(3))[1:]
+    for module in (load_native(), None):
+        model = ParallelModel(head, module)
+        assert model.best(hidden, 2) == model.speak(hidden, 2).argmax(-1).tolist()
+
+
+@needs_native
+def test_medusa_in_int8_says_nearly_the_same(tiny_model, tmp_path):
+    head = read_parallel_head(heads.medusa(tmp_path / "head"), read_model_spec(tiny_model))
+    hidden = torch.randn(4, heads.HIDDEN, generator=torch.Generator().manual_seed(1))
+    said = ParallelModel(head, load_native(), POLICIES["int8"]).speak(hidden, 3)
+    expected = ParallelModel(head, None).speak(hidden, 3)
+    # 127 levels for weights and for inputs, through two layers.
+    assert float((said - expected).norm() / expected.norm()) < 0.03
+    with pytest.raises(UnsupportedError, match="native kernels"):
+        ParallelModel(head, None, POLICIES["int8"])
+
+
+@needs_native
+def test_paused_drafts_change_nothing_and_come_back(tiny_model, tmp_path):
+    llm = start(tiny_model, "eagle3", heads.eagle3(tmp_path / "head"))
+    request = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    engine, tokens, drafted = llm.llm_engine, [], []
+    for is_paused in (False, True, True, False, False):
+        engine.pause_drafts(is_paused)
+        before = engine.stats.num_draft_tokens
+        outputs = llm.generate(PROMPTS, request, use_tqdm=False)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+        drafted.append(engine.stats.num_draft_tokens - before)
+    llm.close()
+    assert all(one == tokens[0] for one in tokens)
+    assert drafted[1] == drafted[2] == 0
+    assert drafted[0] > 0
+    assert drafted[3] > 0.9 * drafted[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (heads.eagle1, "eagle"),
+        (heads.eagle3, "eagle3"),
+        (heads.speculators, "eagle3"),
+        (heads.mtp, "mtp"),
+        (lambda folder: heads.mtp(folder, "deepseek"), "mtp"),
+        *[(lambda folder, layout=layout: heads.medusa(folder, layout), "medusa") for layout in ("medusa", "vllm", "full")],
+    ],
+    ids=["eagle", "eagle3", "speculators", "mtp", "deepseek", "medusa", "blocks", "full"],
+)
+def test_a_head_that_is_given_as_a_model_is_told_its_method(tiny_model, tmp_path, make, kind):
+    folder = make(tmp_path / "head")
+    assert find_head_kind(folder) == kind
+    with pytest.raises(ConfigError, match=f'"method": "{kind}"'):
+        LLM(str(tiny_model), num_kv_blocks=20, speculative_config={"model": str(folder)})
+
+
+def test_a_whole_model_is_no_head(tiny_model):
+    assert find_head_kind(tiny_model) is None

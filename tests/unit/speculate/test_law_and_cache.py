@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
+import head_checkpoints as heads
 import pytest
 import torch
 from proposers import PROPOSERS, install
 
 from quire import LLM, SamplingParams
 from quire.contracts.request import Request
+from quire.engine.scheduling import check_invariants
 from quire.kernels.native import load_native
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import ROOT, Draft
@@ -79,18 +81,50 @@ def test_the_test_of_the_law_fails_when_drafts_are_believed(world):
     assert chi_square(first, world[0].softmax(0).tolist()) > LIMIT
 
 
+REAL = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "prompt_lookup_min": 1},
+    "draft_model": {"method": "draft_model"},
+    "self": {"method": "self", "skipped_layers": [1]},
+    "lookahead": {"method": "lookahead"},
+    "eagle": {"method": "eagle"},
+    "eagle3 tree": {"method": "eagle3", "draft_top_k": 3, "num_speculative_tokens": 12},
+    "mtp tree": {"method": "mtp", "draft_top_k": 3, "num_speculative_tokens": 12},
+    "medusa tree": {"method": "medusa", "draft_top_k": 3},
+    "merged": {"method": ["eagle3", "ngram", "suffix"], "prompt_lookup_min": 1},
+}
+MAKERS = {"eagle": heads.eagle1, "eagle3": heads.eagle3, "mtp": heads.mtp, "medusa": heads.medusa}
+CACHED = [(kind, dtype) for kind in PROPOSERS for dtype in ("auto", "int8")]
+CACHED += [
+    pytest.param(kind, dtype, marks=[] if (index + place) % 2 else pytest.mark.slow)
+    for index, kind in enumerate(REAL)
+    for place, dtype in enumerate(("auto", "int8"))
+]
+
+
+def real_config(kind, model, folder):
+    config = {"adaptive": False, **REAL[kind]}
+    method = config["method"] if isinstance(config["method"], str) else config["method"][0]
+    if method in (*MAKERS, "draft_model") and config.get("draft_top_k", 1) == 1:
+        config |= {"draft_min_share": 0.0}
+    if method in MAKERS:
+        return {**config, "model": str(MAKERS[method](folder))}
+    return {**config, "model": str(model)} if method == "draft_model" else config
+
+
 @pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
-@pytest.mark.parametrize("kind", PROPOSERS)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_cache_holds_after_every_step_what_a_fresh_prefill_would(tiny_model, kind, kv_cache_dtype):
+@pytest.mark.parametrize(("kind", "kv_cache_dtype"), CACHED)
+def test_cache_holds_after_every_step_what_a_fresh_prefill_would(tiny_model, tmp_path, kind, kv_cache_dtype):
     options = {"block_size": 16, "num_kv_blocks": 40, "kv_cache_dtype": kv_cache_dtype, "dtype": "bfloat16"}
     prompts = [list(range(20, 50)), [7, 8, 9]]
     requests = [SamplingParams(temperature=i * 0.9, seed=i, max_tokens=40, ignore_eos=True) for i in range(2)]
     fresh = LLM(str(tiny_model), enable_prefix_caching=False, **options)
     outputs = fresh.generate(prompts, requests, use_tqdm=False)
     by_prompt = {(tuple(o.prompt_token_ids), 0): o.outputs[0].token_ids for o in outputs}
-    llm = LLM(str(tiny_model), speculative_config={"method": "ngram"}, **options)
-    install(llm, PROPOSERS[kind](5, by_prompt), 5)
+    config = {"method": "ngram"} if kind in PROPOSERS else real_config(kind, tiny_model, tmp_path / "head")
+    llm = LLM(str(tiny_model), speculative_config=config, **options)
+    if kind in PROPOSERS:
+        install(llm, PROPOSERS[kind](5, by_prompt), 5)
     engine = llm.llm_engine
     for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         engine.add_request(str(index), prompt, request)
@@ -100,9 +134,23 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(tiny_model, kin
         for sequence in engine.scheduler.running:
             num_compared += 1
             expect_same_cache(fresh, engine, sequence)
+        check_invariants(engine.scheduler)
     assert num_compared > 10
+    assert engine.scheduler.kv.pool.num_free == 40
+    if kind in REAL:
+        expect_same_behind_other_tokens(fresh, llm, by_prompt)
     fresh.close()
     llm.close()
+
+
+def expect_same_behind_other_tokens(fresh, llm, by_prompt):
+    """What was published can be found: full blocks of verified tokens, whatever was drafted behind them meanwhile."""
+    request = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for (prompt, _), known in by_prompt.items():
+        for count in (9, 33):
+            other = [*prompt, *known[:count], (known[count] + 1) % 300, 3]
+            alone, again = (one.generate([other], request, use_tqdm=False)[0].outputs[0].token_ids for one in (fresh, llm))
+            assert alone == again
 
 
 def expect_same_cache(fresh, engine, sequence):

@@ -4,45 +4,121 @@ import random
 
 import pytest
 
+from quire.speculate.account import MOST, SHARE, TRIAL, Account
 from quire.speculate.pace import Pace
 from quire.speculate.records import AcceptanceRecord
+from quire.speculate.step_times import DraftCost, StepTimes
 
 
-def live(num_sequences, share, cost_per_token, num_steps=4000, max_tokens=5, seed=0):
-    """Return (tokens, seconds, drafts) of the last half of a life; a step of T tokens takes 1 + cost * (T - sequences)."""
-    rng = random.Random(seed)
-    pace = Pace(max_tokens)
-    records = [AcceptanceRecord(max_tokens, 0.95) for _ in range(num_sequences)]
-    counts = [0] * num_sequences
-    tokens, seconds, drafts = 0, 0.0, 0
-    for step in range(num_steps):
-        gained = num_sequences
-        for record, count in zip(records, counts, strict=True):
-            if count:
-                accepted = next((depth for depth in range(count) if rng.random() >= share), count)
-                pace.note_verified(record, count, range(accepted))
-                gained += accepted
-        duration = 1.0 + cost_per_token * sum(counts) / num_sequences
-        pace.note_step(num_sequences, sum(counts), duration * rng.uniform(0.95, 1.05))
-        if step >= num_steps // 2:
-            tokens, seconds, drafts = tokens + gained, seconds + duration, drafts + sum(counts)
-        counts = [0] * num_sequences if pace.is_asleep else pace.choose([(record, max_tokens) for record in records])
-    return tokens, seconds, drafts
+class World:
+    """Steps of a batch, each chosen before the one before it is noted; drafts are accepted with probability `share`.
+
+    time  drafts a sequence -> what a step takes
+    """
+
+    def __init__(self, num_sequences, share, time, max_tokens=5, seed=0, noise=0.05):
+        self.rng = random.Random(seed)
+        self.share, self.time, self.noise, self.max_tokens = share, time, noise, max_tokens
+        self.pace = Pace(max_tokens)
+        self.records = [AcceptanceRecord(max_tokens, 0.95) for _ in range(num_sequences)]
+        self.counts = [0] * num_sequences
+
+    def live(self, num_steps, speed=lambda step: 1.0):
+        """Return (tokens, seconds, drafts) of so many steps, seconds as on a machine that is always of speed 1."""
+        total_tokens, total_s, total_drafts = 0, 0.0, 0
+        for step in range(num_steps):
+            gained, size = len(self.records), len(self.records)
+            for record, count in zip(self.records, self.counts, strict=True):
+                if count:
+                    accepted = next((depth for depth in range(count) if self.rng.random() >= self.share), count)
+                    self.pace.note_verified(record, count, range(accepted))
+                    gained += accepted
+            duration = self.time(sum(self.counts) / size)
+            slowness = self.rng.uniform(1 - self.noise, 1 + self.noise) / speed(step)
+            if self.rng.random() < 0.02:
+                slowness *= 3  # another program
+            is_asleep = self.pace.is_asleep
+            chosen = [0] * size if is_asleep else self.pace.choose([(r, self.max_tokens) for r in self.records])
+            self.pace.note_step(size, sum(self.counts), duration * slowness)
+            total_tokens, total_s, total_drafts = total_tokens + gained, total_s + duration, total_drafts + sum(self.counts)
+            self.counts = chosen
+        return total_tokens, total_s, total_drafts
+
+
+def best_rate(share, time, max_tokens=5):
+    """Return the tokens per second of a sequence with the best fixed number of drafts."""
+    return max(sum(share**depth for depth in range(count + 1)) / time(count) for count in range(max_tokens + 1))
+
+
+def linear(cost):
+    return lambda count: 1.0 + cost * count
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4, 32])
 @pytest.mark.parametrize(("share", "cost"), [(0.0, 0.2), (0.0, 1.0), (0.3, 1.0), (0.8, 1.0)])
 def test_what_does_not_pay_costs_next_to_nothing(num_sequences, share, cost):
-    tokens, seconds, _ = live(num_sequences, share, cost)
-    assert tokens / seconds > 0.98 * num_sequences
+    world = World(num_sequences, share, linear(cost))
+    world.live(2000)
+    tokens, seconds, _ = world.live(2000)
+    assert tokens / seconds > 0.97 * num_sequences
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4, 32])
-@pytest.mark.parametrize(("share", "cost"), [(0.95, 0.05), (0.8, 0.1), (0.6, 0.2)])
+@pytest.mark.parametrize(("share", "cost"), [(0.95, 0.05), (0.8, 0.1), (0.6, 0.2), (0.7, 0.17)])
 def test_what_pays_is_nearly_fully_used(num_sequences, share, cost):
-    tokens, seconds, _ = live(num_sequences, share, cost)
-    best = max(sum(share**depth for depth in range(count + 1)) / (1 + cost * count) for count in range(6))
-    assert tokens / seconds > 0.93 * best * num_sequences
+    time = linear(cost)
+    world = World(num_sequences, share, time)
+    world.live(2000)
+    tokens, seconds, _ = world.live(2000)
+    # Of several, drafts are chosen by rank: a little of what is best is lost when their order changes.
+    assert tokens / seconds > (0.93 if num_sequences == 1 else 0.91) * best_rate(share, time) * num_sequences
+
+
+@pytest.mark.parametrize(
+    "times",
+    [(1.0, 1.8, 1.85, 1.9, 1.95, 2.0), (1.0, 1.1, 1.2, 1.9, 2.6, 3.3), (1.0, 1.3, 1.35, 1.9, 2.0, 2.1)],
+    ids=["first is dear", "three are dear", "steps"],
+)
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.85])
+def test_the_best_number_is_found_when_times_are_no_line(times, share):
+    time = lambda count: times[round(count)]  # noqa: E731
+    world = World(1, share, time)
+    world.live(2000)
+    tokens, seconds, _ = world.live(3000)
+    assert tokens / seconds > 0.95 * best_rate(share, time)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_a_start_loses_little_when_nothing_pays(share):
+    tokens, seconds, _ = World(1, share, linear(0.3)).live(256)
+    assert tokens / seconds > 0.93
+
+
+def test_drafts_come_back_when_they_begin_to_match():
+    world = World(1, 0.0, linear(0.1))
+    world.live(1500)
+    world.share = 0.9
+    world.live(2500)
+    tokens, seconds, _ = world.live(500)
+    assert tokens / seconds > 0.9 * best_rate(0.9, linear(0.1))
+
+
+def test_a_smaller_batch_is_tried_at_once_when_a_large_one_gave_up():
+    world = World(16, 0.7, linear(1.0))
+    world.live(1500)
+    assert world.pace.is_asleep
+    world.records, world.counts, world.time = world.records[:1], [0], linear(0.1)
+    world.live(40)
+    tokens, seconds, _ = world.live(300)
+    assert tokens / seconds > 0.9 * best_rate(0.7, linear(0.1))
+
+
+def test_a_machine_that_changes_its_speed_changes_no_decision():
+    time = linear(0.17)
+    world = World(1, 0.7, time)
+    world.live(1000)
+    tokens, seconds, _ = world.live(3000, speed=lambda step: (1.0, 0.5, 1.6)[step // 70 % 3])
+    assert tokens / seconds > 0.94 * best_rate(0.7, time)
 
 
 def test_sequences_that_accept_get_the_drafts_when_others_do_not():
@@ -54,21 +130,160 @@ def test_sequences_that_accept_get_the_drafts_when_others_do_not():
         for index, (record, count) in enumerate(zip(records, counts, strict=True)):
             if count:
                 pace.note_verified(record, count, range(count if index < 4 else 0))
+        chosen = [0] * 8 if pace.is_asleep else pace.choose([(record, 4) for record in records])
         pace.note_step(8, sum(counts), 1.0 + 0.05 * sum(counts) + rng.uniform(0, 0.01))
-        counts = [0] * 8 if pace.is_asleep else pace.choose([(record, 4) for record in records])
+        counts = chosen
         if step >= 300:
             totals = [total + count for total, count in zip(totals, counts, strict=True)]
     assert min(totals[:4]) > 800
-    assert max(totals[4:]) < 100
+    assert max(totals[4:]) < 120
+
+
+@pytest.mark.parametrize("look", [0.0, 0.07])
+@pytest.mark.parametrize("share", [0.45, 0.6])
+def test_a_batch_whose_rows_cost_nearly_what_they_gain_loses_nothing(share, look):
+    """As ngram at 8 sequences: offers differ from step to step, a pass costs something, every row the same, and so does to look
+    for drafts whether there are some or not."""
+    rng = random.Random(5)
+    pace, records, counts = Pace(6), [AcceptanceRecord(6, 0.95) for _ in range(8)], [0] * 8
+    tokens = seconds = 0.0
+    for step in range(6000):
+        gained = 8
+        for record, count in zip(records, counts, strict=True):
+            if count:
+                accepted = next((depth for depth in range(count) if rng.random() >= share), count)
+                pace.note_verified(record, count, range(accepted))
+                gained += accepted
+        is_asleep = pace.is_asleep
+        duration = 1.15 + 0.1 * sum(counts) + 0.05 * (sum(counts) > 0) + look * (not is_asleep)
+        offers = [(record, rng.choice((0, 2, 6))) for record in records]
+        next_counts = [0] * 8 if is_asleep else pace.choose(offers)
+        pace.note_step(8, sum(counts), duration * rng.uniform(0.85, 1.15) * (2 if rng.random() < 0.03 else 1))
+        if step >= 2000:
+            tokens, seconds = tokens + gained, seconds + duration
+        counts = next_counts
+    assert tokens / seconds > 0.975 * 8 / 1.15
+
+
+def test_the_cost_of_drafts_is_a_line_through_what_steps_took():
+    rng = random.Random(3)
+    cost = DraftCost(8)
+    assert cost.ratio(8) == pytest.approx(1.05, abs=0.01)
+    for step in range(400):
+        count = (2, 5, 9, 20)[step % 4]
+        cost.note(count, (1.1 + 0.09 * count) * rng.uniform(0.95, 1.05) * (8 if step % 50 == 7 else 1))
+    for count in (3, 10, 30):
+        assert cost.ratio(count) == pytest.approx(1.1 + 0.09 * count, rel=0.04)
+
+
+def learn_plain(pace, offers):
+    """Let it see steps without drafts until it seeks some."""
+    assert pace.choose(offers) == [0] * len(offers)
+    while pace.is_asleep:
+        pace.note_step(len(offers), 0, 1.0)
 
 
 def test_nothing_is_drafted_before_it_is_known_what_a_plain_step_costs():
     pace = Pace(4)
     offers = [(AcceptanceRecord(4, 0.95), 4)]
-    assert pace.choose(offers) == [0]
-    pace.note_step(1, 0, 1.0)
-    pace.note_step(1, 0, 1.0)
+    learn_plain(pace, offers)
     assert pace.choose(offers) == [4]
+
+
+def test_steps_just_behind_drafts_do_not_tell_what_plain_ones_cost():
+    """Their weights and code are not in the caches yet."""
+    world = World(1, 0.8, linear(0.25))
+    world.live(300)
+    world.live(6000, speed=lambda step: 1.0)
+    seen = world.pace._times
+    assert seen.usual_s(("drafts", 4)) / seen.usual_s(("plain", 1)) == pytest.approx(2.0, rel=0.04)
+
+
+def test_what_was_gained_pays_for_no_more_than_the_most():
+    account = Account()
+    for _ in range(600):
+        assert not account.earn(gained=4.0, took=1.5)
+    assert account.balance == MOST
+    num_lost = 1
+    while not account.earn(gained=1.0, took=2.0):
+        num_lost += 1
+    assert num_lost == pytest.approx(MOST / (1 - 2 * SHARE), abs=1)
+    assert (account.num_failures, account.sleep_left) == (0, pytest.approx(TRIAL / SHARE, rel=0.2))
+
+
+def test_sleeps_double_while_trials_fail_and_are_bounded():
+    account, sleeps = Account(), []
+    for _ in range(6):
+        while not account.earn(gained=1.0, took=2.0):
+            pass
+        sleeps.append(account.sleep_left)
+        while account.sleep_left > 0:
+            account.sleep()
+    assert sleeps[1] == pytest.approx(2 * sleeps[0], rel=0.2)
+    assert sleeps == sorted(sleeps)
+    assert sleeps[-1] == sleeps[-2] <= 4096
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_run_of_luck_loses_more_than_the_account_allows(seed):
+    rng = random.Random(seed)
+    account, worth, seconds, lost = Account(), rng.uniform(0.0, 3.0), 0.0, 0.0
+    for _ in range(30_000):
+        if account.sleep_left > 0:
+            account.sleep()
+            seconds += 1.0
+            continue
+        if rng.random() < 0.002:
+            worth = rng.uniform(0.0, 3.0)
+        gained, took = 1.0 + rng.choice((0, 0, 1, 4)) * worth / 2, rng.uniform(1.0, 4.0)
+        account.earn(gained, took)
+        seconds, lost = seconds + took, lost + took - gained
+        assert lost <= TRIAL + MOST + SHARE * seconds + 4.0
+
+
+def test_steps_that_tell_nothing_are_slept_through_too():
+    world = World(1, 0.0, linear(1.0))
+    world.live(500)
+    pace = world.pace
+    while not pace.is_asleep:
+        world.live(1)
+    num_left = pace.sleep_left
+    for _ in range(num_left):
+        assert pace.is_asleep
+        pace.pass_step(0)
+    assert not pace.is_asleep
+
+
+def test_drafts_in_steps_that_tell_nothing_are_charged_what_they_usually_cost():
+    world = World(1, 0.9, linear(0.3))
+    world.live(500)
+    pace = world.pace
+    assert pace.sleep_left == 0
+    for _ in range(100):
+        pace.note_verified(world.records[0], 5, ())
+        pace.pass_step(5)
+        if pace.sleep_left > 0:
+            break
+    assert pace.sleep_left > 0
+
+
+def test_a_trial_is_taken_back_when_its_step_tells_nothing():
+    pace, offers = Pace(4), [(AcceptanceRecord(4, 0.95), 4)]
+    learn_plain(pace, offers)
+    num_tried = 0
+    for step in range(18):
+        counts = pace.choose(offers)
+        pace.note_step(1, 0, 1.0) if step == 0 else pace.pass_step(0)
+        assert counts == [4]
+        assert pace.is_trying
+        pace.take_back_trial()
+        assert not pace.is_trying
+    while pace._trials_left > 0 and num_tried < 20:
+        num_tried += 1
+        assert sum(pace.choose(offers)) > 0
+        pace.note_verified(offers[0][0], 4, ())
+        pace.note_step(1, 4, 1.1)
+    assert num_tried == AcceptanceRecord.num_trials
 
 
 @pytest.mark.parametrize("delay", [0.0, 20.0])
@@ -82,7 +297,19 @@ def test_delays_of_the_first_drafted_step_do_not_end_what_pays(delay):
             pace.note_verified(record, counts[0], tuple(range(accepted)))
             num_drafted += 1
         # As long as nothing is drafted, the draft model falls behind.
+        chosen = [0] if pace.is_asleep else pace.choose([(record, 4)])
         pace.note_step(1, counts[0], 1.0 + 0.1 * counts[0] + delay * (counts[0] > 0 and not was_drafting))
         was_drafting = counts[0] > 0
-        counts = [0] if pace.is_asleep else pace.choose([(record, 4)])
-    assert num_drafted > 360
+        counts = chosen
+    assert num_drafted > 350
+
+
+def test_times_of_kinds_are_compared_as_if_the_machine_had_one_speed():
+    rng = random.Random(2)
+    times = StepTimes()
+    for step in range(4000):
+        kind = ("drafts", 2 if step % 60 < 3 else 1)
+        speed = 1.0 + 0.8 * (step // 500 % 2)
+        times.note(kind, (1.0 if kind[1] == 1 else 1.5) * speed * rng.uniform(0.97, 1.03) * (5 if rng.random() < 0.01 else 1))
+    assert times.usual_s(("drafts", 2)) / times.usual_s(("drafts", 1)) == pytest.approx(1.5, rel=0.03)
+    assert times.usual_s(("drafts", 3)) is None

@@ -1,5 +1,6 @@
 """What is drafted of constrained sequences, and what the pace learns of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.forced import fit_draft
+from quire.speculate.pace import Pace as RealPace
 from quire.speculate.speculator import Speculator
 
 
@@ -64,28 +66,39 @@ class Guess(Fake):
 class Pace:
     """Lets all be drafted, and notes what it is told."""
 
-    is_asleep = False
+    is_asleep, is_feeding = False, True
 
     def __init__(self):
-        self.verified, self.steps = [], []
+        self.verified, self.steps, self.passed = [], [], []
+        self.is_trying = False
 
     def choose(self, offers):
         return [count for _, count in offers]
 
-    def note_verified(self, record, num_drafts, path):
+    def note_verified(self, record, num_drafts, path, num_made):
         self.verified.append((num_drafts, len(path)))
 
-    def note_step(self, num_sequences, num_drafts, duration_s):
+    def note_step(self, num_sequences, num_drafts, duration_s, num_made):
         self.steps.append((num_sequences, num_drafts))
 
+    def pass_step(self, num_drafts):
+        self.passed.append(num_drafts)
 
-def plan(step_id, slots=None):
-    return StepPlan(step_id, {SequenceId(0): 1}, (), num_draft_slots=slots)
+    def doze(self, num_sequences):
+        return False
+
+    def take_back_trial(self):
+        self.is_trying = False
 
 
-def start(sampling):
+def plan(step_id, slots=None, num_prompt_tokens=0):
+    scheduled = {SequenceId(0): 1} | ({SequenceId(1): num_prompt_tokens} if num_prompt_tokens else {})
+    return StepPlan(step_id, scheduled, (), num_draft_slots=slots)
+
+
+def start(sampling, pace=None):
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), Guess(3), 300)
-    speculator._pace = pace = Pace()
+    speculator._pace = pace = pace or Pace()
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], sampling, None))
@@ -123,4 +136,132 @@ def test_steps_with_forced_tokens_alone_tell_the_pace_nothing():
     assert speculator.propose(plan(1, {SequenceId(0): 1})) == {SequenceId(0): Draft.chain((9,))}
     speculator.end(plan(1), {SequenceId(0): (0,)})
     speculator.begin(plan(2))
-    assert (pace.verified, pace.steps) == ([], [(1, 0)])
+    assert (pace.verified, pace.steps, pace.passed) == ([], [(1, 0)], [0])
+
+
+def test_pace_is_told_of_steps_with_prompt_tokens_when_they_tell_it_nothing():
+    speculator, pace = start(Sampling(is_constrained=False))
+    wishes = speculator.end(plan(0), {SequenceId(0): ()})
+    for step_id in (1, 2, 3):
+        step = plan(step_id, wishes, num_prompt_tokens=64)
+        speculator.begin(step)
+        speculator.propose(step)
+        wishes = speculator.end(step, {SequenceId(0): (0, 1)})
+    speculator.begin(StepPlan(4, {}, ()))
+    speculator.begin(plan(5))
+    assert (pace.steps, pace.passed) == ([(1, 0)], [3, 3, 3])
+
+
+def test_a_sleep_ends_when_every_step_has_prompt_tokens():
+    speculator, pace = start(Sampling(is_constrained=False), RealPace(3))
+    pace._account.sleep_left = 50
+    for step_id in range(1, 60):
+        step = plan(step_id, num_prompt_tokens=64)
+        speculator.begin(step)
+        speculator.propose(step)
+        speculator.end(step, {SequenceId(0): ()})
+    assert pace.sleep_left == 0
+
+
+@pytest.mark.parametrize("disturbance", ["prompt", "forced"])
+def test_a_trial_waits_when_the_step_would_tell_nothing(disturbance):
+    speculator, pace = start(Sampling(is_constrained=False))
+    wishes = speculator.end(plan(0), {SequenceId(0): ()})
+    slots = dict(wishes)
+    if disturbance == "forced":
+        request = SimpleNamespace(request_id="s", prompt_token_ids=(5,))
+        speculator.follow(DraftedSequence(SequenceId(1), request, 0, [5, 6], Sampling((9,), (9,)), None))
+        speculator._forced.look(SequenceId(1), Sampling((9,), (9,)))
+        slots[SequenceId(1)] = 1
+    step = plan(1, slots, num_prompt_tokens=64 if disturbance == "prompt" else 1)
+    speculator.begin(step)
+    pace.is_trying = True
+    assert speculator.propose(step) == ({} if disturbance == "prompt" else {SequenceId(1): Draft.chain((9,))})
+    assert not pace.is_trying
+    speculator.end(step, {SequenceId(0): ()} | ({SequenceId(1): (0,)} if disturbance == "forced" else {}))
+    speculator.begin(plan(2, wishes))
+    pace.is_trying = True
+    assert speculator.propose(plan(2, wishes)) == {SequenceId(0): Draft.chain((1, 2, 3))}
+    assert pace.is_trying
+
+
+def test_nothing_is_left_of_a_sequence_when_the_speculator_leaves():
+    speculator, pace = start(Sampling((9,), (9,)))
+    wishes = speculator.end(plan(0), {SequenceId(0): ()})
+    speculator.begin(plan(1, wishes))
+    assert speculator.propose(plan(1, wishes))
+    speculator.end(plan(1), {SequenceId(0): (0,)})
+    speculator.leave()
+    assert speculator._forced.of(SequenceId(0)) == ()
+    assert not any((speculator._drafts, speculator._drafted, speculator._followed, speculator.observes))
+    speculator.begin(plan(2))
+    assert (pace.steps, pace.passed) == ([(1, 0)], [3])
+
+
+def asleep(num_steps):
+    """Return a speculator that sleeps for long, and its pace."""
+    speculator, pace = start(Sampling(is_constrained=False), RealPace(3))
+    speculator.end(plan(0), {SequenceId(0): ()})
+    pace._turn_to(1)
+    pace._account.sleep_left, pace._was_awake = num_steps, False
+    return speculator, pace
+
+
+def run(speculator, step):
+    """Run a step; return whether it was napped through."""
+    if speculator.naps(step):
+        return True
+    speculator.begin(step)
+    assert speculator.propose(step) == {}
+    assert speculator.end(step, {SequenceId(0): ()}) == {}
+    return False
+
+
+def test_most_steps_of_a_long_sleep_are_napped_through_and_all_are_counted():
+    speculator, pace = asleep(1001)
+    napped = [run(speculator, plan(step)) for step in range(1, 961)]
+    assert sum(napped[:800]) > 0.9 * 800
+    assert not any(napped[-8:])  # before it wakes it looks how fast the machine is
+    assert 0 <= 1001 - pace.sleep_left - 960 <= 1  # the last step may be told of only when the next begins
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_scheduled_tokens": {SequenceId(0): 1, SequenceId(1): 8}},
+        {"ended": (SequenceId(7),)},
+        {"num_draft_slots": {SequenceId(0): 1}},
+        {"starts": ("a start",)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_nap_ends_when_more_happens_than_decoding(change):
+    speculator, pace = asleep(1024)
+    napped = [run(speculator, plan(step)) for step in range(1, 11)]
+    assert napped == [False, *[True] * 9]
+    left = pace.sleep_left
+    step = replace(plan(11), **change)
+    assert not speculator.naps(step)
+    speculator.begin(step)
+    assert pace.sleep_left == left - sum(napped)
+    assert not speculator.naps(plan(12))
+
+
+def test_what_keeps_something_in_blocks_is_told_of_new_ones_when_it_naps():
+    speculator, _ = asleep(1024)
+    told = []
+    speculator._proposer.apply = told.append
+    steps = [plan(1), plan(2), plan(3), replace(plan(4), new_block_ids={SequenceId(0): (9,)}), plan(5)]
+    napped = [run(speculator, step) for step in steps]
+    assert napped[-2:] == [True, True]
+    assert [step.step_id for step in told if step.new_block_ids] == [4]
+    assert len(told) == len(steps) - sum(napped) + 1
+
+
+def test_nothing_is_asked_for_when_nothing_could_be_drafted():
+    speculator = Speculator(None, None, 300)
+    assert speculator.naps(plan(1))
+    assert not speculator.naps(replace(plan(2), starts=("a start",)))
+    request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
+    speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], Sampling((9,), (9,)), None))
+    assert not speculator.naps(plan(3))

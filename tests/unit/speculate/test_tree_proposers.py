@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from proposers import TREES
+from proposers import TREES, path_to
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
@@ -34,7 +34,7 @@ def advance(proposer, one, follow, limit):
     """Let one step pass in a world where `follow(tokens)` comes next; return what was drafted and what of it was accepted."""
     count = proposer.look(one, limit)
     (draft,) = proposer.propose([(one, count)]) if count else (Draft(),)
-    behind = [one.token_ids] + [one.token_ids + [draft.tokens[i] for i in draft.path_to(node)] for node in range(len(draft))]
+    behind = [one.token_ids] + [one.token_ids + [draft.tokens[i] for i in path_to(draft, node)] for node in range(len(draft))]
     logits = torch.zeros(1 + len(draft), VOCAB)
     for row, tokens in enumerate(behind):
         logits[row, follow(tokens)] = 1.0
@@ -87,6 +87,18 @@ def test_merged_draft_never_lacks_a_parent_when_cut():
     for _ in range(100):
         draft, _ = advance(proposer, one, lambda tokens: rng.randrange(VOCAB), rng.randint(1, 20))  # Draft checks the parents
         assert draft.is_chain or len(draft) > 1
+
+
+def test_merged_proposer_reads_what_the_one_that_reads_the_model_reads():
+    reader, fed = Fixed(lambda tokens: []), []
+    reader.tap_layers, reader.reads_last, reader.feed_all = (), True, lambda *given: fed.append(given)
+    proposer = MergedProposer([Fixed(lambda tokens: []), reader], 8)
+    assert (proposer.tap_layers, proposer.reads_last) == ((), True)
+    sequences, features = [sequence([1, 2, 3]), sequence([4, 5])], torch.ones(2, 4)
+    proposer.feed_all([(sequences[0], 1, 1), (sequences[1], 0, 1)], features)
+    ((told, same),) = fed
+    assert [(one.token_ids, first, count) for one, first, count in told] == [([1, 2, 3], 1, 1), ([4, 5], 0, 1)]
+    assert same is features  # whole, so that nobody has to copy what stands together
 
 
 @pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 5), (3, 2, 3), (1, 6, 1), (9, 3, 4)])

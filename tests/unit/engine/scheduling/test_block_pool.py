@@ -38,6 +38,14 @@ def test_free_gives_the_tail_of_a_table_back_first():
     assert list(pool.iter_free()) == list(ids(2, 1, 0))
 
 
+def test_blocks_are_reused_first_in_their_order_when_nobody_can_find_their_content():
+    pool = BlockPool(5, is_kept=lambda block_id: block_id == 1)
+    table = pool.allocate(3)
+    assert table is not None
+    pool.free(table)
+    assert list(pool.iter_free()) == list(ids(0, 2, 3, 4, 1))
+
+
 def test_shared_block_stays_until_its_last_holder_frees_it():
     pool = BlockPool(2)
     pool.allocate(1)

@@ -1,0 +1,31 @@
+"""HeadPass: the places that one pass of a head computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.attention import AttentionInput
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPass:
+    """The places that a pass computes, of all sequences one after the other; see NativeHead.enter.
+
+    token_ids, positions  [T] i64
+    features              [T, F] f32
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionInput
+    features: Tensor
+
+
+def index_tensor(values: Sequence[int]) -> Tensor:
+    """Return the values as i64."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))

@@ -1,0 +1,97 @@
+"""What drafts take beside the model: refused, with the numbers, where it does not fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
+from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
+from quire.contracts.speculative import SpeculativeConfig
+from quire.model.heads.head_spec import LayerHead, ParallelHead
+from quire.model.native_scratch import scratch_bytes
+from quire.model.parameters import parameter_shapes
+from quire.speculate.draft_model import MAX_CATCH_UP
+from quire.speculate.head_proposer import MAX_PENDING
+from quire.speculate.speculator import MAX_DRAFT_LOGITS
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Sequences and tokens of a step at most."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBytes:
+    """What one proposer takes: weights, cache under the model's blocks, and what it keeps and computes with at most."""
+
+    weights: int = 0
+    kv: int = 0
+    work: int = 0
+
+    def __add__(self, other: DraftBytes) -> DraftBytes:
+        return DraftBytes(self.weights + other.weights, self.kv + other.kv, self.work + other.work)
+
+
+def layer_head_bytes(head: LayerHead, kv_bytes: int, memory: MemoryPlan, limits: StepLimits) -> DraftBytes:
+    """Return what a head with a layer takes.
+
+    A step keeps the inputs of the layers that it reads, and hands over a copy; of every sequence up to 2 * MAX_PENDING places
+    wait to be read, or a block of them, which one pass may then compute.
+    """
+    feature = 4 * head.feature_size
+    num_waiting = min(max(2 * MAX_PENDING, memory.kv.block_size) * limits.num_sequences, memory.num_kv_tokens)
+    scratch = _scratch(head.body, num_waiting, memory)
+    logits = 4 * limits.num_sequences * head.body.vocab_size
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in head.parameters.values())
+    return DraftBytes(weights, kv_bytes, 2 * limits.num_tokens * feature + 2 * num_waiting * feature + scratch + logits)
+
+
+def parallel_head_bytes(head: ParallelHead, limits: StepLimits) -> DraftBytes:
+    """Return what Medusa heads take: hidden states of a step, the last of each sequence, and what all heads say of it."""
+    blocks = [tensor for block in head.blocks for pair in block for tensor in pair if tensor is not None]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in (*blocks, *head.heads))
+    vocab_size, hidden_size = head.heads[0].shape
+    said = 4 * limits.num_sequences * len(head.heads) * vocab_size
+    return DraftBytes(weights, 0, 4 * hidden_size * (limits.num_tokens + 4 * limits.num_sequences) + 2 * said)
+
+
+def draft_model_bytes(spec: ModelSpec, kv_bytes: int, memory: MemoryPlan, limits: StepLimits) -> DraftBytes:
+    """Return what a draft model takes: a pass computes up to MAX_CATCH_UP tokens of every sequence."""
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) * DTYPE_BYTES[spec.dtype]
+    num_tokens = min(MAX_CATCH_UP * limits.num_sequences, memory.num_kv_tokens)
+    return DraftBytes(weights, kv_bytes, _scratch(spec, num_tokens, memory) + 4 * limits.num_sequences * spec.vocab_size)
+
+
+def verification_bytes(config: SpeculativeConfig, vocab_size: int, limits: StepLimits) -> DraftBytes:
+    """Return what verifying takes: the logits behind all drafts of a step."""
+    wanted = limits.num_sequences * config.max_tokens * vocab_size
+    return DraftBytes(work=4 * min(wanted, max(MAX_DRAFT_LOGITS, config.max_tokens * vocab_size)))
+
+
+def check_drafts_fit(name: str, taken: DraftBytes, memory: MemoryPlan) -> None:
+    """Refuse what drafts where it does not fit beside the model. Raises ConfigError."""
+    left = memory.available_bytes - memory.weight_bytes - memory.activation_bytes - memory.kv_bytes
+    if taken.weights + taken.kv + taken.work > left:
+        raise ConfigError(
+            f"what drafts does not fit ({name}): its weights take {format_bytes(taken.weights)}, its KV cache "
+            f"{format_bytes(taken.kv)}, and what it keeps and computes with up to {format_bytes(taken.work)}, but beside the "
+            f"model {format_bytes(max(0, left))} are left; lower num_kv_blocks or max_num_seqs"
+        )
+    logger.info(
+        "drafts (%s): weights %s, KV cache %s, at most %s beside in one step",
+        *(name, format_bytes(taken.weights), format_bytes(taken.kv), format_bytes(taken.work)),
+    )
+
+
+def _scratch(spec: ModelSpec, num_tokens: int, memory: MemoryPlan) -> int:
+    return scratch_bytes(spec, num_tokens, min(memory.max_model_len, memory.num_kv_tokens), torch.get_num_threads())

@@ -1,0 +1,113 @@
+"""StepTimes: how long steps of different kinds take beside each other, on a machine whose speed drifts."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+Kind = tuple[str, int]
+
+_LEVEL_GAIN = 0.2
+_FEW, _MOST_RECENT = 4, 25
+_MAX_LEVEL_ERROR = 0.2
+_STEPS_IN_CONTRAST = 6
+_FADING, _ORIGIN_WEIGHT, _GUESS_WEIGHT = 0.98, 0.5, 0.01
+_FIRST_SLOPE = 0.05
+_MOST_OFF = 1.3
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The logarithm of its time beside the level: the median of the last ones that were seen; and from how many steps."""
+
+    offset: float
+    recent: deque[float]
+    count: int = 1
+
+    def note(self, offset: float) -> None:
+        self.recent.append(offset)
+        self.offset = median(self.recent)
+        self.count += 1
+
+
+class StepTimes:
+    """The logarithm of a step's time is a level, which follows the machine within a few steps, and an offset of its kind.
+
+    Offsets move only while kinds alternate: a machine that slows down in the middle of equal steps slows them all alike. What
+    delays a single step, be it another program, counts little.
+    """
+
+    def __init__(self) -> None:
+        self._level = 0.0
+        self._kinds: dict[Kind, _Kind] = {}
+        self._last: Kind | None = None
+        self._num_alike = 0
+
+    def note(self, kind: Kind, duration_s: float) -> None:
+        """Take in a step of a kind."""
+        value = math.log(max(duration_s, 1e-9))
+        known = self._kinds.get(kind)
+        self._num_alike = self._num_alike + 1 if kind == self._last else 0
+        self._last = kind
+        if known is None:
+            if not self._kinds:
+                self._level = value
+            self._kinds[kind] = _Kind(value - self._level, deque([value - self._level], _MOST_RECENT))
+            return
+        if known.count < _FEW or self._num_alike < _STEPS_IN_CONTRAST:
+            known.note(value - self._level)
+        error = value - self._level - known.offset
+        self._level += _LEVEL_GAIN * min(max(error, -_MAX_LEVEL_ERROR), _MAX_LEVEL_ERROR)
+
+    def count(self, kind: Kind) -> int:
+        """Return how many steps of a kind its time stems from."""
+        known = self._kinds.get(kind)
+        return 0 if known is None else known.count
+
+    def usual_s(self, kind: Kind) -> float | None:
+        """Return how long a step of a kind takes now; None where there was none."""
+        known = self._kinds.get(kind)
+        return None if known is None else math.exp(self._level + known.offset)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds that are known."""
+        return list(self._kinds)
+
+
+class DraftCost:
+    """How many times as long as a plain one a step with D drafts takes: a line, as every row of a batch costs about the same.
+
+    The past fades. Before anything is known a draft costs next to nothing, so that it is tried.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        slope = _FIRST_SLOPE / num_sequences
+        # A step without drafts takes as long as one; a guess at the slope that the first measurement outweighs.
+        self._sums = [_ORIGIN_WEIGHT, 0.0, _ORIGIN_WEIGHT, 0.0, 0.0]  # weights, x, y, x * x, x * y
+        self._add(_GUESS_WEIGHT, 1.0, 1.0 + slope)
+        self.num_noted = 0
+
+    def _add(self, weight: float, x: float, y: float) -> None:
+        for index, value in enumerate((1.0, x, y, x * x, x * y)):
+            self._sums[index] += weight * value
+
+    def note(self, num_drafts: int, ratio: float) -> None:
+        """Take in a step; one that took far longer than others with as many drafts counts as a little longer."""
+        if self.num_noted >= _FEW:
+            expected = self.ratio(num_drafts)
+            ratio = min(max(ratio, expected / _MOST_OFF), expected * _MOST_OFF)
+        self.num_noted += 1
+        self._sums = [value * _FADING for value in self._sums]
+        self._sums[0] += _ORIGIN_WEIGHT * (1 - _FADING)
+        self._sums[2] += _ORIGIN_WEIGHT * (1 - _FADING)
+        self._add(1.0, float(num_drafts), ratio)
+
+    def ratio(self, num_drafts: int) -> float:
+        """Return the estimate, at least 1."""
+        weight, x, y, xx, xy = self._sums
+        spread = weight * xx - x * x
+        slope = max(0.0, (weight * xy - x * y) / spread) if spread > 0 else 0.0
+        return max(1.0, (y - slope * x) / weight + slope * num_drafts)

@@ -1,0 +1,105 @@
+"""The pace in the long run, against the best fixed number of drafts and against none, in worlds as they were measured: steps
+behind drafts find cold caches, times scatter and drift, requests come and go."""
+
+import random
+
+import pytest
+
+from quire.speculate.pace import Pace
+from quire.speculate.records import RECENT_FADING, AcceptanceRecord
+
+REQUEST_LEN = 90
+
+
+class World:
+    """One sequence at a time. share: of drafts that are accepted behind one that was; costs: by drafts, beside a plain step."""
+
+    def __init__(self, share, costs, seed):
+        self.rng, self.share, self.costs = random.Random(seed), share, costs
+        self.num_max = len(costs) - 1
+        self.pace = Pace(self.num_max)
+        self.count, self.num_alike, self.was_drafting, self.step = 0, 0, False, 0
+
+    def live(self, num_steps):
+        """Return the tokens per second of so many steps, as on a machine that is always of speed 1."""
+        tokens = seconds = 0.0
+        for _ in range(num_steps):
+            if self.step % REQUEST_LEN == 0:
+                self.record = AcceptanceRecord(self.num_max, RECENT_FADING)
+            self.step += 1
+            gained = 1
+            if self.count:
+                accepted = next((depth for depth in range(self.count) if self.rng.random() >= self.share), self.count)
+                self.pace.note_verified(self.record, self.count, range(accepted))
+                gained += accepted
+            is_asleep, duration = self.pace.is_asleep, self.duration()
+            chosen = [0] if is_asleep else self.pace.choose([(self.record, self.num_max)])
+            delay = 3 if self.rng.random() < 0.02 else 1
+            slowness = (1 + 0.5 * (self.step // 700 % 2)) * self.rng.lognormvariate(0, 0.08) * delay
+            self.pace.note_step(1, self.count, duration * slowness)
+            tokens, seconds, self.count = tokens + gained, seconds + duration, chosen[0]
+        return tokens / seconds
+
+    def duration(self):
+        is_drafting = self.count > 0
+        self.num_alike = self.num_alike + 1 if is_drafting == self.was_drafting else 0
+        self.was_drafting = is_drafting
+        if is_drafting:
+            return self.costs[self.count]
+        is_fed = not self.pace.is_asleep or self.pace.is_feeding
+        return 1.0 + 0.25 * max(0.0, 1 - self.num_alike / 10) + 0.07 * is_fed
+
+    def best_fixed(self):
+        return max(sum(self.share**depth for depth in range(count + 1)) / cost for count, cost in enumerate(self.costs))
+
+
+def line(first, each, count):
+    return [1.0, *(1.0 + first + each * index for index in range(1, count + 1))]
+
+
+PAYING = {
+    "eagle": (0.8, line(0.45, 0.27, 5)),
+    "draft model": (0.7, line(0.4, 0.25, 4)),
+    "cheap": (0.6, line(0.0, 0.1, 5)),
+    "barely": (0.68, line(0.2, 0.3, 4)),
+    "steps": (0.7, [1.0, 1.1, 1.2, 1.9, 2.6, 3.3]),
+    "nearly always": (0.95, line(0.0, 0.05, 6)),
+}
+LOSING = {"never": (0.0, line(0.0, 0.3, 4)), "never, dear": (0.0, line(0.0, 1.0, 4)), "nearly": (0.55, line(0.3, 0.3, 4))}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", PAYING)
+def test_the_best_fixed_number_is_reached_within_3_percent_when_drafts_pay(name, seed):
+    world = World(*PAYING[name], seed)
+    world.live(2500)
+    assert world.live(5000) > 0.97 * world.best_fixed()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LOSING)
+def test_no_more_than_3_percent_are_lost_when_drafts_do_not_pay(name, seed):
+    world = World(*LOSING[name], seed)
+    world.live(2500)
+    assert world.live(5000) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_number_follows_when_acceptance_changes(seed):
+    world = World(0.8, line(0.45, 0.27, 5), seed)
+    world.live(2500)
+    world.share = 0.0
+    world.live(400)
+    assert world.live(2000) > 0.97
+    world.share = 0.8
+    world.live(5000)
+    assert world.live(4000) > 0.97 * world.best_fixed()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_number_follows_when_costs_change(seed):
+    world = World(0.8, line(0.0, 0.1, 5), seed)
+    world.live(2500)
+    world.costs = line(0.0, 0.5, 5)
+    world.live(2500)
+    assert world.live(4000) > 0.95 * world.best_fixed()
