@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from quire.contracts.constraint import Grammar
-from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.matcher import MaskedMatcher, WrappingMatcher
 from quire.grammar.phrases import BannedPhrases
 
 
@@ -30,26 +30,15 @@ class BannedGrammar:
         return BannedMatcher(cast("MaskedMatcher", self._grammar.new_matcher()), self._phrases, [self._start])
 
 
-class BannedMatcher:
+class BannedMatcher(WrappingMatcher):
     """See MaskedMatcher."""
 
-    __slots__ = ("_inner", "_phrases", "_states", "end_token_id")
+    __slots__ = ("_phrases", "_states")
 
     def __init__(self, inner: MaskedMatcher, phrases: BannedPhrases, states: list[int]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._phrases = phrases
         self._states = states
-        self.end_token_id = inner.end_token_id
-
-    @property
-    def state(self) -> Any:
-        """See MaskedMatcher."""
-        return self._inner.state
-
-    @property
-    def source(self) -> MaskSource:
-        """See MaskedMatcher."""
-        return self._inner.source
 
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
@@ -73,7 +62,7 @@ class BannedMatcher:
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
         """See GrammarMatcher."""
-        count = self._inner.num_fitting(token_ids)
+        count = super().num_fitting(token_ids)
         if count is None:
             return None
         state = self._states[-1]
@@ -83,21 +72,6 @@ class BannedMatcher:
             state = self._phrases.after(state, token_id)
         return count
 
-    def forced_tokens(self) -> Sequence[int]:
-        """See GrammarMatcher."""
-        forced = self._inner.forced_tokens()
-        return forced[: self.num_fitting(forced) or 0] if forced else forced
-
     def fork(self) -> BannedMatcher:
         """See GrammarMatcher."""
         return BannedMatcher(self._inner.fork(), self._phrases, self._states[-1:])
-
-    @property
-    def can_end(self) -> bool:
-        """See GrammarMatcher."""
-        return self._inner.can_end
-
-    @property
-    def is_complete(self) -> bool:
-        """See GrammarMatcher."""
-        return self._inner.is_complete

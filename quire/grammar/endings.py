@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ OUTSIDE, IN_STRING, AFTER_BACKSLASH = range(3)
 """Where in JSON a text stands."""
 
 _NEVER = 99
-_MAX_MASKS = 128
-"""Masks that are filled in search of one end: they cost up to a millisecond each, while a step waits."""
+MAX_MASKS = 128
+"""Masks that are filled in search of one end: they cost up to a millisecond each, while a step may wait."""
+_FEW_WORDS = 64
+_FIRST_TOKENS = 512
+"""Tokens that are looked at first, those that come to an end soonest; one of them is mostly allowed."""
 _MAX_LENGTH = 255
 _CLOSES_STRING = re.compile(rb'"(?:[}\]]*|:)')
 _CLOSES_ITEM = re.compile(rb"[}\]]+")
@@ -59,6 +63,8 @@ class JsonEndings:
                 closes_string[token_id] = _CLOSES_STRING.fullmatch(token) is not None
                 closes_item[token_id] = _CLOSES_ITEM.fullmatch(token) is not None
         self._scores = (outside, inside, inside)
+        outside_order, inside_order = (np.argsort(scores, kind="stable") for scores in (outside, inside))
+        self._orders = (outside_order, inside_order, inside_order)
         self._kinds = np.array([_kind(token) for token in self._tokens], dtype=np.int8)
         self._closing = (_pack(closes_item), _pack(closes_string))
 
@@ -80,62 +86,128 @@ class JsonEndings:
         """Return the tokens that close what is open, numpy [num_mask_words] i32; None where a character is half written."""
         return None if place == AFTER_BACKSLASH else self._closing[place]
 
+    def rest(self, token_ids: tuple[int, ...], place: int) -> Ending:
+        """Return the ending that these tokens are for an output that stands at `place`."""
+        num_texts = 0
+        for token_id in token_ids:
+            following = self.after(place, token_id)
+            num_texts += place == OUTSIDE and following == IN_STRING
+            place = following
+        return Ending(token_ids, num_texts)
+
     def find(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
         """Return how an output can end that stands at `place`; None where no way is found within `limit` tokens."""
-        walk = _Walk(matcher.fork(), place)
-        words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
-        tried: dict[bytes, set[int]] = {}
-        num_masks = 0
-        while not walk.matcher.can_end:
-            forced = walk.matcher.forced_tokens()
-            if not forced:
-                num_masks += 1
-                if num_masks > _MAX_MASKS or fill_next([walk.matcher], words) != [None]:
-                    return None
-                token_id = self._choose(words, walk.place, tried.setdefault(words.tobytes(), set()))
-                forced = () if token_id is None else (token_id,)
-            place = walk.place
-            if not forced or len(walk.tokens) + len(forced) > limit or not all(walk.take(self, one) for one in forced):
-                return None
-            if (walk.place == OUTSIDE) != (place == OUTSIDE):
-                tried.clear()
-        return Ending(tuple(walk.tokens), walk.num_texts)
+        return Search(self, matcher, place, limit).result()
 
-    def _choose(self, words: Any, place: int, tried: set[int]) -> int | None:
+    def fits(self, ending: tuple[int, ...], matcher: MaskedMatcher) -> bool:
+        """Return whether tokens end an output, which may have gone on since they were found."""
+        return matcher.num_fitting((*ending, matcher.end_token_id)) == len(ending) + 1
+
+    def choose(self, words: Any, place: int, tried: set[int]) -> int | None:
         """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.
 
         A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come.
         """
-        bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")[: len(self._tokens)]
-        allowed = np.flatnonzero(bits)
-        if not len(allowed):
-            return None
-        if tried:
-            others = allowed[~np.isin(self._kinds[allowed], list(tried))]
-            allowed = others if len(others) else allowed
-        token_id = int(allowed[np.argmin(self._scores[place][allowed])])
-        tried.add(int(self._kinds[token_id]))
+        mask = words[0].view(np.uint32)
+        token_id = self._best(mask, place, tried) if tried else None
+        token_id = self._best(mask, place, ()) if token_id is None else token_id
+        if token_id is not None:
+            tried.add(int(self._kinds[token_id]))
         return token_id
 
+    def _best(self, mask: Any, place: int, tried: Collection[int]) -> int | None:
+        """Return the allowed token that comes first in the order of the place, and is of no kind that was tried."""
+        filled = np.flatnonzero(mask)
+        if len(filled) <= _FEW_WORDS:
+            bits = np.unpackbits(mask[filled].view(np.uint8), bitorder="little").reshape(len(filled), 32)
+            rows, columns = np.nonzero(bits)
+            allowed = filled[rows] * 32 + columns
+            allowed = self._untried(allowed[allowed < len(self._tokens)], tried)
+            return int(allowed[np.argmin(self._scores[place][allowed])]) if len(allowed) else None
+        order = self._orders[place]
+        for part in (order[:_FIRST_TOKENS], order[_FIRST_TOKENS:]):
+            allowed = self._untried(part[mask[part // 32] >> (part % 32).astype(np.uint32) & 1 == 1], tried)
+            if len(allowed):
+                return int(allowed[0])
+        return None
 
-@dataclass(slots=True)
-class _Walk:
-    """The way to an end: the tokens so far, and where they lead."""
+    def _untried(self, token_ids: Any, tried: Collection[int]) -> Any:
+        return token_ids[~np.isin(self._kinds[token_ids], list(tried))] if tried else token_ids
 
-    matcher: MaskedMatcher
-    place: int
-    tokens: list[int] = field(default_factory=list[int])
-    num_texts: int = 0
 
-    def take(self, endings: JsonEndings, token_id: int) -> bool:
-        """Go on by a token; return whether it fits."""
-        if self.matcher.advance(token_id) is not None:
-            return False
-        place = endings.after(self.place, token_id)
-        self.num_texts += self.place == OUTSIDE and place == IN_STRING
-        self.place = place
-        self.tokens.append(token_id)
-        return True
+class Search:
+    """A search for an end, from where a matcher stands now; where that goes meanwhile makes no difference.
+
+    limit  tokens of the end at most
+    """
+
+    __slots__ = (
+        "_endings",
+        "_has_found",
+        "_is_done",
+        "_limit",
+        "_matcher",
+        "_num_masks",
+        "_num_texts",
+        "_place",
+        "_tokens",
+        "_tried",
+        "_words",
+    )
+
+    def __init__(self, endings: JsonEndings, matcher: MaskedMatcher, place: int, limit: int) -> None:
+        self._endings = endings
+        self._matcher = matcher.fork()
+        self._place = place
+        self._limit = limit
+        self._words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
+        self._tried: dict[bytes, set[int]] = {}
+        self._tokens: list[int] = []
+        self._num_texts = 0
+        self._num_masks = 0
+        self._is_done = self._has_found = self._matcher.can_end
+
+    def is_known(self, max_masks: int) -> bool:
+        """Go on until that many masks are filled altogether; return whether so many, or fewer, tell the result."""
+        while not self._is_done and self._num_masks < max_masks:
+            self._go_on()
+        return self._is_done and self._num_masks <= max_masks
+
+    def result(self) -> Ending | None:
+        """Go on to the end and return what was found."""
+        self.is_known(MAX_MASKS)
+        return Ending(tuple(self._tokens), self._num_texts) if self._has_found else None
+
+    def _go_on(self) -> None:
+        """Fill one mask and take what it says, and what is forced on the way to the next one."""
+        self._num_masks += 1
+        forced = self._matcher.forced_tokens()
+        while forced and self._take(forced):
+            forced = self._matcher.forced_tokens()
+        if self._is_done or fill_next([self._matcher], self._words) != [None]:
+            self._is_done = True
+            return
+        token_id = self._endings.choose(self._words, self._place, self._tried.setdefault(self._words.tobytes(), set()))
+        if token_id is None:
+            self._is_done = True
+        else:
+            self._take((token_id,))
+
+    def _take(self, token_ids: Sequence[int]) -> bool:
+        """Go on by some tokens; return False, and be done, at an end or where there are too many."""
+        place = self._place
+        is_fine = len(self._tokens) + len(token_ids) <= self._limit
+        for token_id in token_ids if is_fine else ():
+            is_fine = is_fine and self._matcher.advance(token_id) is None
+            following = self._endings.after(self._place, token_id)
+            self._num_texts += self._place == OUTSIDE and following == IN_STRING
+            self._place = following
+            self._tokens.append(token_id)
+        if (self._place == OUTSIDE) != (place == OUTSIDE):
+            self._tried.clear()
+        self._has_found = is_fine and self._matcher.can_end
+        self._is_done = self._has_found or not is_fine
+        return not self._is_done
 
 
 def _kind(token: bytes) -> int:

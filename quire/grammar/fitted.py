@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from quire.contracts.constraint import Grammar
-from quire.grammar.endings import OUTSIDE, Ending, JsonEndings
-from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.endings import MAX_MASKS, OUTSIDE, Ending, JsonEndings, Search
+from quire.grammar.matcher import MaskedMatcher, WrappingMatcher
 
 _TEXT_TOKENS = 6
 """Tokens that are kept free for each string that is still to come."""
@@ -22,6 +22,12 @@ _SPARE_TOKENS = 4
 _MAX_PATIENCE = 64
 _MAX_ENDING = 256
 """Tokens of an end that is looked for, and tokens before the limit from which on it is; what needs more is left to itself."""
+_MAX_RETREAT = 128
+"""Tokens behind which what was found on other ways is forgotten."""
+_MASKS_A_TOKEN = 8
+"""Masks of a look that can wait, for each token that it does; it can while _MIN_ROOM tokens are left,
+fewer where none was found before."""
+_MIN_ROOM = 128
 _MAX_FAILURES = 3
 """How often no end may be found until the output is left to itself."""
 
@@ -31,6 +37,8 @@ class _Look:
     """What was found after `count` tokens: what to do from there on until after `until` tokens.
 
     forced        an end that is to be taken; None: not yet
+    ending        the end that was found, forced or not
+    search        for an end, from `first` tokens on, that goes on with the tokens
     num_failures  how often in a row no end was found
     """
 
@@ -38,7 +46,21 @@ class _Look:
     until: int
     is_closing: bool = False
     forced: tuple[int, ...] | None = None
+    ending: tuple[int, ...] = ()
+    search: Search | None = None
+    first: int = 0
     num_failures: int = 0
+
+
+class _Step:
+    """Where the output stood after some token: its place in JSON, what a look found there, and what came next."""
+
+    __slots__ = ("following", "found", "place")
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.found: _Look | None = None
+        self.following: dict[int, _Step] = {}
 
 
 class FittedGrammar:
@@ -57,56 +79,89 @@ class FittedGrammar:
         return FittedMatcher(cast("MaskedMatcher", self._grammar.new_matcher()), self._endings, self._max_tokens)
 
 
-class FittedMatcher:
-    """See MaskedMatcher. What it does is a function of the tokens, also after a retreat."""
+class FittedMatcher(WrappingMatcher):
+    """See MaskedMatcher. What it does is a function of the tokens, also after a retreat.
 
-    __slots__ = ("_endings", "_inner", "_looks", "_max_tokens", "_places", "end_token_id")
+    What was found behind drafts, beside the model, is kept until the tokens come back as those of the output.
+    """
+
+    __slots__ = ("_endings", "_looks", "_max_tokens", "_steps", "_tokens")
 
     def __init__(self, inner: MaskedMatcher, endings: JsonEndings, max_tokens: int) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._endings = endings
         self._max_tokens = max_tokens
-        self._places = [OUTSIDE]
+        self._steps = [_Step(OUTSIDE)]
+        self._tokens: list[int] = []
         self._looks = [_Look(-1, max(0, max_tokens - _MAX_ENDING))]
-        self.end_token_id = inner.end_token_id
-
-    @property
-    def state(self) -> Any:
-        """See MaskedMatcher."""
-        return self._inner.state
-
-    @property
-    def source(self) -> MaskSource:
-        """See MaskedMatcher."""
-        return self._inner.source
 
     @property
     def _count(self) -> int:
-        return len(self._places) - 1
+        return len(self._tokens)
 
     def _look(self) -> _Look:
         """Return what to do now, after looking where it is time to."""
         last = self._looks[-1]
         if last.forced is not None or self._count < last.until:
             return last
+        step = self._steps[-1]
+        if step.found is None:
+            step.found = self._search(last)
+        self._looks.append(step.found)
+        return step.found
+
+    def _search(self, last: _Look) -> _Look:
+        """Return what an end says to do: the last one, where it still is one, or else one that is looked for.
+
+        While there is room, the search is spread over the next tokens, so that no step waits long for it.
+        """
+        known = self._known_ending(last)
+        if known is not None:
+            return self._judge(known)
         count, num_left = self._count, self._max_tokens - self._count
-        ending = self._endings.find(self._inner, self._places[-1], min(num_left, _MAX_ENDING))
+        min_room = _MIN_ROOM // 4 if last.num_failures else max(_MIN_ROOM, 2 * len(last.ending))
+        if last.is_closing or num_left < min_room:
+            return self._judge_found(self._find(), last)
+        search, first = last.search, last.first
+        if search is None:
+            search, first = Search(self._endings, self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING)), count
+        num_masks = min(MAX_MASKS, (count - first + 1) * _MASKS_A_TOKEN)
+        if not search.is_known(num_masks) and num_masks < MAX_MASKS:
+            return _Look(count, count + 1, search=search, first=first, num_failures=last.num_failures)
+        found = self._judge_found(search.result(), last)
+        # What ends the output of some tokens ago says how much room there is, but may be no end of this one.
+        return self._judge_found(self._find(), last) if found.is_closing and first < count else found
+
+    def _find(self) -> Ending | None:
+        return self._endings.find(self._inner, self._steps[-1].place, min(self._max_tokens - self._count, _MAX_ENDING))
+
+    def _known_ending(self, last: _Look) -> Ending | None:
+        """Return what is left of the last ending where the output has taken its way, or all of it where it still fits."""
+        if not last.ending:
+            return None
+        num_taken, place = self._count - last.count, self._steps[-1].place
+        if last.ending[:num_taken] == tuple(self._tokens[last.count :]) and len(last.ending) > num_taken:
+            return self._endings.rest(last.ending[num_taken:], place)
+        has_room = len(last.ending) <= self._max_tokens - self._count
+        return self._endings.rest(last.ending, place) if has_room and self._endings.fits(last.ending, self._inner) else None
+
+    def _judge_found(self, ending: Ending | None, last: _Look) -> _Look:
+        count, num_left = self._count, self._max_tokens - self._count
         if ending is not None:
-            found = self._judge(ending)
-        elif last.num_failures + 1 == _MAX_FAILURES:
-            found = _Look(count, self._max_tokens)
-        else:
-            found = _Look(count, count + max(8, num_left // 4), num_failures=last.num_failures + 1)
-        self._looks.append(found)
-        return found
+            return self._judge(ending)
+        if last.num_failures + 1 == _MAX_FAILURES:
+            return _Look(count, self._max_tokens)
+        return _Look(count, count + max(8, num_left // 4), num_failures=last.num_failures + 1)
 
     def _judge(self, ending: Ending) -> _Look:
         count = self._count
         spare = self._max_tokens - count - len(ending.tokens)
         if spare <= _SPARE_TOKENS:
-            return _Look(count, count, True, ending.tokens)
+            return _Look(count, count, True, ending.tokens, ending.tokens)
         spare -= _SPARE_TOKENS + min(_TEXT_TOKENS * ending.num_texts, self._max_tokens // 4)
-        return _Look(count, count + 1, True) if spare <= 0 else _Look(count, count + min(_MAX_PATIENCE, max(1, spare // 3)))
+        if spare <= 0:
+            return _Look(count, count + 1, True, ending=ending.tokens)
+        return _Look(count, count + min(_MAX_PATIENCE, max(1, spare // 3)), ending=ending.tokens)
 
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
@@ -118,7 +173,7 @@ class FittedMatcher:
                 words[:] = 0
                 words.view(np.uint32)[ahead[0] // 32] = np.uint32(1 << ahead[0] % 32)
         elif look.is_closing:
-            closing = self._endings.closing_mask(self._places[-1])
+            closing = self._endings.closing_mask(self._steps[-1].place)
             if closing is not None:
                 left = words[: len(closing)] & closing
                 if left.any():
@@ -129,21 +184,28 @@ class FittedMatcher:
         self._look()
         error = self._inner.advance(token_id)
         if error is None:
-            self._places.append(self._endings.after(self._places[-1], token_id))
+            step = self._steps[-1]
+            if token_id not in step.following:
+                step.following[token_id] = _Step(self._endings.after(step.place, token_id))
+            self._steps.append(step.following[token_id])
+            self._tokens.append(token_id)
+            if len(self._steps) > _MAX_RETREAT:
+                self._steps[-_MAX_RETREAT].following.clear()
         return error
 
     def retreat(self, num_tokens: int) -> str | None:
         """See GrammarMatcher."""
         error = self._inner.retreat(num_tokens)
         if error is None:
-            del self._places[len(self._places) - num_tokens :]
+            del self._steps[len(self._steps) - num_tokens :]
+            del self._tokens[len(self._tokens) - num_tokens :]
             while self._looks[-1].count > self._count:
                 self._looks.pop()
         return error
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
         """See GrammarMatcher. Only as far as it has looked."""
-        count = self._inner.num_fitting(token_ids)
+        count = super().num_fitting(token_ids)
         if count is None:
             return None
         last = self._looks[-1]
@@ -158,21 +220,15 @@ class FittedMatcher:
         last = self._looks[-1]
         if last.forced is not None:
             return last.forced[self._count - last.count :]
-        forced = self._inner.forced_tokens()
-        return forced[: self.num_fitting(forced) or 0] if forced else forced
+        return super().forced_tokens()
 
     def fork(self) -> FittedMatcher:
         """See GrammarMatcher."""
         other = FittedMatcher(self._inner.fork(), self._endings, self._max_tokens)
-        other._places, other._looks = list(self._places), list(self._looks)
+        other._steps, other._tokens, other._looks = list(self._steps), list(self._tokens), list(self._looks)
         return other
-
-    @property
-    def can_end(self) -> bool:
-        """See GrammarMatcher."""
-        return self._inner.can_end
 
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        return self._inner.is_complete or (self._looks[-1].is_closing and self._inner.can_end)
+        return super().is_complete or (self._looks[-1].is_closing and self._inner.can_end)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.grammar.matcher import MaskedMatcher, MaskSource
+from quire.grammar.matcher import MaskedMatcher, StateMatcher
 from quire.grammar.vocabulary import Vocabulary
 
 
@@ -20,7 +20,7 @@ class FreeGrammar:
 
     def new_matcher(self) -> FreeMatcher:
         """See Grammar."""
-        return FreeMatcher(self._end_token_id, self._masks)
+        return FreeMatcher(None, self._masks, self._end_token_id)
 
 
 class _Everything:
@@ -35,20 +35,10 @@ class _Everything:
         return [None] * len(matchers)
 
 
-class FreeMatcher:
+class FreeMatcher(StateMatcher):
     """See MaskedMatcher; it has no state."""
 
-    __slots__ = ("_masks", "end_token_id", "state")
-
-    def __init__(self, end_token_id: int, masks: _Everything) -> None:
-        self.end_token_id = end_token_id
-        self.state = None
-        self._masks = masks
-
-    @property
-    def source(self) -> MaskSource:
-        """See MaskedMatcher."""
-        return self._masks
+    __slots__ = ()
 
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""

@@ -14,6 +14,8 @@ from quire.grammar.probing import Prober
 from quire.grammar.vocabulary import Vocabulary
 
 _MAX_MASK_THREADS = 4
+_MAX_ALONE = 2
+"""Masks that are filled without waking threads."""
 _MAX_MESSAGE = 500
 
 
@@ -103,8 +105,12 @@ class _Masks:
         states = [cast("LlguidanceMatcher", matcher).state for matcher in matchers]
         errors: list[str | None] = [state.get_error() or None if state.is_error() else None for state in states]
         usable = [(state, row) for row, state in enumerate(states) if errors[row] is None]
-        if usable:
-            self._executor.unsafe_compute_mask_ptr(usable, words.ctypes.data, words.shape[1] * words.itemsize, len(words))
+        num_bytes = words.shape[1] * words.itemsize
+        if len(usable) <= _MAX_ALONE:
+            for state, row in usable:
+                state.unsafe_compute_mask_ptr(words.ctypes.data + row * num_bytes, num_bytes)
+        else:
+            self._executor.unsafe_compute_mask_ptr(usable, words.ctypes.data, num_bytes, len(words))
         for state, row in usable:
             if state.is_error():
                 errors[row] = state.get_error()

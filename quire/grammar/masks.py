@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,6 +13,12 @@ import numpy as np
 
 from quire.contracts.constraint import GrammarMatcher
 from quire.grammar.matcher import MaskedMatcher, MaskSource
+
+_MAX_INLINE_MATCHERS = 2
+_MAX_INLINE_S = 2e-4
+"""What masks may take for the caller to fill them: to wake a thread, which then wants the interpreter too, takes longer."""
+_FORGET = 0.5
+"""What is left, a step later, of what a dear mask makes believe of those to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +47,16 @@ class DraftedTokens:
 
 
 class MaskFiller:
-    """Fills masks in a thread of its own, which takes its time while the caller computes. Not thread-safe."""
+    """Fills masks in a thread of its own, which takes its time while the caller computes. Not thread-safe.
 
-    def __init__(self) -> None:
+    Those of one or two matchers are filled at once instead, where they take next to no time.
+    clock  seconds that the calling thread has computed
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._thread: ThreadPoolExecutor | None = None
+        self._clock = clock
+        self._cost_s = math.inf  # of a mask, lately at most
 
     def start(
         self,
@@ -55,9 +69,32 @@ class MaskFiller:
         ending_ids  per matcher the tokens that are allowed where the output may end
         drafts      per matcher
         """
+        num_masks = len(matchers) + sum(len(draft.tokens) for draft in drafts or ())
+        if len(matchers) <= _MAX_INLINE_MATCHERS and num_masks * self._cost_s <= _MAX_INLINE_S:
+            filled: Future[Masks] = Future()
+            try:
+                filled.set_result(self._fill(matchers, ending_ids, drafts))
+            except Exception as error:  # noqa: BLE001 - raised where the masks are wanted, as from the thread
+                filled.set_exception(error)
+            return filled
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
-        return self._thread.submit(fill_masks, matchers, ending_ids, drafts)
+        return self._thread.submit(self._fill, matchers, ending_ids, drafts)
+
+    def _fill(
+        self,
+        matchers: Sequence[GrammarMatcher],
+        ending_ids: Sequence[Sequence[int]],
+        drafts: Sequence[DraftedTokens] | None,
+    ) -> Masks:
+        if len(matchers) > _MAX_INLINE_MATCHERS:
+            # They may be shared out among threads, whose time the clock does not see: nothing is learned of what they cost.
+            return fill_masks(matchers, ending_ids, drafts)
+        begin_s = self._clock()
+        masks = fill_masks(matchers, ending_ids, drafts)
+        cost_s = (self._clock() - begin_s) / len(masks.is_known)
+        self._cost_s = cost_s if math.isinf(self._cost_s) else max(cost_s, self._cost_s * _FORGET)
+        return masks
 
     def close(self) -> None:
         """End the thread."""

@@ -76,6 +76,45 @@ class StateMatcher:
         return self._masks
 
 
+class WrappingMatcher:
+    """What matchers around another share: its state, who fills its masks, and what it forces, as far as they take that."""
+
+    __slots__ = ("_inner", "end_token_id")
+
+    def __init__(self, inner: MaskedMatcher) -> None:
+        self._inner = inner
+        self.end_token_id = inner.end_token_id
+
+    @property
+    def state(self) -> Any:
+        """See MaskedMatcher."""
+        return self._inner.state
+
+    @property
+    def source(self) -> MaskSource:
+        """See MaskedMatcher."""
+        return self._inner.source
+
+    @property
+    def can_end(self) -> bool:
+        """See GrammarMatcher."""
+        return self._inner.can_end
+
+    @property
+    def is_complete(self) -> bool:
+        """See GrammarMatcher."""
+        return self._inner.is_complete
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher."""
+        return self._inner.num_fitting(token_ids)
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher."""
+        forced = self._inner.forced_tokens()
+        return forced[: self.num_fitting(forced) or 0] if forced else forced
+
+
 class BackendGrammar:
     """A compiled grammar; see contracts.constraint.Grammar.
 

@@ -4,12 +4,16 @@ import json
 import random
 
 import jsonschema
+import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler, Use
+from quire.grammar.endings import JsonEndings
+from quire.grammar.fitted import FittedGrammar
+from quire.grammar.masks import DraftedTokens, fill_masks
 from tests.unit.grammar.byte_vocabulary import allowed_ids, make_vocabulary
 
 PIECES = ('"}', '":', '", "', "}}", "]}", "null", "true", "{}", "the", " a", "12", '"name"')
@@ -128,3 +132,127 @@ def test_fitting_is_left_to_the_constraint_when_what_is_needed_does_not_fit(comp
     matcher = grammar_of(compiler, schema, 20).new_matcher()
     assert len(draw(matcher, random.Random(1), 20)) == 20
     assert not matcher.is_complete
+
+
+class CountedEndings:
+    """JsonEndings that count the looks for an end."""
+
+    def __init__(self, endings):
+        self._endings = endings
+        self.num_finds = 0
+
+    def __getattr__(self, name):
+        return getattr(self._endings, name)
+
+    def find(self, *args):
+        self.num_finds += 1
+        return self._endings.find(*args)
+
+
+def counted_matcher(compiler, schema, max_tokens):
+    constraint = Constraint(kind="json_schema", source=json.dumps(schema))
+    endings = CountedEndings(compiler._get_endings())
+    return FittedGrammar(compiler.start(constraint).result(), endings, max_tokens).new_matcher(), endings
+
+
+def test_no_end_is_looked_for_again_when_drafts_are_accepted(compiler):
+    matcher, endings = counted_matcher(compiler, PERSON, 110)
+    tokens = list(b'{"name": "abcdefghijklmnopqrst", "tags": ["ab", "cd"')
+    for first in range(0, len(tokens), 6):
+        drafted = tokens[first : first + 6]
+        masks = fill_masks([matcher], [()], [DraftedTokens(drafted, range(-1, len(drafted) - 1))])
+        assert all(masks.is_known)
+        num_finds = endings.num_finds
+        for token_id in drafted:  # on the path of the step, where others wait
+            assert matcher.advance(token_id) is None
+        assert endings.num_finds == num_finds
+    assert endings.num_finds > 2
+
+
+def test_no_end_is_looked_for_on_the_way_to_one(compiler):
+    matcher, endings = counted_matcher(compiler, PERSON, 60)
+    fill_masks([matcher], [()])
+    for token_id in b'{"name": "abcdefgh':
+        assert matcher.advance(token_id) is None
+        fill_masks([matcher], [()])
+    num_finds = endings.num_finds
+    while not matcher.is_complete:
+        allowed = allowed_ids(matcher, 299)
+        look = matcher._looks[-1]
+        token_id = look.ending[matcher._count - look.count]
+        assert token_id in allowed
+        assert matcher.advance(token_id) is None
+    assert endings.num_finds == num_finds > 0
+
+
+def test_the_token_of_an_end_is_the_first_of_its_order(compiler):
+    endings, rng = compiler._get_endings(), np.random.default_rng(3)
+    for place in range(3):
+        for share in (0.003, 0.02, 0.5, 1.0):
+            for _ in range(20):
+                bits = np.zeros(endings.num_words * 32, dtype=np.bool_)
+                bits[:299] = rng.random(299) < share
+                words = np.packbits(bits, bitorder="little").view(np.int32)[None]
+                tried = set(rng.integers(0, 6, rng.integers(0, 4)).tolist())
+                allowed = np.flatnonzero(bits)
+                others = allowed[~np.isin(endings._kinds[allowed], list(tried))]
+                allowed = others if len(others) else allowed
+                expected = int(allowed[np.argmin(endings._scores[place][allowed])]) if len(allowed) else None
+                assert endings.choose(words, place, tried) == expected
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_an_end_fits_when_the_output_could_take_it_and_end(compiler, backend):
+    pytest.importorskip(backend)
+    endings, rng = compiler._get_endings(), random.Random(8)
+    grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(PERSON), backend=backend)).result()
+    outcomes = set()
+    for _ in range(8):
+        matcher, place = grammar.new_matcher(), 0
+        ending = ()
+        for _ in range(40):
+            allowed = sorted(allowed_ids(matcher, 299))
+            if not allowed:
+                break
+            token_id = rng.choice(allowed)
+            matcher.advance(token_id)
+            place = endings.after(place, token_id)
+            found = endings.find(matcher, place, 200)
+            for known in (ending, ending[1:], ending[:-1], () if found is None else found.tokens):
+                behind = matcher.fork()
+                expected = all(behind.advance(one) is None for one in known) and behind.can_end
+                assert endings.fits(known, matcher) == expected
+                outcomes.add(expected)
+            ending = () if found is None else found.tokens
+    assert outcomes == {False, True}
+
+
+def test_a_look_goes_on_with_the_tokens_when_there_is_room(compiler):
+    """With many properties to come a search fills many masks, a few for each token."""
+    names = [f"p{index}" for index in range(40)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "array", "items": {"type": "integer"}} for name in names},
+        "required": names[:30],
+        "additionalProperties": False,
+    }
+    constraint = Constraint(kind="json_schema", source=json.dumps(schema))
+    fills = []
+
+    class Counted(JsonEndings):
+        def choose(self, *args):
+            fills[-1] += 1
+            return super().choose(*args)
+
+    vocabulary = make_vocabulary((*PIECES, *(f'"{name}":[],' for name in names)), size=400)
+    compiler = GrammarCompiler(lambda: vocabulary)
+    try:
+        matcher = FittedGrammar(compiler.start(constraint).result(), Counted(vocabulary), 400).new_matcher()
+        for token_id in b'{"p0":[' + b"1," * 130:
+            fills.append(0)
+            assert token_id in allowed_ids(matcher, 399)
+            assert matcher.advance(token_id) is None
+    finally:
+        compiler.close()
+    assert sum(fills) > 40
+    assert max(fills) <= 8

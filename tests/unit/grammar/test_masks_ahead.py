@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("llguidance")
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.masks import DraftedTokens, fill_masks
+from quire.grammar.masks import DraftedTokens, MaskFiller, fill_masks
 from tests.unit.grammar.byte_vocabulary import allowed_ids, make_vocabulary
 
 ENDING = 299
@@ -184,3 +185,51 @@ def test_matcher_is_known_to_be_lost_when_it_fails_behind_a_draft(compiler):
     matcher = compiler.start(Constraint(kind="regex", source="(ab|cd)+")).result().new_matcher()
     masks = fill_masks([Fragile(matcher)], [[ENDING]], [DraftedTokens([97, 98], [-1, 0])])
     assert (masks.errors, masks.is_known, masks.is_broken) == ([None], [True, False, False], [True])
+
+
+class Clock:
+    """Says that every step took what it is told; knows whether the one who made it asked last: whether it fills masks."""
+
+    def __init__(self, *costs):
+        self.now, self.owner, self.is_callers = 0.0, threading.get_ident(), False
+        self.costs = iter([part for cost in costs for part in (0.0, cost)])  # nothing at the beginning of a step
+
+    def __call__(self):
+        self.now += next(self.costs, 0.0)
+        self.is_callers = threading.get_ident() == self.owner
+        return self.now
+
+
+def test_masks_are_filled_at_once_when_they_take_next_to_no_time(compiler):
+    matcher = compiler.start(Constraint(kind="regex", source="(ab|c){1,4}")).result().new_matcher()
+    clock = Clock(5e-5, 3e-5, 4e-3)
+    filler = MaskFiller(clock)
+    expected = fill_masks([matcher], [()]).words
+    was_inline = []
+    try:
+        for _ in range(4):
+            assert np.array_equal(filler.start([matcher], [()]).result().words, expected)
+            was_inline.append(clock.is_callers)
+        assert was_inline == [False, True, True, False], "a mask that took long is followed by others that may"
+        num_steps = 0
+        while not clock.is_callers:
+            filler.start([matcher], [()]).result()
+            num_steps += 1
+        assert 3 < num_steps < 10
+        drafts = [DraftedTokens(list(b"c" * 20), range(-1, 19))]
+        filler.start([matcher], [()], drafts).result()
+        assert not clock.is_callers
+    finally:
+        filler.close()
+
+
+def test_masks_are_not_taken_for_cheap_when_other_threads_filled_them(compiler):
+    matchers = [compiler.start(Constraint(kind="regex", source="(ab|c){1,4}")).result().new_matcher() for _ in range(3)]
+    clock = Clock(0.0)
+    filler = MaskFiller(clock)
+    try:
+        for count in (3, 1):
+            filler.start(matchers[:count], [()] * count).result()
+            assert not clock.is_callers
+    finally:
+        filler.close()
