@@ -1,6 +1,7 @@
 """Shared fixtures, and what all tests run with: one thread, as two that spin against other processes are far slower."""
 
 import gc
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,14 @@ def pytest_collection_finish():
     """Spare the collector ten thousand tests and the libraries that they import: it would walk through all of it ever again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def log_as_at_first():
+    """Undo what a command of an earlier test has set up."""
+    logger = logging.getLogger("quire")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, cast
+from typing import ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
 from quire.api.json_size import check_size
+from quire.api.refusal import Refusal
+from quire.api.unknown_fields import UnknownField, unknown_fields
 from quire.base.errors import RequestError
 
 LARGE_BYTES = 64 << 10
 """Longer bodies are worth a look at their size before, and a thread."""
+MAX_FIELD_BYTES = 1 << 20  # of fields that are not long by nature
 MAX_MESSAGE_LENGTH = 1000
 MAX_IGNORED = 64  # names of unknown fields that are told back
 _WHERE = re.compile(r" - at (`key` in )?`(\$[^`]*)`$")
+_ID_LIST = re.compile(rb"\s*\[\s*\d")
+_ID_LISTS = re.compile(rb"\s*\[\s*\[")
+_INDEX = re.compile(r"\[\d+\]")
 _PARTS_HINT = re.compile(r"content\[\d+\]\.type$")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`")
-
-Refusal = Callable[[Any], str | None]
-"""Looks at the value of a field (JSON as Python objects); returns why it is refused, or None."""
 
 ErrorCode = Literal["invalid_value", "missing_required_parameter", "unsupported_parameter", "unsupported_value", "invalid_json"]
 
@@ -34,13 +37,26 @@ class BodyError(RequestError):
         self.code = code
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """Base of the bodies of requests. Fields that are absent or null are None."""
+class Part(msgspec.Struct):
+    """Base of what bodies hold, where it has fields that are refused."""
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         """Return the fields that the API has and that are refused here, wholly or for some values; null never is."""
         return {}
+
+
+class Body(Part, kw_only=True):
+    """Base of the bodies of requests. Fields that are absent or null are None.
+
+    max_values   of all kinds that one may have, where that is less than elsewhere; more are refused before they are decoded
+    long_fields  may be longer than MAX_FIELD_BYTES
+    """
+
+    max_values: ClassVar[int | None] = None
+    long_fields: ClassVar[frozenset[str]] = frozenset(
+        ("messages", "prompt", "input", "tools", "system", "instructions", "tokens", "allowed_token_ids")
+    )
 
     def check(self) -> None:
         """Check what lies between fields. Raises RequestError."""
@@ -49,31 +65,31 @@ class Body(msgspec.Struct, kw_only=True):
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def always(reason: str) -> Refusal:
-    """Return the refusal of any value."""
-    return lambda _value: reason
+def decode_body(
+    data: bytes,
+    struct_type: type[T],
+    name: str = "the body",
+    check_fields: Callable[[Mapping[str, msgspec.Raw]], None] | None = None,
+) -> tuple[T, tuple[str, ...]]:
+    """Return the body, and the paths of fields in it that are not known. Raises RequestError (BodyError), whatever is sent.
 
-
-def unless(*allowed: object, reason: str) -> Refusal:
-    """Return the refusal of any value but these."""
-    return lambda value: None if any(value is one or (value == one and type(value) is type(one)) for one in allowed) else reason
-
-
-def decode_body(data: bytes, struct_type: type[T], name: str = "the body") -> tuple[T, tuple[str, ...]]:
-    """Return the body, and the top-level fields in it that are not known. Raises RequestError (BodyError), whatever is sent.
-
-    Of a key that stands twice the last value counts. Errors of the whole call it `name`.
+    Of a key that stands twice the last value counts. What is unknown in many items of a list is told of the first. Errors of
+    the whole call it `name`. `check_fields` may refuse the fields, with a RequestError, before they are decoded.
     """
     if len(data) > LARGE_BYTES:
         try:
-            check_size(data)
+            check_size(data, struct_type.max_values if issubclass(struct_type, Body) else None)
         except ValueError as error:
             raise BodyError(f"{name} {error}; send several requests") from None
     try:
         fields = _field_decoder().decode(data)
-        known = _known_fields(struct_type)
+        if issubclass(struct_type, Body) and len(data) > MAX_FIELD_BYTES:
+            _check_lengths(fields, struct_type.long_fields)
+        if check_fields is not None:
+            check_fields(fields)
         _refuse(fields, struct_type)
         body = _decoder(struct_type).decode(data)
+        ignored = _ignored(unknown_fields(fields, struct_type))
     except RecursionError:
         raise BodyError(f"{name} is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError as error:
@@ -84,8 +100,21 @@ def decode_body(data: bytes, struct_type: type[T], name: str = "the body") -> tu
         raise BodyError(f"{name} is not valid JSON: {error}", code="invalid_json") from None
     if issubclass(struct_type, Body):
         cast(Body, body).check()
-    ignored = [shorten(field, 100) for field in fields if field not in known]
-    return body, tuple(ignored[:MAX_IGNORED])
+    return body, ignored
+
+
+def count_ids(raw: msgspec.Raw) -> int | None:
+    """Return how many items a list of numbers has, without decoding it; None for anything else. Commas are what is counted."""
+    return _count_numbers(raw, _ID_LIST)
+
+
+def count_listed_ids(raw: msgspec.Raw) -> int | None:
+    """Return how many numbers there are in a list of lists of them, as `count_ids` does; None for anything else."""
+    return _count_numbers(raw, _ID_LISTS)
+
+
+def _count_numbers(raw: msgspec.Raw, opening: re.Pattern[bytes]) -> int | None:
+    return bytes(raw).count(b",") + 1 if opening.match(memoryview(raw)) else None
 
 
 def check_depth(value: object, limit: int, name: str) -> None:
@@ -119,27 +148,45 @@ def _decoder(struct_type: type[T]) -> msgspec.json.Decoder[T]:
     return msgspec.json.Decoder(struct_type)
 
 
-@lru_cache(maxsize=64)
-def _known_fields(struct_type: type[msgspec.Struct]) -> frozenset[str]:
-    fields = frozenset(struct_type.__struct_encode_fields__)
-    return fields | struct_type.refusals().keys() if issubclass(struct_type, Body) else fields
+@lru_cache(maxsize=256)
+def _refusals(struct_type: type[msgspec.Struct]) -> Mapping[str, Refusal]:
+    return struct_type.refusals() if issubclass(struct_type, Part) else {}
 
 
-@lru_cache(maxsize=64)
-def _refusals(struct_type: type[Body]) -> Mapping[str, Refusal]:
-    return struct_type.refusals()
+def _check_lengths(fields: Mapping[str, msgspec.Raw], may_be_long: Collection[str]) -> None:
+    for name, raw in fields.items():
+        num_bytes = len(memoryview(raw))
+        if num_bytes > MAX_FIELD_BYTES and name not in may_be_long:
+            shown = shorten(name, 100)
+            raise BodyError(f"{shown}: may have {MAX_FIELD_BYTES} bytes of JSON, got {num_bytes}", shown)
 
 
 def _refuse(fields: Mapping[str, msgspec.Raw], struct_type: type[msgspec.Struct]) -> None:
-    if not issubclass(struct_type, Body):
-        return
-    for name, refusal in _refusals(struct_type).items():
-        if name not in fields:
+    refusals = _refusals(struct_type)
+    for name, raw in fields.items():
+        refusal = refusals.get(name)
+        if refusal is None:
             continue
-        value = msgspec.json.decode(fields[name])
+        value = msgspec.json.decode(raw)
         reason = None if value is None else refusal(value)
         if reason is not None:
             raise BodyError(f"{name}: {reason}", name, "unsupported_parameter")
+
+
+def _ignored(unknown: Iterable[UnknownField]) -> tuple[str, ...]:
+    """Return the paths of fields that are not known, without those that are and may have the value that they have.
+
+    Raises BodyError for what lies deeper in the body and is refused.
+    """
+    found: dict[str, str] = {}
+    for field in unknown:
+        refusal = _refusals(field.holder).get(field.name)
+        if refusal is not None:
+            if reason := refusal(field.value):
+                raise BodyError(f"{field.path}: {reason}", field.path, "unsupported_parameter")
+        elif len(found) < MAX_IGNORED:
+            found.setdefault(_INDEX.sub("[]", field.path), shorten(field.path, 100))
+    return tuple(found.values())
 
 
 def _explain(message: str, name: str) -> BodyError:

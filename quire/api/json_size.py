@@ -10,16 +10,22 @@ import re
 MAX_STRINGS = 100_000  # names of fields count, too
 MAX_CONTAINERS = 50_000
 MAX_VALUES = 1 << 20
+MAX_ESCAPES = 1 << 20  # in strings: each takes as long as dozens of plain characters
 _PART_BYTES = 1 << 20
 _BACKSLASH = ord("\\")
 _STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
 
 
-def check_size(data: bytes) -> None:
-    """Raise ValueError where JSON has more strings, more lists and objects, or more values than a request can need.
+def check_size(data: bytes, max_values: int | None = None) -> None:
+    """Raise ValueError where JSON has more strings, escapes, lists and objects, or values than a request can need.
 
     What is no JSON is passed, or refused for its size: the decoder says what is wrong. Other threads run meanwhile.
     """
+    max_values = MAX_VALUES if max_values is None else max_values
+    num_escapes = 0
+    for start in range(0, len(data), _PART_BYTES):
+        num_escapes += data.count(b"\\", start, start + _PART_BYTES)
+        _check(num_escapes, MAX_ESCAPES, "escapes")
     num_strings = num_containers = num_values = position = 0
     while True:
         end = data.find(b'"', position, position + _PART_BYTES)
@@ -30,7 +36,7 @@ def check_size(data: bytes) -> None:
         num_strings += is_string
         _check(num_strings, MAX_STRINGS, "strings")
         _check(num_containers, MAX_CONTAINERS, "lists and objects")
-        _check(num_values, MAX_VALUES, "values")
+        _check(num_values, max_values, "values")
         position = _string_end(data, end + 1) if is_string else position + _PART_BYTES
         if position >= len(data):
             return

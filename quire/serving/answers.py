@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire.serving.errors import ApiError
 
@@ -31,6 +32,36 @@ class Unary:
     work: Callable[[], Awaitable[Ready]]
 
 
+class FrameSink(Protocol):
+    """Where frames of a stream can be written at once, without waiting.
+
+    last_write_s  when that was done last, of time.monotonic()
+    """
+
+    last_write_s: float
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stream has begun, and its connection takes more."""
+        ...
+
+    def write(self, frame: bytes) -> None:
+        """Write one or more whole events; only while it is open."""
+        ...
+
+
+@dataclass(slots=True)
+class Bypass:
+    """The way past `Stream.frames`: while whoever iterates waits for the next frame, what makes the frames may write to `sink`.
+
+    A frame then costs no turn of a task, and no coroutine is resumed.
+
+    sink  set by the shell, where its connection can be written to in this way
+    """
+
+    sink: FrameSink | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Server-sent events: each item of `frames` is one or more whole events, "data: ...\\n\\n", sent as they come.
@@ -42,6 +73,7 @@ class Stream:
     frames: AsyncIterator[bytes]
     encode_error: Callable[[ApiError], bytes]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    bypass: Bypass | None = None
 
 
 @dataclass(frozen=True, slots=True)

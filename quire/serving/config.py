@@ -26,6 +26,9 @@ class ApiKey:
     requests_per_minute  None for no limit
     tokens_per_minute    prompt and output tokens; None for no limit
     weight               share of the engine beside other keys under load
+    max_stored_files     files at a time, outputs of batches included; None for the server's own limit
+    max_stored_bytes     of these files; likewise
+    max_stored_batches   batches at a time, those of the last 30 days included; likewise
     may_hurry            its requests may ask for the service tier "priority"; else they get "default", and are told so
     """
 
@@ -35,6 +38,9 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     weight: float = 1.0
+    max_stored_files: int | None = None
+    max_stored_bytes: int | None = None
+    max_stored_batches: int | None = None
     is_admin: bool = False
     may_hurry: bool = False
 
@@ -48,6 +54,12 @@ class ServerConfig:
     allowed_origins       origins that browsers may call from; none by default
     allowed_hosts         Host headers that are answered while there are no keys (against DNS rebinding)
     data_dir              files, batches and stored responses; None keeps them in memory, and says so
+    max_prompt_characters  of one prompt; None: 16 for each token of the context, but a million at least
+    max_held_body_bytes   of all bodies that are arriving or being answered, of uploads what is in the memory; over it 503, but
+                          for small ones
+    max_stored_files      of one key, what its batches have written included; over it uploads are refused
+    max_stored_bytes      of these files
+    max_stored_batches    of one key, ended ones included until they go, 30 days after their end; over it new ones are refused
     max_queued_requests   sequences (n counts) that may wait or run; over it 503
     max_queued_tokens     prompt tokens that may wait; over it 503
     max_queue_wait_s      a request whose estimated wait is longer is refused with 503
@@ -72,7 +84,12 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
     data_dir: Path | None = None
     max_body_bytes: int = 32 * MIB
+    max_prompt_characters: int | None = None
+    max_held_body_bytes: int = 512 * MIB
     max_file_bytes: int = 200 * MIB
+    max_stored_files: int = 10_000
+    max_stored_bytes: int = 16 << 30
+    max_stored_batches: int = 10_000
     max_n: int = 16
     max_queued_requests: int = 1024
     max_queued_tokens: int = 2_000_000
@@ -104,9 +121,18 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
-        for name in ("max_body_bytes", "max_file_bytes", "max_n", "max_queued_requests", "max_queued_tokens"):
+        for name in (
+            *("max_body_bytes", "max_file_bytes", "max_stored_files", "max_stored_bytes", "max_stored_batches", "max_n"),
+            *("max_queued_requests", "max_queued_tokens"),
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_held_body_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_held_body_bytes must be at least max_body_bytes, {self.max_body_bytes}, got {self.max_held_body_bytes}"
+            )
+        if self.max_prompt_characters is not None and self.max_prompt_characters < 1:
+            raise ConfigError(f"max_prompt_characters must be at least 1, got {self.max_prompt_characters}")
         for name in ("drain_grace_s", "drain_timeout_s", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -138,3 +164,21 @@ class ServerConfig:
             raise ConfigError(f"log_format must be 'text' or 'json', got {self.log_format!r}")
         if len({key.name for key in self.api_keys}) < len(self.api_keys):
             raise ConfigError("api_keys: two keys have the same name")
+
+    def weight_of(self, owner: str) -> float:
+        """Return the share of an owner beside others."""
+        return next((key.weight for key in self.api_keys if key.name == owner), 1.0)
+
+    def max_batches_of(self, owner: str) -> int:
+        """Return how many batches an owner may have."""
+        own = next((key.max_stored_batches for key in self.api_keys if key.name == owner), None)
+        return self.max_stored_batches if own is None else own
+
+    def stored_limits(self, owner: str) -> tuple[int, int]:
+        """Return how many files an owner may store, and how many bytes."""
+        key = next((key for key in self.api_keys if key.name == owner), None)
+        own = (None, None) if key is None else (key.max_stored_files, key.max_stored_bytes)
+        return (
+            self.max_stored_files if own[0] is None else own[0],
+            self.max_stored_bytes if own[1] is None else own[1],
+        )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, engine_unavailable, not_found
+from quire.serving.errors import engine_unavailable, not_found, shutting_down
 from quire.serving.http.auth import Authenticator
-from quire.serving.interfaces import Gateway
+from quire.serving.interfaces import Gateway, Owner
 
 if TYPE_CHECKING:
     from quire.serving.batch.service import BatchService
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from quire.serving.metrics.server_metrics import ServerMetrics
     from quire.serving.responses.store import ResponseStore
 
+T = TypeVar("T")
 Phase = Literal["starting", "serving", "draining", "failed"]
 
 
@@ -27,6 +30,7 @@ class ServerContext:
 
     failure      why the server gives up, where phase is "failed"
     signing_key  of this process, for what clients hold for it and send back
+    bodies       how much of the bodies of requests is held
     keeps_responses  False: responses are never stored, and say so
     """
 
@@ -42,6 +46,10 @@ class ServerContext:
     failure: str | None = None
     keeps_responses: bool = True
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    bodies: BodyRoom = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyRoom(self.config.max_held_body_bytes)
 
     @property
     def model(self) -> ServedModel:
@@ -49,6 +57,11 @@ class ServerContext:
         if self.served is None:
             raise engine_unavailable(self.failure or "the model is being loaded")
         return self.served
+
+    @property
+    def max_chat_bytes(self) -> int | None:
+        """Of a body with one prompt; None while no model says."""
+        return None if self.served is None else self.served.max_chat_bytes
 
     def check_model(self, name: str | None) -> ServedModel:
         """Return the model that a request names. Raises ApiError 404 for a name that is not served, naming those that are."""
@@ -60,7 +73,24 @@ class ServerContext:
             )
         return served
 
+    async def prepare(
+        self, owner: Owner, call_id: str | None, texts: object, function: Callable[[], T], *, may_run_here: bool = False
+    ) -> T:
+        """Return what a function returns that renders or tokenises `texts`, run off the event loop in its owner's turn.
+
+        call_id       of the HTTP request, which counts against its key's limits meanwhile; None for a line of a batch
+        may_run_here  at once and on the event loop, where `texts` are all it works on, and so few that it takes next to nothing
+
+        Raises ApiError: 429 or 503 where there is no room, and what the function raises.
+        """
+        preparation = self.model.preparation
+        with self.gateway.holding(owner.name, call_id):
+            is_batch = call_id is None
+            return await preparation.run(
+                owner.name, texts, function, is_batch=is_batch, may_run_here=may_run_here and not is_batch
+            )
+
     def check_accepting(self) -> None:
         """Raise ApiError 503 while the server drains."""
         if self.phase == "draining":
-            raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=1.0)
+            raise shutting_down(after_s=self.gateway.drain_left_s)

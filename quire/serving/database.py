@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Generator
 from pathlib import Path
@@ -10,11 +11,33 @@ from pathlib import Path
 from quire.base.errors import ConfigError
 
 
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, where it is missing, that nobody else may look into; what is above it is made as usual. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _make_private_file(path: Path) -> None:
+    """Make a file, where it is missing, and let nobody else read it, where it is our own. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
+
+
 def open_database(folder: Path, name: str | None, schema: str, version: int) -> sqlite3.Connection:
     """Return a connection to the file `name` in a folder, with the tables of `schema`; without a name to a database in memory.
 
+    Nobody else may read the file: it has what people asked and were answered.
     Raises ConfigError, sqlite3.Error and OSError where it cannot be opened, and for a file of another version.
     """
+    if name is not None:
+        _make_private_file(folder / name)  # SQLite makes the files beside it as readable as this one is
+        for beside in (folder / f"{name}-wal", folder / f"{name}-shm"):
+            if beside.exists():
+                _make_private_file(beside)
     db = sqlite3.connect(":memory:" if name is None else folder / name, isolation_level=None)
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")

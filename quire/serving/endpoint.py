@@ -12,17 +12,19 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 
-from quire.api.decode import LARGE_BYTES, decode_body
+from quire.api.decode import LARGE_BYTES, BodyError, decode_body
 from quire.base.errors import RequestError
 from quire.serving.answers import Answer
+from quire.serving.body_room import BodyShare
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, invalid
+from quire.serving.errors import ApiError, from_quire_error, invalid, unknown_parameters
 from quire.serving.interfaces import Owner
 
 if TYPE_CHECKING:
     from quire.serving.context import ServerContext
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+HUGE_BYTES = 1 << 20  # decoding these holds the interpreter for milliseconds at a time: one after the other, or they add up
 MAX_TRACEPARENT_LENGTH = 128
 MAX_TIMEOUT_S = 24 * 3600.0
 
@@ -31,13 +33,15 @@ MAX_TIMEOUT_S = 24 * 3600.0
 class Call:
     """One request to an endpoint.
 
-    ignored_params  fields of the body that mean nothing here; the shell lists them in x-quire-ignored-params
+    share           of the room for bodies, taken as the body comes
+    ignored_params  paths of fields of the body that mean nothing here; the shell lists them in x-quire-ignored-params
     """
 
     request: Request
     owner: Owner
     request_id: str
     config: ServerConfig
+    share: BodyShare
     received_s: float = field(default_factory=time.monotonic)
     ignored_params: tuple[str, ...] = ()
 
@@ -62,36 +66,70 @@ class Call:
         value = self.request.headers.get("traceparent")
         return value if value is not None and len(value) <= MAX_TRACEPARENT_LENGTH else None
 
-    async def body(self, kind: type[Body]) -> Body:
-        """Return the JSON body as a `kind`. Raises ApiError: 400, 408, 413 or 415, naming the field."""
-        data = await self.raw_json()
+    async def body(
+        self,
+        kind: type[Body],
+        check_fields: Callable[[Mapping[str, msgspec.Raw]], None] | None = None,
+        max_bytes: int | None = None,
+    ) -> Body:
+        """Return the JSON body as a `kind`. Raises ApiError: 400, 408, 413, 415 or 503, naming the field.
+
+        check_fields  may refuse the fields with a RequestError before they are decoded
+        max_bytes     of the body, where that is less than of any
+        """
+        parts = await self.json_parts(max_bytes)
+        num_bytes = sum(map(len, parts))
+
+        def decode() -> tuple[Body, tuple[str, ...]]:
+            data = b"".join(parts)
+            parts.clear()
+            return decode_body(data, kind, check_fields=check_fields)
+
         try:
-            if len(data) > LARGE_BYTES:
-                body, ignored = await asyncio.to_thread(decode_body, data, kind)
+            if num_bytes > HUGE_BYTES:
+                async with self.share.decoding:
+                    body, ignored = await asyncio.to_thread(decode)
+            elif num_bytes > LARGE_BYTES:
+                body, ignored = await asyncio.to_thread(decode)
             else:
-                body, ignored = decode_body(data, kind)
+                body, ignored = decode()
+        except BodyError as error:
+            raise invalid(str(error), error.param, error.code) from None
         except RequestError as error:
-            raise invalid(str(error), error.param, getattr(error, "code", "invalid_value")) from None
-        if ignored and self.config.strict:
-            raise ApiError(400, f"unknown parameters: {', '.join(ignored)}", code="unknown_parameter", param=ignored[0])
-        self.ignored_params = ignored
+            raise from_quire_error(error) from None
+        self.ignore(ignored)
         return body
 
-    async def raw_json(self) -> bytes:
-        """Return the bytes of a body that says it is JSON."""
+    def ignore(self, names: tuple[str, ...]) -> None:
+        """Note fields that are ignored, by their paths. Raises ApiError 400 where the server is strict."""
+        if names and self.config.strict:
+            raise unknown_parameters(names)
+        self.ignored_params += names
+
+    @property
+    def content_length(self) -> int | None:
+        """How many bytes the body has, as its head says; None where that says nothing, or no number."""
+        stated = self.request.headers.get("content-length", "")
+        return int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
+
+    async def json_parts(self, max_bytes: int | None = None) -> list[bytes]:
+        """Return the bytes of a body that says it is JSON, in the parts in which they came."""
         kind = self.request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content-type must be application/json, got {kind[:100]!r}", code="unsupported_media_type")
-        return await self.raw_body(self.config.max_body_bytes)
+        limit = self.config.max_body_bytes
+        return await self._parts(limit if max_bytes is None else min(max_bytes, limit))
 
-    async def raw_body(self, max_bytes: int) -> bytes:
-        """Return the whole body. Raises ApiError 413 as soon as it is known to be longer than max_bytes."""
+    async def _parts(self, max_bytes: int) -> list[bytes]:
+        """Return the whole body. Raises ApiError as soon as it is known to be over max_bytes (413), or over the room (503)."""
         encoding = self.request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise ApiError(415, f"content-encoding {encoding[:100]!r} is not supported", code="unsupported_media_type")
-        length = self.request.headers.get("content-length", "")
-        if length.isdigit() and len(length) < 20 and int(length) > max_bytes:
-            raise too_large(max_bytes)
+        length = self.content_length
+        if length is not None:
+            if length > max_bytes:
+                raise too_large(max_bytes)
+            self.share.check(length)
         parts: list[bytes] = []
         num_bytes = 0
         try:
@@ -99,27 +137,34 @@ class Call:
                 num_bytes += len(part)
                 if num_bytes > max_bytes:
                     raise too_large(max_bytes)
+                self.share.take(len(part))
                 parts.append(part)
         except ClientDisconnect:
+            parts.clear()  # the error's traceback may live on
             raise ApiError(408, "the body did not arrive in full", code="request_timeout") from None
-        return b"".join(parts)
+        except BaseException:
+            parts.clear()
+            raise
+        return parts
 
     def deadline_s(self, is_streaming: bool) -> float:
         """Return until when the answer is wanted, in time.monotonic(): as the client says, or the default."""
         headers = self.request.headers
-        stated = headers.get("x-request-timeout")
-        if stated is None and not is_streaming:
-            stated = headers.get("x-stainless-read-timeout")  # the official clients say how long they will wait
-        return self.received_s + (self.config.default_timeout_s if stated is None else _seconds(stated))
+        # The official clients say by themselves how long they will wait for a whole answer.
+        for name in ("x-request-timeout", *(() if is_streaming else ("x-stainless-read-timeout",))):
+            stated = headers.get(name)
+            if stated is not None:
+                return self.received_s + _seconds(stated, name)
+        return self.received_s + self.config.default_timeout_s
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, header: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise invalid(f"x-request-timeout must be a number of seconds up to {MAX_TIMEOUT_S:.0f}, got {text[:50]!r}")
+        raise invalid(f"{header} must be a number of seconds above 0, up to {MAX_TIMEOUT_S:.0f}, got {text[:50]!r}", header)
     return seconds
 
 
@@ -127,6 +172,18 @@ def too_large(max_bytes: int) -> ApiError:
     """Return a 413; nothing more of the body is read."""
     return ApiError(413, f"the body may have {max_bytes} bytes", code="request_too_large")
 
+
+def header(name: str, schema: Mapping[str, Any], description: str) -> Mapping[str, Any]:
+    """Return the OpenAPI parameter of a header that may be sent."""
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
+
+
+_TIMEOUT: Mapping[str, Any] = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S}
+JOB_HEADERS = (
+    header("x-request-timeout", _TIMEOUT, "Seconds until when the answer is wanted."),
+    header("x-stainless-read-timeout", _TIMEOUT, "The same, as the official clients send it; a stream has none."),
+    header("traceparent", {"type": "string", "maxLength": MAX_TRACEPARENT_LENGTH}, "W3C trace context."),
+)
 
 Handler = Callable[["ServerContext", Call], Awaitable[Answer]]
 
@@ -139,6 +196,7 @@ class Endpoint:
     body           the type of the JSON body, for the OpenAPI description
     request_body   OpenAPI of a body that is not JSON
     query          OpenAPI parameters
+    headers        likewise
     is_open        needs no API key
     is_anthropic   its errors have the shape of the Anthropic API
     """
@@ -151,6 +209,7 @@ class Endpoint:
     body: type[msgspec.Struct] | None = None
     request_body: Mapping[str, Any] | None = None
     query: tuple[Mapping[str, Any], ...] = ()
+    headers: tuple[Mapping[str, Any], ...] = ()
     is_open: bool = False
     is_anthropic: bool = False
     success_media_type: str = "application/json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -29,9 +31,10 @@ _TYPES = {
     504: ("timeout", "timeout_error"),
     OVERLOADED_STATUS: ("server_error", "overloaded_error"),
 }
-_LENGTH_FIELDS = ("prompt", "max_tokens", "max_completion_tokens", "max_output_tokens")
+_LENGTH_FIELDS = ("prompt", "messages", "input", "max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_MESSAGE_LENGTH = 2000
 MAX_RETRY_AFTER_S = 120  # clients take a longer wait as "do not retry"
+BODY_ROOM_CODE = "too_many_body_bytes"
 
 
 class ApiError(Exception):
@@ -99,6 +102,11 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, message, code=code, param=param)
 
 
+def unknown_parameters(paths: Sequence[str]) -> ApiError:
+    """Return a 400 for fields that a strict server does not take."""
+    return ApiError(400, f"unknown parameters: {', '.join(paths)}", code="unknown_parameter", param=paths[0])
+
+
 def unsupported(param: str, message: str) -> ApiError:
     """Return a 400 for a parameter that exists in the API and not here."""
     return ApiError(400, message, code="unsupported_parameter", param=param)
@@ -119,9 +127,19 @@ def rate_limited(message: str, retry_after_s: float) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
+def spread_s(seconds: float, draw: Callable[[], float] = random.random) -> float:
+    """Return when to come back after at least `seconds`: up to a quarter later, so that not all return at once."""
+    return min(max(math.ceil(seconds), 1) * (1 + 0.25 * draw()), float(MAX_RETRY_AFTER_S))
+
+
 def engine_unavailable(message: str, retry_after_s: float = 5.0) -> ApiError:
-    """Return a 503: the engine is not there (starting, restarting, draining or dead)."""
-    return ApiError(503, message, code="engine_unavailable", retry_after_s=retry_after_s)
+    """Return a 503: the engine is not there (starting, restarting, draining or dead); all learn it at once, and are spread."""
+    return ApiError(503, message, code="engine_unavailable", retry_after_s=spread_s(retry_after_s))
+
+
+def shutting_down(code: str = "draining", after_s: float = 1.0) -> ApiError:
+    """Return a 503: this server ends, after about `after_s`; all learn it at once, and are spread."""
+    return ApiError(503, "the server is shutting down", code=code, retry_after_s=spread_s(after_s))
 
 
 def deadline_exceeded(while_queued: bool) -> ApiError:

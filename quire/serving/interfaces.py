@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -11,7 +12,11 @@ from quire.contracts.request import Request
 from quire.serving.link.messages import RequestDelta
 
 PriorityClass = Literal["interactive", "default", "batch"]
+NOT_BY_CLIENT = "not by the client"
+"""The message of a cancellation (task.cancel) that does not mean that the client has gone."""
 AbortReason = Literal["disconnect", "slow_reader", "deadline", "shutdown", "cancelled", "tool_cut"]
+Taker = Callable[[RequestDelta], bool]
+"""Offered a delta the moment it comes; returns whether it takes it, and must have left it alone if not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,7 @@ class Job:
     route        label of metrics: "/v1/chat/completions"
     traceparent  W3C trace context that the client sent; None for none
     call_id      of the HTTP request that the job is a part of: its jobs count as one against the limits of a key; None for none
+    received_s   when that request's head had arrived, in time.monotonic(); None for none
     """
 
     request: Request
@@ -48,6 +54,12 @@ class Job:
     deadline_s: float | None = None
     traceparent: str | None = None
     call_id: str | None = None
+    received_s: float | None = None
+
+    @property
+    def has_client(self) -> bool:
+        """Whether somebody waits for the answer on a connection."""
+        return self.call_id is not None
 
 
 class GenerationStream(Protocol):
@@ -62,6 +74,14 @@ class GenerationStream(Protocol):
 
     def abort(self, reason: AbortReason) -> None:
         """End the request; iteration then ends with its last delta (finish_reason "abort") or an ApiError."""
+        ...
+
+    def divert(self, take: Taker) -> None:
+        """Offer deltas to `take` from now on; those that it takes are not iterated over. A stream need not offer any.
+
+        Only while a reader waits in the iteration, so that order is kept, and neither errors nor the last delta: what has to
+        end in the reader's task. What `take` raises is raised from the iteration.
+        """
         ...
 
     def __aiter__(self) -> AsyncIterator[RequestDelta]: ...
@@ -80,6 +100,18 @@ class Gateway(Protocol):
 
     def open(self, job: Job) -> GenerationStream:
         """Queue a job. Raises ApiError at once where it is not admitted: 400, 429 or 503."""
+        ...
+
+    def holding(self, owner: str, call_id: str | None) -> AbstractContextManager[None]:
+        """Count a client's request among those in flight of its key, inside `with`. Raises ApiError 429 over the key's limit.
+
+        It counts once, also where its jobs are opened meanwhile; None, for a line of a batch, is not counted.
+        """
+        ...
+
+    @property
+    def drain_left_s(self) -> float:
+        """How long it takes until a server that drains has ended."""
         ...
 
     def ratelimit_headers(self, owner: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from quire.serving.errors import ApiError
+from quire.serving.errors import ApiError, shutting_down
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ class StoreThread(Generic[StoreT]):
     async def call(self, method: Callable[Concatenate[StoreT, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the store. Raises ApiError 503 where the disk does not do its part, or the store is closed."""
         if self._is_closed:
-            raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=1)
+            raise shutting_down()
 
         def call() -> R:
             try:

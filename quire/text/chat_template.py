@@ -29,6 +29,12 @@ class ChatTemplate:
         self._compiled: CompiledTemplate | None = None
         self._shape = TemplateShape(self._render_probe)
 
+    def variables(self) -> frozenset[str]:
+        """Return the names of the variables that have an effect. Raises ModelFormatError where the template is damaged."""
+        from quire.text.template_sandbox import variables_of
+
+        return variables_of(self.source)
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],

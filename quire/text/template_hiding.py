@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import RequestError
 
 _FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
+_PRIVATE = re.compile("[\U00100000-\U0010fffd]")
+_PIECE_CHARACTERS = 1 << 16  # that are searched at a time: no other thread runs meanwhile
+
+
+def matches(
+    pattern: re.Pattern[str], longest: int, text: str, start: int = 0, end: int | None = None
+) -> Iterator[re.Match[str]]:
+    """Yield what `pattern.finditer` does, a piece of the text after the other, so that others run meanwhile.
+
+    pattern  matches no empty text, looks at nothing beside its match, and matches `longest` characters at most
+    """
+    position, end = start, len(text) if end is None else min(end, len(text))
+    while position < end:
+        edge = min(position + _PIECE_CHARACTERS, end)
+        found = pattern.search(text, position, min(edge + longest - 1, end))
+        if found is None or found.start() >= edge:  # what begins behind the edge may have been cut
+            position = edge
+        else:
+            yield found
+            position = found.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +55,14 @@ class SpellingHider:
 
     def __init__(self, spellings: Iterable[str]) -> None:
         ordered = sorted(spellings, key=len, reverse=True)
+        self._longest = len(ordered[0]) if ordered else 1
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
         self._found: list[str] = []
         self._opener = self._closer = ""
 
     def hide(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
         """Return messages and tools with placeholders; of what the assistant wrote only its calls are searched."""
-        self._choose_marks(json.dumps([messages, tools], ensure_ascii=False))
+        self._choose_marks([messages, tools])
         return [self._hide_message(message) for message in messages], self._hide_value(tools)
 
     def show(self, text: str) -> RenderedChat:
@@ -52,7 +73,9 @@ class SpellingHider:
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
         start, length = 0, 0
-        for found in re.finditer(f"{opener}([0-9]+){closer}", text):
+        placeholder = re.compile(f"{opener}([0-9]+){closer}")
+        longest = 2 * len(_escape(self._opener)) + len(str(len(self._found)))
+        for found in matches(placeholder, longest, text):
             spelling = self._found[int(found.group(1))]
             pieces += [text[start : found.start()], spelling]
             length += found.start() - start
@@ -64,9 +87,9 @@ class SpellingHider:
             raise RequestError("the chat template cuts through the spelling of a special token in a message", "messages")
         return RenderedChat(shown, tuple(spans))
 
-    def _choose_marks(self, text: str) -> None:
+    def _choose_marks(self, value: Any) -> None:
         """Choose two characters for private use that the messages do not have."""
-        used = set(re.findall("[\U00100000-\U0010fffd]", text))
+        used = {found.group() for text in _texts(value) if not text.isascii() for found in matches(_PRIVATE, 1, text)}
         free = (chr(code) for code in range(_FIRST_PRIVATE, _LAST_PRIVATE) if chr(code) not in used)
         self._opener, self._closer = next(free, ""), next(free, "")
         if not self._closer:
@@ -80,14 +103,35 @@ class SpellingHider:
 
     def _hide_value(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(self._replace, value)
+            return self._hide_text(value)
         if isinstance(value, dict):
             return {self._hide_value(name): self._hide_value(item) for name, item in value.items()}
         return [self._hide_value(item) for item in value] if isinstance(value, list) else value
 
+    def _hide_text(self, text: str) -> str:
+        pieces: list[str] = []
+        start = 0
+        for found in matches(self._pattern, self._longest, text):
+            pieces += [text[start : found.start()], self._replace(found)]
+            start = found.end()
+        return "".join([*pieces, text[start:]]) if pieces else text
+
     def _replace(self, found: re.Match[str]) -> str:
         self._found.append(found.group())
         return f"{self._opener}{len(self._found) - 1}{self._closer}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _escape(mark: str) -> str:

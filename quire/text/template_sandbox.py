@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import meta, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -105,6 +105,16 @@ def compile_template(source: str) -> CompiledTemplate:
     except TemplateSyntaxError as error:
         raise ModelFormatError(f"chat_template is not a valid Jinja template: line {error.lineno}: {error.message}") from error
     except (SecurityError, RecursionError, SyntaxError, MemoryError) as error:
+        raise ModelFormatError(f"chat_template is refused: {error}") from error
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names that a chat template reads without having set them. Raises ModelFormatError if it is not valid."""
+    try:
+        return frozenset(meta.find_undeclared_variables(ChatEnvironment().parse(source)))
+    except TemplateSyntaxError as error:
+        raise ModelFormatError(f"chat_template is not a valid Jinja template: line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
         raise ModelFormatError(f"chat_template is refused: {error}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from quire.base.errors import ModelFormatError, RequestError
 from quire.base.gguf_file import is_gguf
 from quire.text.chat_template import ChatTemplate
-from quire.text.template_hiding import RenderedChat
+from quire.text.template_hiding import RenderedChat, matches
 from quire.text.token_streams import TokenStream
 from quire.text.tokenizer_files import read_tokenizer_files
 
@@ -119,7 +119,7 @@ class Tokenizer:
         if not chat.literal_spans:
             return self.encode(chat.text, add_special_tokens=False)
         token_ids: list[int] = []
-        for text, is_literal in _split_at_tokens(chat, self._added_pattern):
+        for text, is_literal in _split_at_tokens(chat, self._added_pattern, self._backend.added_tokens):
             if is_literal:
                 token_ids += self._encode_literally(text)
             elif text:
@@ -140,15 +140,6 @@ class Tokenizer:
         """
         chat = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
         return self.encode_rendered(chat)
-
-    def bad_word_token_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences that spell the words, each at the start of a text and after a space, no duplicates."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            bare = word.lstrip() or word
-            for text in (bare, f" {bare}"):
-                found[tuple(self.encode(text, add_special_tokens=False))] = None
-        return tuple(token_ids for token_ids in found if token_ids)
 
     @staticmethod
     def _check_text(text: str) -> None:
@@ -202,15 +193,19 @@ class Tokenizer:
         return None if token is None else self._backend.id_of(token)
 
 
-def _split_at_tokens(chat: RenderedChat, added: re.Pattern[str]) -> list[tuple[str, bool]]:
-    """Return the text in parts, and whether a part holds spans; such a part reaches to the real tokens around it."""
+def _split_at_tokens(chat: RenderedChat, added: re.Pattern[str], tokens: Iterable[str]) -> list[tuple[str, bool]]:
+    """Return the text in parts, and whether a part holds spans; such a part reaches to the real tokens around it.
+
+    added  finds any of the tokens
+    """
     span_starts = [start for start, _ in chat.literal_spans]
+    longest = max((len(text) for text in tokens), default=1)
     parts: list[tuple[str, bool]] = []
     begin, section, position, next_span = 0, 0, 0, 0
     has_spans = False
     while True:
         limit = span_starts[next_span] if next_span < len(span_starts) else len(chat.text)
-        found = added.search(chat.text, position, limit)
+        found = next(matches(added, longest, chat.text, position, limit), None)
         if found is not None and has_spans:
             parts += [(chat.text[begin:section], False), (chat.text[section : found.start()], True)]
             begin, has_spans = found.start(), False

@@ -109,10 +109,10 @@ def test_text_can_be_edited_and_scored(browser, server):
 
 def test_engine_view_shows_the_batch_and_shared_blocks_when_two_requests_have_one_prefix(browser, server):
     browser.open(f"{server.url}/#engine", height=1500)
-    for selector in ("#card-steps", "#card-kv", "#card-timeline", "#card-rate", "#card-ttft"):
+    for selector in ("#card-steps", "#card-kv", "#card-timeline", "#card-rate", "#card-ttft", "#card-queue"):
         browser.click(lambda selector=selector: browser.one(f"{selector} summary"))
     rows = """
-    const rows = [...document.querySelectorAll(`#card-${arguments[0]} tbody tr`)];
+    const rows = [...document.querySelectorAll(`#card-${arguments[0]} .twin tbody tr`)];
     return rows.map((row) => [...row.children].map((cell) => cell.textContent))"""
 
     def table(name):
@@ -131,13 +131,14 @@ def test_engine_view_shows_the_batch_and_shared_blocks_when_two_requests_have_on
         browser.until(lambda: any(int(row[7]) > 0 for row in table("timeline")), "a request with cached tokens")
         browser.until(lambda: any(int(row[2]) > 0 for row in table("rate")), "decode tokens")
         browser.until(lambda: table("ttft"), "times to first token")
+        browser.until(lambda: any(int(row[2]) >= 2 for row in table("queue")), "two sequences that run at once")
     assert "Engine ready" in browser.one(".engine-state").text
     painted = browser.run("""
     return [...document.querySelectorAll(".card canvas:not(.swatch)")].map((canvas) => {
       const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
       return pixels.some((value) => value > 0);
     })""")
-    assert painted == [True] * 5
+    assert painted == [True] * 6
     browser.click(lambda: browser.one("canvas.steps"))
     browser.press(LEFT)
     browser.until(lambda: browser.one("#card-steps .note").text.startswith("Step "), "the step that is read out")

@@ -5,6 +5,7 @@ QUIRE_OVERLOAD_S sets for how long.
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.serving.server_lag import LagCounts
 from tests.e2e.server_process import serving
 from tests.e2e.wire import Wire, assert_recovered, completion
 
@@ -24,7 +26,8 @@ MAX_TOKENS = 100
 MAX_WAIT_S = 2
 OBJECTIVE_S = 10  # of the first token: five times the longest wait for which a request is taken in
 MAX_GROWTH_MIB = 32
-MAX_LAG_S = 0.25
+MAX_LAG_S = 0.1
+NUM_TRIES = 3  # others may have the machine for a while: what is wrong is so each time
 NUM_STREAMS = 256
 
 
@@ -111,20 +114,73 @@ def test_event_loop_comes_round_when_256_streams_are_open():
         async def go():
             wires = [await Wire.stream(server, 250) for _ in range(NUM_STREAMS)]
             await asyncio.gather(*[wire.read_rest() for wire in wires])
-            return wires
+            assert all(wire.is_complete for wire in wires)
 
-        before = server.metrics("quire:event_loop_lag_seconds_count")[0], num_late(server)
-        wires = asyncio.run(go())
-        after = server.metrics("quire:event_loop_lag_seconds_count")[0], num_late(server)
-        assert all(wire.is_complete for wire in wires)
-        num_samples, late = (new - old for new, old in zip(after, before, strict=True))
-        print(f"{late:.0f} of {num_samples:.0f} rounds were more than {MAX_LAG_S} s late")
-        assert num_samples >= 10
-        assert late <= max(1, num_samples * 0.05)
+        assert_seldom_late(server, go)
         assert_recovered(server)
 
 
-def num_late(server):
-    """Return how often the event loop was later than MAX_LAG_S."""
-    in_time = server.metric("quire:event_loop_lag_seconds_bucket", le=str(MAX_LAG_S))
-    return server.metric("quire:event_loop_lag_seconds_count") - in_time
+def huge_requests():
+    """Return requests that are as large as they may be, or larger, each of another shape."""
+    words = "It was a cold morning when the train came in. "
+
+    def chat(**fields):
+        return "/v1/chat/completions", {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 2,
+        } | fields
+
+    tool = {"type": "function", "function": {"name": "f", "description": words * 400, "parameters": {"type": "object"}}}
+    tools = [{**tool, "function": {**tool["function"], "name": f"f{n}"}} for n in range(250)]
+    return [
+        chat(messages=[{"role": "user", "content": words * 600_000}]),
+        chat(messages=[{"role": "user", "content": words * 130_000}]),
+        chat(messages=[{"role": "user", "content": "<|im_end|>" + "\u4e2d\n" * 400_000}]),
+        chat(tools=tools),
+        chat(chat_template_kwargs={"a": [[1] * 10] * 30_000}),
+        chat(unheard_of=[{"a": 1}] * 20_000),
+        ("/v1/completions", {"model": "demo", "prompt": [7] * 1_000_000}),
+        ("/v1/completions", {"model": "demo", "prompt": [[7] * 900] * 256}),
+        ("/v1/completions", {"model": "demo", "prompt": [words * 400] * 250}),
+        ("/v1/embeddings", {"model": "demo", "input": [[7] * 500] * 500}),
+        ("/tokenize", {"model": "demo", "prompt": words * 20_000, "return_token_strs": True}),
+        ("/v1/responses", {"model": "demo", "input": words * 130_000}),
+        ("/v1/messages", {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": words * 130_000}]}),
+    ]
+
+
+@pytest.mark.slow
+def test_event_loop_comes_round_when_huge_requests_come():
+    requests = [(path, json.dumps(body).encode()) for path, body in huge_requests()]
+    with serving("--no-page") as server:
+
+        async def send(path, data):
+            wire = await Wire.send(server, path, data)
+            with contextlib.suppress(ConnectionError):
+                await wire.writer.drain()
+            return (await wire.answer())[0]
+
+        async def go():
+            beside = asyncio.create_task((await Wire.stream(server, 900)).read_rest())
+            statuses = [await send(path, data) for path, data in requests for _ in range(3)]
+            beside.cancel()
+            assert set(statuses) <= {200, 400, 413}, statuses
+
+        assert_seldom_late(server, go)
+        assert_recovered(server)
+
+
+def assert_seldom_late(server, make_load):
+    """The server's event loop is at most MAX_LAG_S late in 99 of a hundred looks at it, under a load."""
+    tries = []
+    for _ in range(NUM_TRIES):
+        before = LagCounts.parse(server.get("/metrics").content)
+        asyncio.run(make_load())
+        found = LagCounts.parse(server.get("/metrics").content).since(before)
+        print(found.figures())
+        assert found.count >= 10
+        tries.append(found.bound_of(0.99))
+        if tries[-1] <= MAX_LAG_S:
+            return
+    raise AssertionError(f"the event loop is late by {tries} s at P99")

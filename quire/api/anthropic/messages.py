@@ -9,14 +9,16 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.anthropic.blocks import AssistantMessage, CacheControl, Messages, Texts, ToolUseBlock
-from quire.api.decode import Body, BodyError, Refusal, always, check_depth, unless
+from quire.api.decode import Body, BodyError, Part, check_depth
+from quire.api.elsewhere import refusals_of_others
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
 from quire.api.openai.shared import MAX_DEPTH, MAX_STOP_STRINGS, MAX_TOKEN_ID, Name, StopString
+from quire.api.refusal import Refusal, always, unless
 
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class Tool(Part, kw_only=True):
     """A function that the model may call; input_schema is a JSON schema."""
 
     name: ToolName
@@ -25,6 +27,14 @@ class Tool(msgspec.Struct, kw_only=True):
     type: Literal["custom"] | None = None
     strict: Annotated[bool, Meta(description="true: calls have an input of the schema.")] | None = None
     cache_control: CacheControl | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            "input_examples": always("is not supported; put examples into the description"),
+            "defer_loading": unless(False, reason="there is no search of tools here; leave it out"),
+            "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
+        }
 
     def __post_init__(self) -> None:
         check_depth(self.input_schema, MAX_DEPTH, "input_schema")
@@ -87,11 +97,15 @@ class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_only=
     schema: dict[str, Any] | bool
 
 
-class OutputConfig(msgspec.Struct, kw_only=True):
+class OutputConfig(Part, kw_only=True):
     """How much the model is to reason, as its chat template knows it, and what its answer has to be."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {"task_budget": always("is not supported; use max_tokens")}
 
 
 class RequestMetadata(msgspec.Struct, kw_only=True):
@@ -123,7 +137,7 @@ class PromptFields(Body, kw_only=True):
             "mcp_servers": always("this server calls no MCP servers; give their tools as tools"),
             **{
                 name: always("is not supported; leave it out")
-                for name in ("container", "context_management", "diagnostics", "inference_geo")
+                for name in ("container", "context_management", "compaction", "thread", "diagnostics", "inference_geo")
             },
         }
 
@@ -159,6 +173,10 @@ class CountTokensRequest(PromptFields, kw_only=True):
 
 class MessagesRequest(PromptFields, kw_only=True):
     """A conversation to be continued."""
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {**refusals_of_others(cls.__struct_encode_fields__), **super().refusals()}
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID)]
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None

@@ -167,10 +167,10 @@ class PromptUsage(msgspec.Struct):
 
 
 class Embeddings(msgspec.Struct):
-    """The vectors of all inputs."""
+    """The vectors of all inputs; `data` are Embeddings, perhaps encoded already."""
 
     object: str
-    data: list[Embedding]
+    data: list[Embedding] | list[msgspec.Raw]
     model: str
     usage: PromptUsage
 

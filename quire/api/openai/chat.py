@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from quire.api.decode import BodyError, Refusal, always, check_depth, unless
+from quire.api.decode import BodyError, Part, check_depth
 from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields, ServiceTier
+from quire.api.refusal import Refusal, always, unless
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -82,7 +83,7 @@ class UserMessage(msgspec.Struct, tag_field="role", tag="user", kw_only=True):
     name: str | None = None
 
 
-class AssistantMessage(msgspec.Struct, tag_field="role", tag="assistant", kw_only=True):
+class AssistantMessage(Part, tag_field="role", tag="assistant", kw_only=True):
     """An earlier answer; reasoning_content (or reasoning) may be sent back, and the chat template decides on it."""
 
     content: AssistantTexts | None = None
@@ -91,6 +92,16 @@ class AssistantMessage(msgspec.Struct, tag_field="role", tag="assistant", kw_onl
     tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_TOOLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        goes_on = unless(False, reason="is not supported; continue_final_message goes on with the last message")
+        return {
+            "prefix": goes_on,
+            "partial": goes_on,
+            "function_call": always("is of the past; use tool_calls"),
+            "audio": always("the model takes text alone"),
+        }
 
 
 class ToolMessage(msgspec.Struct, tag_field="role", tag="tool", kw_only=True):
@@ -247,7 +258,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         old_functions = always("is of the past; use tools and tool_choice")
         return {
-            **SamplingFields.refusals(),
+            **super().refusals(),
             "functions": old_functions,
             "function_call": old_functions,
             "service_tier": SERVICE_TIERS,
@@ -256,10 +267,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             "modalities": unless(["text"], reason="the model answers in text alone"),
             "web_search_options": always("there is no web search here; leave it out"),
             "verbosity": unless("medium", reason="is not supported; say in the messages how long the answer is to be"),
-            **{
-                name: always("is not supported; leave it out")
-                for name in ("audio", "prediction", "moderation", "documents", "best_of", "suffix", "mm_processor_kwargs")
-            },
+            **{name: always("is not supported; leave it out") for name in ("audio", "prediction", "moderation", "documents")},
         }
 
     def check(self) -> None:

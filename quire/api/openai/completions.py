@@ -7,10 +7,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from quire.api.decode import BodyError, Refusal, always
+from quire.api.decode import BodyError
 from quire.api.openai.shared import MAX_N, MAX_TOKEN_ID, SamplingFields, TokenId
+from quire.api.refusal import Refusal, always
 
 MAX_PROMPTS = 256
+DEFAULT_MAX_TOKENS = 16
 
 Prompt = str | list[int]
 PROMPT_SCHEMA = {
@@ -34,6 +36,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: PromptField
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="Default 16; 0 needs echo.")] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="The same as max_tokens.")] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: Annotated[bool, Meta(description="Answer with the prompt in front.")] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -42,7 +45,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            **SamplingFields.refusals(),
+            **super().refusals(),
             "suffix": always("the model cannot fill in the middle; leave it out"),
         }
 
@@ -55,11 +58,26 @@ class CompletionRequest(SamplingFields, kw_only=True):
                 raise BodyError(f"best_of: must be at least n, {self.n}, got {self.best_of}", "best_of")
             if self.stream and self.best_of > (self.n or 1):
                 raise BodyError("best_of: which choices are best is known at the end; leave stream out", "best_of")
-        limit = 16 if self.max_tokens is None else self.max_tokens
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise BodyError(
+                f"max_completion_tokens: is another name of max_tokens, {self.max_tokens}, got {self.max_completion_tokens}",
+                "max_completion_tokens",
+            )
+        limit = DEFAULT_MAX_TOKENS if self.max_output_tokens is None else self.max_output_tokens
         if limit == 0 and not self.echo:
-            raise BodyError("max_tokens: 0 needs echo true, or there is nothing to answer", "max_tokens")
+            raise BodyError(f"{self.limit_param}: 0 needs echo true, or there is nothing to answer", self.limit_param)
         if self.min_tokens is not None and self.min_tokens > limit:
-            raise BodyError(f"min_tokens: must be at most max_tokens, {limit}, got {self.min_tokens}", "min_tokens")
+            raise BodyError(f"min_tokens: must be at most {self.limit_param}, {limit}, got {self.min_tokens}", "min_tokens")
+
+    @property
+    def limit_param(self) -> str:
+        """The name that the limit of the output was sent by."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """max_tokens, or its other name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], limit: int, param: str) -> list[Prompt]:

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from quire.api.decode import Body, Refusal, always
+from quire.api.decode import Body
 from quire.api.openai.completions import PromptField, split_prompts
 from quire.api.openai.shared import Name, Salt
+from quire.api.refusal import Refusal, always, unless
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 300_000
@@ -35,6 +36,13 @@ class EmbeddingRequest(Body, kw_only=True):
         return {
             "truncate_prompt_tokens": always("is not supported; shorten the input"),
             "messages": always("is not supported; send input"),
+            "embed_dtype": unless("float32", reason="vectors are float32"),
+            "endianness": unless("native", "little", reason="base64 is of little-endian floats"),
+            "use_activation": unless(True, reason="is not supported; use normalize"),
+            **{
+                name: always("is not supported; put it into the input")
+                for name in ("instruction", "input_type", "prompt_name", "chat_template", "chat_template_kwargs")
+            },
         }
 
     def check(self) -> None:

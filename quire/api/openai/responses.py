@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from quire.api.decode import Body, BodyError, Refusal, always, check_depth, unless
+from quire.api.decode import Body, BodyError, Part, check_depth
+from quire.api.elsewhere import refusals_of_others
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
 from quire.api.openai.responses_items import InputItems
 from quire.api.openai.shared import (
@@ -22,6 +23,7 @@ from quire.api.openai.shared import (
     ServiceTier,
     Stop,
 )
+from quire.api.refusal import Refusal, always, unless
 
 MAX_INCLUDES = 32
 Identifier = Annotated[str, Meta(max_length=512)]
@@ -29,7 +31,7 @@ _TOOL_NAME = "^[A-Za-z0-9_-]{1,64}$"
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 
-class FunctionTool(msgspec.Struct, kw_only=True):
+class FunctionTool(Part, kw_only=True):
     """A function that the model may call; parameters is a JSON schema."""
 
     type: Annotated[str, Meta(max_length=64, description="'function': the server runs no tools of its own.")]
@@ -37,6 +39,13 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Annotated[bool, Meta(description="true: calls have arguments of the schema.")] | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            "defer_loading": unless(False, reason="there is no search of tools here; leave it out"),
+            "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
+        }
 
     def __post_init__(self) -> None:
         if self.parameters is None:
@@ -63,12 +72,19 @@ class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_onl
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedTools
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class Reasoning(Part, kw_only=True):
     """How much the model is to reason. A summary is not made: the reasoning is given in full."""
 
     effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            "context": unless("auto", reason="may be 'auto': the chat template decides which reasoning the model is shown"),
+            "mode": unless("standard", reason="there is only 'standard'"),
+        }
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
@@ -143,6 +159,7 @@ class ResponsesRequest(Body, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
+            **refusals_of_others(cls.__struct_encode_fields__),
             "background": unless(False, reason="responses are not made in the background; leave it out"),
             "truncation": unless("disabled", reason="is not supported; shorten the input"),
             "tool_choice": _refuse_tool_choice,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -30,9 +30,11 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class SentOutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """Text of an earlier answer."""
+    """Text of an earlier answer. Its annotations and log probabilities are not used."""
 
     text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
 
 
 class RefusalText(msgspec.Struct, tag_field="type", tag="refusal"):

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.api.decode import Body, BodyError, Refusal, always, unless
+from quire.api.decode import Body, BodyError, Part
+from quire.api.elsewhere import refusals_of_others
+from quire.api.refusal import Refusal, always, unless
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_STRINGS = 16
@@ -45,8 +47,12 @@ class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
     """Any text."""
 
 
-class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+class JsonObjectFormat(Part, tag_field="type", tag="json_object"):
     """A JSON object."""
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return dict.fromkeys(("schema", "json_schema"), always("a schema needs the type 'json_schema'"))
 
 
 class NamedSchema(msgspec.Struct, kw_only=True):
@@ -140,6 +146,7 @@ class SamplingFields(Body, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
+            **refusals_of_others(cls.__struct_encode_fields__),
             **dict.fromkeys(
                 ("use_beam_search", "logits_processors", "truncate_prompt_tokens", "early_stopping"),
                 _refuse_truthy,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from quire.api.decode import Body, BodyError
 from quire.api.openai.chat import ContinuesFinal, Messages, TemplateVariables, Tools, check_template_fields
 from quire.api.openai.shared import Name, TokenId
+from quire.api.refusal import Refusal, always
 
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 17
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -26,6 +28,13 @@ class TokenizeRequest(Body, kw_only=True):
     add_special_tokens: Annotated[bool, Meta(description="Default true for a prompt, false for messages.")] | None = None
     return_token_strs: bool | None = None
 
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            name: always("is not supported; leave it out")
+            for name in ("chat_template", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens", "documents")
+        }
+
     def check(self) -> None:
         """Check what lies between the fields."""
         if (self.prompt is None) == (self.messages is None):
@@ -36,5 +45,6 @@ class TokenizeRequest(Body, kw_only=True):
 class DetokenizeRequest(Body, kw_only=True):
     """Token ids to be turned into text."""
 
+    max_values: ClassVar[int | None] = MAX_TOKENS + (1 << 15)
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: Name | None = None

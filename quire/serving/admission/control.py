@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from quire.serving.admission.fair_queue import FairQueue
 from quire.serving.admission.limits import OwnerLimits, check_key
 from quire.serving.admission.rates import ServiceRates
+from quire.serving.admission.shares import most_beside
 from quire.serving.admission.ticket import Ticket
 from quire.serving.config import ApiKey, ServerConfig
-from quire.serving.errors import MAX_RETRY_AFTER_S, ApiError, deadline_exceeded, overloaded, rate_limited
+from quire.serving.errors import ApiError, deadline_exceeded, overloaded, rate_limited, spread_s
 from quire.serving.interfaces import Job, PriorityClass
 from quire.serving.link.messages import StepReport
 
-_SHARE_OF_FREE_ROOM = 4
-"""With keys, an owner may hold this many times the room that is left (Choudhury and Hahne, 1998): one alone gets four fifths
-of the queue, two get four ninths each, and a newcomer always finds room."""
 BATCH_WINDOW_FACTOR = 2
 
 
@@ -25,7 +24,9 @@ class AdmissionControl:
 
     Classes: of "interactive" and "default" the estimated wait is bounded by max_queue_wait_s. "batch" may wait as long as its
     deadline allows and takes no room from the others, but at most 2 * max_num_seqs sequences of it are here and in the engine.
-    max_concurrent of a key does not count batch jobs; its rates do. Raises ConfigError for a key with an impossible limit.
+    Of those, the ones of clients that wait ("flex") leave room for one line of a batch, and a key has its share of that.
+    max_concurrent of a key does not count the lines of batches; its rates do. Raises ConfigError for a key with a limit that
+    is impossible.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AdmissionControl:
             raise deadline_exceeded(while_queued=True)
         self._check_key(job, owner, num_prompt_tokens + expected, now_s)
         if job.priority == "batch":
-            self._check_batch_window(num_sequences)
+            self._check_batch_window(job, owner, num_sequences)
         else:
             self._check_room(job, owner, num_sequences, num_prompt_tokens)
         self._check_wait(job, num_sequences, num_prompt_tokens, now_s)
@@ -89,6 +90,19 @@ class AdmissionControl:
         )
         self.queue.push(ticket)
         return ticket
+
+    @contextlib.contextmanager
+    def holding(self, owner: str, call_id: str) -> Generator[None]:
+        """Count a call among those in flight of its key, with jobs or without. Raises ApiError 429 over its limit."""
+        limits = self._owner(owner)
+        self._check_concurrent(limits, call_id)
+        limits.calls[call_id] += 1
+        try:
+            yield
+        finally:
+            limits.calls[call_id] -= 1
+            if not limits.calls[call_id]:
+                del limits.calls[call_id]
 
     def take(self, capacity: int) -> Ticket | None:
         """Return the next ticket for an engine that holds at most `capacity` sequences; None when it is full or none waits.
@@ -149,6 +163,12 @@ class AdmissionControl:
         slots = max(min(self._num_taken_sequences, self.max_num_seqs), 1)
         return wait_s + self.rates.seconds_of(0, self._num_taken_expected / slots)
 
+    @property
+    def work_left_s(self) -> float:
+        """Return how long the engine needs for all that is held, batches left out; 0 while its rates are unknown."""
+        queued_s = sum(self._seconds_of_class(name) for name in self._ahead("default"))
+        return queued_s + self.rates.seconds_of(0, self._num_taken_expected)
+
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
         """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
         return self._owner(owner).headers(self._clock())
@@ -161,12 +181,12 @@ class AdmissionControl:
     def is_empty(self) -> bool:
         """Return whether nothing is held at all: no ticket waits or is in the engine, and every count is back at 0."""
         counts = (self._num_taken_sequences, self._num_taken_expected, self._num_held_online, self._num_held_batch)
-        held = any(owner.calls or owner.num_sequences for owner in self._owners.values())
+        held = any(owner.calls or owner.num_sequences or owner.num_flex_sequences for owner in self._owners.values())
         return not (len(self.queue) or self._taken or any(counts) or held)
 
     def retry_after_s(self, seconds: float) -> float:
         """Return when to come back if there may be room in `seconds`: spread, so that not all return at once."""
-        return min(max(math.ceil(seconds), 1) * (1 + 0.25 * self._random()), float(MAX_RETRY_AFTER_S))
+        return spread_s(seconds, self._random)
 
     def _owner(self, name: str) -> OwnerLimits:
         found = self._owners.get(name)
@@ -177,12 +197,15 @@ class AdmissionControl:
     def _hold(self, job: Job, owner: OwnerLimits, num_sequences: int, sign: int) -> None:
         if job.priority == "batch":
             self._num_held_batch += sign * num_sequences
-            return
-        self._num_held_online += sign * num_sequences
+            if not job.has_client:
+                return
+            owner.num_flex_sequences += sign * num_sequences
+        else:
+            self._num_held_online += sign * num_sequences
+            owner.num_sequences += sign * num_sequences
         owner.calls[_call_of(job)] += sign
         if not owner.calls[_call_of(job)]:
             del owner.calls[_call_of(job)]
-        owner.num_sequences += sign * num_sequences
 
     def _ahead(self, priority: PriorityClass) -> Sequence[PriorityClass]:
         return ("interactive", "default", "batch") if priority == "batch" else ("interactive", "default")
@@ -192,20 +215,26 @@ class AdmissionControl:
         return self.rates.seconds_of(backlog.num_prompt_tokens, backlog.num_expected_tokens)
 
     def _check_key(self, job: Job, owner: OwnerLimits, num_tokens: int, now_s: float) -> None:
-        limit, is_new = owner.max_concurrent, _call_of(job) not in owner.calls
-        if limit is not None and is_new and job.priority != "batch" and len(owner.calls) >= limit:
-            raise rate_limited(
-                f"this key has {len(owner.calls)} requests in flight, its limit is {limit}", self.retry_after_s(1)
-            )
-        wait_s, rate = owner.seconds_until(num_tokens, now_s, num_requests=int(is_new))
+        if job.priority != "batch" or job.has_client:
+            self._check_concurrent(owner, _call_of(job))
+        wait_s, rate = owner.seconds_until(num_tokens, now_s, num_requests=int(_call_of(job) not in owner.calls))
         if wait_s > 0:
             raise rate_limited(f"this key is over its limit of {rate}", self.retry_after_s(wait_s))
 
-    def _check_batch_window(self, num_sequences: int) -> None:
-        held = self._num_held_batch
-        if held and held + num_sequences > self.batch_window:
-            raise overloaded(
-                f"{held} sequences of class batch are in flight, the window is {self.batch_window}", self.retry_after_s(1)
+    def _check_concurrent(self, owner: OwnerLimits, call_id: str) -> None:
+        limit, held = owner.max_concurrent, len(owner.calls)
+        if limit is not None and held >= limit and call_id not in owner.calls:
+            raise rate_limited(f"this key has {held} requests in flight, its limit is {limit}", self.retry_after_s(1))
+
+    def _check_batch_window(self, job: Job, owner: OwnerLimits, num_sequences: int) -> None:
+        held, own = self._num_held_batch, owner.num_flex_sequences
+        window = self.batch_window - 1 if job.has_client else self.batch_window
+        if held and held + num_sequences > window:
+            raise overloaded(f"{held} sequences of class batch are in flight, the window is {window}", self.retry_after_s(1))
+        if job.has_client and own and own + num_sequences > most_beside(window - held, owner.weight):
+            raise rate_limited(
+                f"this key holds {own} sequences of service tier flex, more than its share of the {window} there may be",
+                self.retry_after_s(1),
             )
 
     def _check_room(self, job: Job, owner: OwnerLimits, num_sequences: int, num_prompt_tokens: int) -> None:
@@ -217,7 +246,7 @@ class AdmissionControl:
         )
         for what, wanted, held, own, limit in rows:
             others = held - own
-            most = _SHARE_OF_FREE_ROOM * owner.weight * (limit - held) if self._keys else math.inf
+            most = most_beside(limit - held, owner.weight) if self._keys else math.inf
             if held and held + wanted > limit:
                 message = f"the queue holds {held} {what}, at most {limit} may be in it"
             elif own and own + wanted > most:

@@ -54,7 +54,8 @@ class OwnerLimits:
         self.weight = key.weight if key is not None else 1.0
         self.max_concurrent = key.max_concurrent if key is not None else None
         self.calls = Counter[str]()  # jobs in flight of each request of the client
-        self.num_sequences = 0
+        self.num_sequences = 0  # of the classes "interactive" and "default"
+        self.num_flex_sequences = 0  # of class "batch" for which a client waits
         self._requests = TokenBucket(key.requests_per_minute, now_s) if key is not None and key.requests_per_minute else None
         self._tokens = TokenBucket(key.tokens_per_minute, now_s) if key is not None and key.tokens_per_minute else None
         self._mean_output_tokens: float | None = None

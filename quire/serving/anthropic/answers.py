@@ -165,6 +165,10 @@ class MessageStreamEncoder:
         """Return what some events cause, b"" for nothing."""
         return b"".join([named_frame(event) for event in self._machine.feed(events)])
 
+    def encode_text(self, choice: int, text: str) -> bytes:
+        """Return what a TextDelta without positions causes."""
+        return self.encode([TextDelta(choice, text)])
+
 
 class MessageFold:
     """Adds the events of one generation up to the whole answer, as a client of the stream does."""

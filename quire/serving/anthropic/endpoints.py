@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from quire.api.anthropic.answers import TokenCount
 from quire.api.anthropic.messages import CountTokensRequest, MessagesRequest
-from quire.serving.answers import Answer, Ready, Stream
+from quire.serving.answers import Answer, Ready
 from quire.serving.anthropic.answers import MessageFold, MessageHead, MessageStreamEncoder
 from quire.serving.anthropic.overload import answer_overloaded, overload_as_529
 from quire.serving.anthropic.requests import chat_input, message_options
 from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint
+from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
 from quire.serving.generation.plan import GenerationPlan
-from quire.serving.generation.prepare import check_text_length, need_tokenizer, prepare_chat, render_chat
+from quire.serving.generation.prepare import (
+    check_text_length,
+    count_shown_characters,
+    need_tokenizer,
+    prepare_chat,
+    render_chat,
+)
 from quire.serving.openai.frames import encode_json
-from quire.serving.openai.handlers import caller_of, frames, whole_answer
+from quire.serving.openai.handlers import caller_of, stream_answer, whole_answer
 from quire.serving.openai.requests import make_id
 
 
@@ -26,7 +32,7 @@ async def post_message(context: ServerContext, call: Call) -> Answer:
 
 async def _message(context: ServerContext, call: Call) -> Answer:
     context.check_accepting()
-    body = await call.body(MessagesRequest)
+    body = await call.body(MessagesRequest, max_bytes=context.max_chat_bytes)
     served = context.check_model(body.model)
     caller = caller_of(call, bool(body.stream))
     signer = ThinkingSigner(context.signing_key, call.owner.name)
@@ -35,26 +41,29 @@ async def _message(context: ServerContext, call: Call) -> Answer:
     def prepare() -> GenerationPlan:
         return prepare_chat(served, head.id, chat_input(served, body, signer), message_options(body), call.owner)
 
-    plan = await served.preparation.run(prepare)
+    plan = await context.prepare(call.owner, call.request_id, body, prepare, may_run_here=True)
     jobs = [(caller.job(plan.request, bool(body.stream)), plan)]
     if not body.stream:
         return whole_answer(context.gateway, jobs, MessageFold(head))
     encoder = MessageStreamEncoder(head)
-    return Stream(frames(context.gateway, jobs, encoder), lambda error: error.anthropic_event(call.request_id))
+    return stream_answer(context.gateway, jobs, encoder, lambda error: error.anthropic_event(call.request_id))
 
 
 async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
     """Count the tokens of a conversation, tools and all that the chat template adds included."""
-    body = await call.body(CountTokensRequest)
+    body = await call.body(CountTokensRequest, max_bytes=context.max_chat_bytes)
     served = context.check_model(body.model)
     signer = ThinkingSigner(context.signing_key, call.owner.name)
 
     def count() -> int:
-        rendered = render_chat(served, chat_input(served, body, signer))
-        check_text_length(served, rendered.text)
-        return len(need_tokenizer(served).encode_rendered(rendered))
+        chat = chat_input(served, body, signer)
+        tokenizer = need_tokenizer(served)
+        check_text_length(served, count_shown_characters(chat), chat.param)
+        rendered = render_chat(served, chat)
+        check_text_length(served, len(rendered.text), chat.param)
+        return len(tokenizer.encode_rendered(rendered))
 
-    return Ready(encode_json(TokenCount(await served.preparation.run(count))))
+    return Ready(encode_json(TokenCount(await context.prepare(call.owner, call.request_id, body, count))))
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -65,6 +74,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a conversation",
         tag="anthropic",
         body=MessagesRequest,
+        headers=JOB_HEADERS,
         is_anthropic=True,
     ),
     Endpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -12,16 +13,22 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from quire.serving.answers import Answer, Download, Ready
-from quire.serving.batch.records import is_id
+from quire.serving.batch.records import StoredAmount, is_id
+from quire.serving.batch.room import Grow
 from quire.serving.batch.service import BatchService, storage_failed
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint, too_large
+from quire.serving.endpoint import Call, Endpoint, header, too_large
 from quire.serving.errors import ApiError, invalid, not_found
 
 PART_BYTES = 1 << 20
+MANY_FILES = 200  # to list in a thread
 FORM_OVERHEAD_BYTES = 64 << 10  # the fields and borders around a file
+MAX_FIELD_BYTES = 4 << 10  # of those that are no file
+MEMORY_BYTES = MultiPartParser.spool_max_size + FORM_OVERHEAD_BYTES
+"""So much of an upload may be in the memory; a longer file is on the disk."""
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 30 * 24 * 3600
 MAX_FILENAME_LENGTH = 255
+MAX_KEY_LENGTH = 256
 
 Lifetime = Annotated[int, msgspec.Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
@@ -77,7 +84,10 @@ def _limit(call: Call, default: int, highest: int) -> int:
 async def upload_file(context: ServerContext, call: Call) -> Answer:
     """Store a file."""
     context.check_accepting()
-    async with await _read_form(call) as form:
+    limit = StoredAmount(*context.config.stored_limits(call.owner.name))
+    # Before much is read for nothing.
+    room = _service(context).room_for(call.owner.name, max(0, (call.content_length or 0) - FORM_OVERHEAD_BYTES), limit)
+    async with room as grow, await _read_form(call, grow) as form:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise invalid("file must be an uploaded file", "file", "missing_required_parameter")
@@ -85,7 +95,9 @@ async def upload_file(context: ServerContext, call: Call) -> Answer:
             raise invalid("purpose must be a string", "purpose", "missing_required_parameter")
         if file.size is not None and file.size > context.config.max_file_bytes:
             raise too_large(context.config.max_file_bytes)
-        record = await _service(context).add_file(call.owner.name, _filename(file), purpose, _parts(file), _lifetime(form))
+        record = await _service(context).add_file(
+            call.owner.name, _filename(file), purpose, _parts(file), _lifetime(form), limit
+        )
     return _json(record.as_json())
 
 
@@ -114,27 +126,42 @@ async def _parts(file: UploadFile) -> AsyncIterator[bytes]:
         yield part
 
 
-async def _read_form(call: Call) -> Any:
-    """Return the multipart form as an asynchronous context manager; it goes to the disk as it comes, up to the limit."""
+async def _read_form(call: Call, grow: Grow) -> Any:
+    """Return the multipart form as an asynchronous context manager; it goes to the disk as it comes, up to the limit.
+
+    What of it is in the memory takes room among the bodies; `grow` is told what has come.
+    """
     request, limit = call.request, call.config.max_file_bytes + FORM_OVERHEAD_BYTES
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(415, "content-type must be multipart/form-data", code="unsupported_media_type")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and len(length) < 20 and int(length) > limit:
-        raise too_large(call.config.max_file_bytes)
+    length = call.content_length
+    if length is not None:
+        if length > limit:
+            raise too_large(call.config.max_file_bytes)
+        call.share.check(min(length, MEMORY_BYTES))
 
     async def limited() -> AsyncIterator[bytes]:
-        num_bytes = 0
+        num_bytes = num_kept = 0
         async for part in request.stream():
             num_bytes += len(part)
             if num_bytes > limit:
                 raise too_large(call.config.max_file_bytes)
+            call.share.take(max(0, min(num_bytes, MEMORY_BYTES) - call.share.num_bytes))
+            if num_bytes - num_kept > PART_BYTES:
+                num_kept = num_bytes
+                await grow(max(0, num_bytes - FORM_OVERHEAD_BYTES))
             yield part
 
     try:
-        form = await MultiPartParser(request.headers, limited(), max_files=1, max_fields=10).parse()  # type: ignore[arg-type]
+        form = await MultiPartParser(
+            request.headers,
+            limited(),  # type: ignore[arg-type]
+            max_files=1,
+            max_fields=10,
+            max_part_size=MAX_FIELD_BYTES,
+        ).parse()
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:
-        raise invalid(f"this is not a valid form: {getattr(error, 'message', type(error).__name__)}") from None
+        raise invalid(f"file: this is not a valid form: {getattr(error, 'message', type(error).__name__)}", "file") from None
     except ClientDisconnect:
         raise ApiError(408, "the body did not arrive in full", code="request_timeout") from None
     except OSError as error:  # a large file waits in the folder for temporary files while it comes
@@ -163,6 +190,8 @@ async def list_files(context: ServerContext, call: Call) -> Answer:
     found, has_more = await _service(context).files(
         call.owner.name, call.query.get("purpose"), call.query.get("after"), _limit(call, 10_000, 10_000), order == "asc"
     )
+    if len(found) > MANY_FILES:
+        return await asyncio.to_thread(lambda: _json(_page([record.as_json() for record in found], has_more)))
     return _json(_page([record.as_json() for record in found], has_more))
 
 
@@ -197,13 +226,15 @@ async def create_batch(context: ServerContext, call: Call) -> Answer:
     context.check_accepting()
     body = await call.body(CreateBatch)
     key = call.request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
+        raise invalid(f"idempotency-key must have 1 to {MAX_KEY_LENGTH} characters, got {len(key)}", "idempotency-key")
     record = await _service(context).add_batch(
         call.owner.name,
         body.input_file_id,
         body.endpoint,
         metadata=body.metadata,
         output_lifetime_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
-        idempotency_key=None if key is None else key[:256],
+        idempotency_key=key,
     )
     return _json(record.as_json())
 
@@ -253,6 +284,12 @@ _BATCH_LIMIT = _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}
 _ORDER = _query("order", {"type": "string", "enum": ["asc", "desc"]})
 _PURPOSE = _query("purpose", {"type": "string"})
 
+_IDEMPOTENCY_KEY = header(
+    "idempotency-key",
+    {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
+    "Sent again with the same key, the request returns the batch that it made.",
+)
+
 ENDPOINTS = (
     Endpoint(method="POST", path="/v1/files", handler=upload_file, summary="Upload a file", tag="files", request_body=_UPLOAD),
     Endpoint(
@@ -280,6 +317,7 @@ ENDPOINTS = (
         summary="Run a file of requests",
         tag="batches",
         body=CreateBatch,
+        headers=(_IDEMPOTENCY_KEY,),
     ),
     Endpoint(
         method="GET",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from quire.api.decode import decode_body
+from quire.api.decode import LARGE_BYTES, decode_body
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
@@ -18,8 +20,9 @@ from quire.serving.answers import Answer, Ready, Unary
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.runner import Execute
 from quire.serving.context import ServerContext
-from quire.serving.errors import from_quire_error, invalid
+from quire.serving.errors import from_quire_error, invalid, unknown_parameters
 from quire.serving.generation.caller import Caller
+from quire.serving.ignored import IGNORED_HEADER, header_of
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
 from quire.serving.openai.embeddings import embed
@@ -44,6 +47,14 @@ def check_batch_body(endpoint: str, body: bytes) -> None:
         raise invalid("stream must be false or absent in a batch", "stream")
 
 
+async def _decode(context: ServerContext, body: bytes, kind: type[msgspec.Struct]) -> tuple[msgspec.Struct, tuple[str, ...]]:
+    """Return a body as its route decodes it, and what is ignored of it. Raises RequestError."""
+    if len(body) <= LARGE_BYTES:
+        return decode_body(body, kind)
+    async with context.bodies.decoding:  # one huge body at a time, whoever sent it
+        return await asyncio.to_thread(decode_body, body, kind)
+
+
 def make_execute(context: ServerContext) -> Execute:
     """Return what runs one line."""
 
@@ -57,7 +68,11 @@ def make_execute(context: ServerContext) -> Execute:
             priority="batch",
         )
         try:
-            decoded, _ = decode_body(body, kind)
+            decoded, ignored = await _decode(context, body, kind)
+            if isinstance(decoded, ChatCompletionRequest):
+                ignored += context.model.unused_variables(decoded.chat_template_kwargs)
+            if ignored and context.config.strict:
+                raise unknown_parameters(ignored)
             answer = await handler(context, decoded, caller)
             if isinstance(answer, Unary):
                 answer = await answer.work()
@@ -65,6 +80,6 @@ def make_execute(context: ServerContext) -> Execute:
             raise from_quire_error(error) from None
         if not isinstance(answer, Ready):
             raise invalid("a line of a batch cannot be streamed", "stream")
-        return answer
+        return replace(answer, headers={**answer.headers, IGNORED_HEADER: header_of(ignored)}) if ignored else answer
 
     return execute

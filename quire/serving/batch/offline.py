@@ -144,7 +144,7 @@ class _FileRun:
             self.source.seek(span.offset)
             line = self.source.read(span.num_bytes)
             record = msgspec.structs.replace(self.record, endpoint=url_of(line))
-            answer = await run_body(self.execute, record, body_of(line), _counter())
+            answer = await run_body(self.execute, record, span.custom_id, body_of(line), _counter())
             self._save(span.custom_id, answer)
 
     def _save(self, custom_id: str, answer: Ready) -> None:

@@ -10,6 +10,8 @@ import msgspec
 FileStatus = Literal["uploading", "processed", "error"]
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
+BATCH_LIFETIME_S = 30 * 24 * 3600
+"""From its end on a batch is kept so long, and so are, unless their maker says otherwise, its files."""
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 26
 
@@ -29,6 +31,21 @@ def output_file_id(batch_id: str, is_success: bool) -> str:
     """Return the id of a batch's output or error file: the batch's own characters, the first one changed."""
     text = batch_id.removeprefix("batch_")
     return f"file-{_ALPHABET[(_ALPHABET.index(text[0]) + (1 if is_success else 2)) % len(_ALPHABET)]}{text[1:]}"
+
+
+class StoredAmount(msgspec.Struct, frozen=True):
+    """Files of one owner: how many there are, or may be, and their bytes. What batches have written counts, too."""
+
+    num_files: int = 0
+    num_bytes: int = 0
+
+    def plus(self, num_files: int, num_bytes: int) -> StoredAmount:
+        """Return this and more."""
+        return StoredAmount(self.num_files + num_files, self.num_bytes + num_bytes)
+
+    def has_room_for(self, amount: StoredAmount) -> bool:
+        """Whether so much may be there."""
+        return amount.num_files <= self.num_files and amount.num_bytes <= self.num_bytes
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):

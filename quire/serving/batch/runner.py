@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 import msgspec
 
+from quire.api.decode import LARGE_BYTES
 from quire.base.logging import get_logger
 from quire.serving.answers import Ready
 from quire.serving.batch.lines import body_of
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.store import NO_USAGE, BatchStore, LineResult, TodoLine, TokenUsage
 from quire.serving.errors import ApiError
+from quire.serving.http.sending import as_api_error
+from quire.serving.ignored import IGNORED_HEADER
 
 logger = get_logger(__name__)
 
@@ -67,18 +70,18 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
 
 
 def answer_line(custom_id: str, answer: Ready) -> bytes:
-    """Return a line of the output file, or of the error file where the status is not 200."""
-    line = {
-        "id": _request_id(),
-        "custom_id": custom_id,
-        "response": {
-            "status_code": answer.status,
-            "request_id": f"req_{secrets.token_hex(13)}",
-            "body": msgspec.Raw(answer.body or b"null"),
-        },
-        "error": None,
+    """Return a line of the output file, or of the error file where the status is not 200.
+
+    What a header would say of unknown fields of the body, a line has beside the body.
+    """
+    response = {
+        "status_code": answer.status,
+        "request_id": f"req_{secrets.token_hex(13)}",
+        "body": msgspec.Raw(answer.body or b"null"),
     }
-    return msgspec.json.encode(line)
+    if IGNORED_HEADER in answer.headers:
+        response["ignored_params"] = answer.headers[IGNORED_HEADER].split(",")
+    return msgspec.json.encode({"id": _request_id(), "custom_id": custom_id, "response": response, "error": None})
 
 
 def usage_of(body: bytes | None) -> TokenUsage:
@@ -100,7 +103,9 @@ def _request_id() -> str:
     return f"batch_req_{secrets.token_hex(12)}"
 
 
-async def run_body(execute: Execute, record: BatchRecord, body: bytes, count_try: Callable[[], Awaitable[int]]) -> Ready:
+async def run_body(
+    execute: Execute, record: BatchRecord, custom_id: str, body: bytes, count_try: Callable[[], Awaitable[int]]
+) -> Ready:
     """Return the answer to one body, an error of its own included; what says "come back later" is tried until it is answered.
 
     count_try  notes that the engine died of, or during, this body, and returns how often that was
@@ -118,6 +123,9 @@ async def run_body(execute: Execute, record: BatchRecord, body: bytes, count_try
                 return Ready(msgspec.json.encode(error.openai_body()), error.status)
             await asyncio.sleep(min(error.retry_after_s or wait_s, wait_s))
             wait_s = min(MAX_WAIT_S, 2 * wait_s)
+        except Exception as error:  # noqa: BLE001 - one line that cannot be run must not keep the others from it
+            failure = as_api_error(error, f"{custom_id[:100]!r} of {record.id}")
+            return Ready(msgspec.json.encode(failure.openai_body()), failure.status)
 
 
 @dataclass(slots=True)
@@ -171,10 +179,15 @@ class BatchRunner:
         async def count_try() -> int:
             return await self.call_store(BatchStore.count_try, record.id, line.n)
 
-        answer = await run_body(self.execute, record, body, count_try)
+        answer = await run_body(self.execute, record, line.custom_id, body, count_try)
         is_success = answer.status == 200
-        usage = usage_of(answer.body) if is_success else NO_USAGE
-        saver.add(LineResult(record.id, line.n, is_success, answer_line(line.custom_id, answer), usage))
+
+        def result() -> LineResult:
+            usage = usage_of(answer.body) if is_success else NO_USAGE
+            return LineResult(record.id, line.n, is_success, answer_line(line.custom_id, answer), usage)
+
+        is_large = len(answer.body or b"") > LARGE_BYTES
+        saver.add(await asyncio.to_thread(result) if is_large else result())
 
 
 def _raise_failures(tasks: Any) -> None:

@@ -10,7 +10,18 @@ from typing import Any
 
 from quire.base.logging import get_logger
 from quire.serving.batch.lines import CheckBody, validate
-from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, BatchStatus, FileRecord, new_id, output_file_id
+from quire.serving.batch.records import (
+    BATCH_LIFETIME_S,
+    ENDED,
+    BatchErrorItem,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    StoredAmount,
+    new_id,
+    output_file_id,
+)
+from quire.serving.batch.room import StorageRoom, no_batch_room, no_room
 from quire.serving.batch.runner import BatchRunner, Execute, error_line
 from quire.serving.batch.store import BatchStore, LineResult
 from quire.serving.errors import ApiError, invalid, not_found
@@ -20,9 +31,9 @@ logger = get_logger(__name__)
 
 CHECK_INTERVAL_S = 60.0
 COUNT_INTERVAL_S = 5.0
-FILE_LIFETIME_S = 30 * 24 * 3600
 WINDOW_S = 24 * 3600
 PURPOSES = ("batch", "user_data")
+NO_LIMIT = StoredAmount(1 << 62, 1 << 62)
 
 
 class BatchService:
@@ -32,8 +43,10 @@ class BatchService:
     check_body   checks it without running
     endpoints    urls that lines may have
     max_running  lines in flight at once
+    room_for     keeps room for a file that is coming in, see StorageRoom
     call_store   runs a method of the store in its thread; a full or broken disk is an ApiError 503 storage_full
     report_lines  told every few seconds how many lines of unfinished batches are in a state: todo, completed, failed
+    max_batches_of  how many batches an owner may have, those that have ended included until they go
     """
 
     def __init__(
@@ -44,13 +57,16 @@ class BatchService:
         endpoints: tuple[str, ...],
         max_running: Callable[[], int],
         report_lines: Callable[[str, int], None] = lambda state, count: None,
+        max_batches_of: Callable[[str], int] = lambda owner: NO_LIMIT.num_files,
     ) -> None:
         self.endpoints = endpoints
         self._check_body = check_body
         self._thread = StoreThread(lambda: BatchStore(folder), "quire-batch", storage_failed)
         self.call_store = self._thread.call
+        self.room_for = StorageRoom(self.call_store).room_for
         self._runner = BatchRunner(self.call_store, execute, max_running)
         self._report_lines = report_lines
+        self._max_batches_of = max_batches_of
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -72,14 +88,20 @@ class BatchService:
     # Files.
 
     async def add_file(
-        self, owner: str, filename: str, purpose: str, parts: AsyncIterator[bytes], lifetime_s: int | None
+        self,
+        owner: str,
+        filename: str,
+        purpose: str,
+        parts: AsyncIterator[bytes],
+        lifetime_s: int | None,
+        limit: StoredAmount = NO_LIMIT,
     ) -> FileRecord:
         """Store an upload as it comes in. Raises ApiError; of an upload that fails nothing is left."""
         if purpose not in PURPOSES:
             raise invalid(f"purpose must be one of {', '.join(PURPOSES)}, got {purpose[:50]!r}", "purpose")
         now = int(time.time())
         if lifetime_s is None and purpose == "batch":
-            lifetime_s = FILE_LIFETIME_S
+            lifetime_s = BATCH_LIFETIME_S
         file_id = new_id("file-")
         num_bytes = await self._write_parts(file_id, parts)
         record = FileRecord(
@@ -92,7 +114,9 @@ class BatchService:
             expires_at=None if lifetime_s is None else now + lifetime_s,
             status="processed",
         )
-        await self.call_store(BatchStore.put_file, record)
+        found = await self.call_store(BatchStore.add_file, record, limit)
+        if found is not None:
+            raise no_room(found, limit)
         return record
 
     async def _write_parts(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
@@ -122,6 +146,8 @@ class BatchService:
     ) -> tuple[list[FileRecord], bool]:
         """Return a page of files, and whether there are more."""
         found = await self.call_store(BatchStore.files, owner, purpose, after, limit, ascending)
+        if found is None:
+            raise invalid(f"after: there is no file {(after or '')[:100]!r}", "after")
         return found[:limit], len(found) > limit
 
     async def open_file(self, owner: str, file_id: str) -> tuple[FileRecord, AsyncIterator[bytes]]:
@@ -182,9 +208,18 @@ class BatchService:
             metadata=metadata,
             output_expires_after_s=output_lifetime_s,
         )
-        added = await self.call_store(BatchStore.add_batch, record, idempotency_key)
+        limit = self._max_batches_of(owner)
+        added = await self.call_store(BatchStore.add_batch, record, idempotency_key, limit)
+        if added is None:
+            raise no_batch_room(limit)
         if added.id == record.id:
             self._launch(added)
+        elif (added.input_file_id, added.endpoint) != (input_file_id, endpoint):
+            raise invalid(
+                f"idempotency-key: was used for the batch {added.id} of another file or endpoint; give a new key",
+                "idempotency-key",
+                "idempotency_key_reused",
+            )
         return added
 
     async def batch(self, owner: str, batch_id: str) -> BatchRecord:
@@ -197,6 +232,8 @@ class BatchService:
     async def batches(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Return a page of batches, the newest first, and whether there are more."""
         found = await self.call_store(BatchStore.batches, owner, after, limit)
+        if found is None:
+            raise invalid(f"after: there is no batch {(after or '')[:100]!r}", "after")
         return found[:limit], len(found) > limit
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
@@ -311,7 +348,7 @@ def finalize(store: BatchStore, record: BatchRecord, end_status: BatchStatus) ->
         with store.writing(file_id) as file:
             for result in store.iter_results(record.id, is_success):
                 num_bytes += file.write(result + b"\n")
-        lifetime_s = record.output_expires_after_s or FILE_LIFETIME_S
+        lifetime_s = record.output_expires_after_s or BATCH_LIFETIME_S
         outputs[field] = file_id
         files.append(
             FileRecord(

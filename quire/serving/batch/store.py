@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,31 +20,15 @@ import msgspec
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.serving.batch.lines import LineSpan
-from quire.serving.batch.records import ENDED, BatchErrorItem, BatchRecord, FileRecord, is_id
-from quire.serving.database import open_database, transaction
+from quire.serving.batch.records import BATCH_LIFETIME_S, ENDED, BatchErrorItem, BatchRecord, FileRecord, StoredAmount, is_id
+from quire.serving.batch.schema import ENDED_AT, INPUT_FILE, IS_OPEN, SCHEMA, SCHEMA_VERSION
+from quire.serving.batch.scratch import ScratchFolder, remove_abandoned
+from quire.serving.database import make_private_folder, open_database, transaction
 
 logger = get_logger(__name__)
 
-SCHEMA_VERSION = 1
 ORPHAN_AGE_S = 3600
 TODO, SUCCEEDED, FAILED = 0, 1, 2
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS file(
-  id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER, record BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS file_by_owner ON file(owner, created_at);
-CREATE TABLE IF NOT EXISTS batch(
-  id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, status TEXT NOT NULL, idempotency_key TEXT,
-  record BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS batch_by_owner ON batch(owner, created_at);
-CREATE UNIQUE INDEX IF NOT EXISTS batch_by_key ON batch(owner, idempotency_key) WHERE idempotency_key IS NOT NULL;
-CREATE TABLE IF NOT EXISTS line(
-  batch_id TEXT NOT NULL, n INTEGER NOT NULL, custom_id TEXT NOT NULL, offset INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
-  state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, result BLOB,
-  input_tokens INTEGER DEFAULT 0, cached_tokens INTEGER DEFAULT 0, output_tokens INTEGER DEFAULT 0,
-  reasoning_tokens INTEGER DEFAULT 0,
-  PRIMARY KEY(batch_id, n)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS line_todo ON line(batch_id, n) WHERE state = 0;
-"""
 _encode = msgspec.json.encode
 _decode_file = msgspec.json.Decoder(FileRecord).decode
 _decode_batch = msgspec.json.Decoder(BatchRecord).decode
@@ -90,12 +73,15 @@ class BatchStore:
     """See the module. folder None keeps all in memory and in a temporary folder, which goes with the store."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="quire-files-") if folder is None else None
-        base = Path(self._temporary.name) if self._temporary is not None else Path(folder or "")
+        if folder is None:
+            remove_abandoned()
+        self._temporary = ScratchFolder() if folder is None else None
+        base = self._temporary.path if self._temporary is not None else Path(folder or "")
         self._files = base / "files"
         try:
-            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._db = open_database(base, None if folder is None else "batches.sqlite", _SCHEMA, SCHEMA_VERSION)
+            make_private_folder(base)
+            make_private_folder(self._files)
+            self._db = open_database(base, None if folder is None else "batches.sqlite", SCHEMA, SCHEMA_VERSION)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"data_dir {base}: {error}") from None
 
@@ -103,7 +89,7 @@ class BatchStore:
         """Close the database."""
         self._db.close()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.close()
 
     # Files.
 
@@ -133,6 +119,24 @@ class BatchStore:
         with transaction(self._db):
             self._put_file(record)
 
+    def add_file(self, record: FileRecord, limit: StoredAmount) -> StoredAmount | None:
+        """Enter a file whose bytes are there; over its owner's limit, remove them and return what the owner has."""
+        with transaction(self._db):
+            stored = self.stored(record.owner)
+            if limit.has_room_for(stored.plus(1, record.num_bytes)):
+                self._put_file(record)
+                return None
+        self.path_of(record.id).unlink(missing_ok=True)
+        return stored
+
+    def stored(self, owner: str) -> StoredAmount:
+        """Return what an owner has."""
+        row = self._db.execute(
+            "SELECT COUNT(*), COALESCE(SUM(json_extract(CAST(record AS TEXT), '$.num_bytes')), 0) FROM file WHERE owner=?",
+            (owner,),
+        ).fetchone()
+        return StoredAmount(*row)
+
     def _put_file(self, record: FileRecord) -> None:
         self._db.execute(
             "INSERT INTO file VALUES(?,?,?,?,?) "
@@ -145,8 +149,10 @@ class BatchStore:
         row = self._db.execute("SELECT record FROM file WHERE id=? AND owner=?", (file_id, owner)).fetchone()
         return None if row is None else _decode_file(row[0])
 
-    def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[FileRecord]:
-        """Return up to limit + 1 files of an owner, so that the caller sees whether there are more."""
+    def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[FileRecord] | None:
+        """Return up to limit + 1 files of an owner, which tells whether there are more; None where `after` is none of them."""
+        if after is not None and self.file(owner, after) is None:
+            return None
         rows = self._page("file", owner, after, ascending)
         found: list[FileRecord] = []
         for (blob,) in rows:
@@ -161,17 +167,17 @@ class BatchStore:
         order, sign = ("ASC", ">") if ascending else ("DESC", "<")
         where, values = "owner=?", [owner]
         if after is not None:
-            where += f" AND (created_at, id) {sign} (SELECT created_at, id FROM {table} WHERE id=? AND owner=?)"
+            where += f" AND (created_at, rowid) {sign} (SELECT created_at, rowid FROM {table} WHERE id=? AND owner=?)"
             values += [after, owner]
         return self._db.execute(
-            f"SELECT record FROM {table} WHERE {where} ORDER BY created_at {order}, id {order}",
+            f"SELECT record FROM {table} WHERE {where} ORDER BY created_at {order}, rowid {order}",
             values,
         )
 
     def is_in_use(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads this file."""
-        rows = self._db.execute("SELECT record FROM batch WHERE status NOT IN ('failed','completed','expired','cancelled')")
-        return any(_decode_batch(blob).input_file_id == file_id for (blob,) in rows)
+        rows = self._db.execute(f"SELECT 1 FROM batch WHERE {IS_OPEN} AND {INPUT_FILE}=? LIMIT 1", (file_id,))
+        return rows.fetchone() is not None
 
     def delete_file(self, file_id: str) -> None:
         """Forget a file and remove its bytes."""
@@ -181,8 +187,8 @@ class BatchStore:
 
     # Batches.
 
-    def add_batch(self, record: BatchRecord, idempotency_key: str | None) -> BatchRecord:
-        """Enter a batch; of two with one idempotency key the first one is returned."""
+    def add_batch(self, record: BatchRecord, idempotency_key: str | None, max_batches: int) -> BatchRecord | None:
+        """Enter a batch; of two with one idempotency key the first one is returned. None: its owner has max_batches already."""
         with transaction(self._db):
             if idempotency_key is not None:
                 row = self._db.execute(
@@ -190,6 +196,9 @@ class BatchStore:
                 ).fetchone()
                 if row is not None:
                     return _decode_batch(row[0])
+            num_stored = self._db.execute("SELECT COUNT(*) FROM batch WHERE owner=?", (record.owner,)).fetchone()[0]
+            if num_stored >= max_batches:
+                return None
             self._db.execute(
                 "INSERT INTO batch VALUES(?,?,?,?,?,?)",
                 (record.id, record.owner, record.created_at, record.status, idempotency_key, _encode(record)),
@@ -204,8 +213,10 @@ class BatchStore:
             return None
         return record if record.status in ENDED else self._with_counts(record)
 
-    def batches(self, owner: str, after: str | None, limit: int) -> list[BatchRecord]:
-        """Return up to limit + 1 batches of an owner, the newest first."""
+    def batches(self, owner: str, after: str | None, limit: int) -> list[BatchRecord] | None:
+        """Return up to limit + 1 batches of an owner, the newest first; None where `after` is none of them."""
+        if after is not None and self.batch(after, owner) is None:
+            return None
         found: list[BatchRecord] = []
         for (blob,) in self._page("batch", owner, after, ascending=False):
             record = _decode_batch(blob)
@@ -216,9 +227,7 @@ class BatchStore:
 
     def unfinished(self) -> list[BatchRecord]:
         """Return the batches of all owners that have not ended, the oldest first."""
-        rows = self._db.execute(
-            "SELECT record FROM batch WHERE status NOT IN ('failed','completed','expired','cancelled') ORDER BY created_at, id"
-        )
+        rows = self._db.execute(f"SELECT record FROM batch WHERE {IS_OPEN} ORDER BY created_at, rowid")
         return [_decode_batch(blob) for (blob,) in rows.fetchall()]
 
     def change_batch(self, batch_id: str, **changes: Any) -> BatchRecord:
@@ -333,13 +342,19 @@ class BatchStore:
             self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
         return counted
 
+    def delete_expired(self, now: float) -> None:
+        """Delete the files that have expired and that no batch reads, and the batches that ended long ago."""
+        ended = f"NOT ({IS_OPEN}) AND {ENDED_AT} <= ?"
+        self._db.execute(f"DELETE FROM batch WHERE {ended}", (int(now) - BATCH_LIFETIME_S,))
+        for (file_id,) in self._db.execute("SELECT id FROM file WHERE expires_at <= ?", (int(now),)).fetchall():
+            if not self.is_in_use(file_id):
+                self.delete_file(file_id)
+
     # What a restart finds.
 
     def tidy(self, now: float) -> None:
         """Remove expired files, what was being written when the process died, and rows whose bytes are gone."""
-        for (file_id,) in self._db.execute("SELECT id FROM file WHERE expires_at <= ?", (int(now),)).fetchall():
-            if not self.is_in_use(file_id):
-                self.delete_file(file_id)
+        self.delete_expired(now)
         known = {file_id for (file_id,) in self._db.execute("SELECT id FROM file")}
         for path in self._files.iterdir():
             if path.name not in known and now - path.stat().st_mtime > ORPHAN_AGE_S:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire.contracts.request import Request
 from quire.serving.errors import ApiError
+from quire.serving.interfaces import Taker
 from quire.serving.link.messages import EngineInfo, RequestDelta, StepOutputs
 from quire.serving.link.supervisor import EngineState
 
@@ -22,6 +23,10 @@ class Subscription(Protocol):
     @property
     def error(self) -> ApiError | None:
         """Return what came in the place of the last delta."""
+        ...
+
+    def divert(self, take: Taker) -> None:
+        """Offer deltas to `take` while `next` waits, all but the last; what it takes does not come out of `next`."""
         ...
 
     async def next(self) -> RequestDelta:

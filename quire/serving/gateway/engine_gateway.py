@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import msgspec
 
 from quire.base.errors import InvariantError, RequestError
 from quire.serving.admission import AdmissionControl
 from quire.serving.admission.fair_queue import CLASS_WEIGHTS
-from quire.serving.errors import ApiError, deadline_exceeded, engine_unavailable, from_quire_error
+from quire.serving.errors import ApiError, deadline_exceeded, engine_unavailable, from_quire_error, shutting_down
 from quire.serving.gateway.engine import Engine
 from quire.serving.gateway.stream import JobStream
 from quire.serving.interfaces import AbortReason, Job
@@ -73,6 +75,7 @@ class EngineGateway:
         self._num_read = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_draining = False
+        self._drain_ends_s = math.inf
         self._is_dispatching = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -96,12 +99,8 @@ class EngineGateway:
         """Queue a job. Raises ApiError at once where it is not admitted: 408, 429 or 503."""
         if job.request.request_id in self._metrics.records:
             raise InvariantError(f"a request with the id {job.request.request_id} is already open")
-        try:
-            self._check_open()
-            ticket = self._admission.admit(job)
-        except ApiError as error:
-            self._metrics.rejected(error)
-            raise
+        self._check_open()
+        ticket = self._admission.admit(job)
         stream = JobStream(self, ticket, self._metrics.opened(job))
         self._queued[ticket.number] = stream
         self._quiet.clear()
@@ -111,13 +110,27 @@ class EngineGateway:
         self._dispatch()
         return stream
 
+    @contextlib.contextmanager
+    def holding(self, owner: str, call_id: str | None) -> Generator[None]:
+        """Count a call among those in flight of its key while it is prepared; without an id, of a batch, count nothing."""
+        with contextlib.ExitStack() as held:
+            if call_id is not None:
+                held.enter_context(self._admission.holding(owner, call_id))
+            yield
+
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
         """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
         return self._admission.ratelimit_headers(owner)
 
-    def start_drain(self) -> None:
-        """Refuse new jobs from now on; those that are queued or run go on."""
+    def start_drain(self, longest_s: float = math.inf) -> None:
+        """Refuse new jobs from now on; those that are queued or run go on, for `longest_s` at most."""
         self._is_draining = True
+        self._drain_ends_s = self._clock() + longest_s
+
+    @property
+    def drain_left_s(self) -> float:
+        """How long what is held is likely to take, or may: until then whoever comes back finds this server still ending."""
+        return max(min(self._admission.work_left_s, self._drain_ends_s - self._clock()), 0.0)
 
     async def drained(self, timeout_s: float) -> bool:
         """Wait until no job is open and no stream is read any more; False when that takes longer than timeout_s."""
@@ -130,9 +143,8 @@ class EngineGateway:
 
     def fail_all(self, reason: AbortReason = "shutdown") -> None:
         """End every job now with an error; the engine is told to abort what it has."""
-        error = ApiError(503, "the server is shutting down", code="server_shutdown", retry_after_s=1.0)
         for stream in [*self._queued.values(), *self._running.values()]:
-            stream.fail(error)
+            stream.fail(shutting_down("server_shutdown"))
             self.end_early(stream, reason)
 
     def snapshot(self) -> QueueSnapshot:
@@ -256,7 +268,7 @@ class EngineGateway:
 
     def _check_open(self) -> None:
         if self._is_draining:
-            raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=1.0)
+            raise shutting_down(after_s=self.drain_left_s)
         if self._engine.state != "ready" or self._engine.info is None:
             raise self._unavailable()
 
@@ -288,6 +300,8 @@ class EngineGateway:
         except (ApiError, RequestError) as error:
             refusal = error if isinstance(error, ApiError) else from_quire_error(error)
             stream.fail(refusal)
+            if refusal.status < 500:
+                self._metrics.refused(stream.record, refusal)
             self._close(stream, "error", refusal.message)
             return
         self._metrics.dispatched(stream.record)

@@ -11,7 +11,7 @@ from quire.base.logging import get_logger
 from quire.serving.admission.ticket import Ticket
 from quire.serving.errors import ApiError, from_quire_error
 from quire.serving.gateway.engine import Subscription
-from quire.serving.interfaces import AbortReason, Job
+from quire.serving.interfaces import NOT_BY_CLIENT, AbortReason, Job, Taker
 from quire.serving.link.messages import ChoiceDelta, RequestDelta
 from quire.serving.metrics.request_record import RequestRecord
 
@@ -54,7 +54,8 @@ class JobStream:
         self.is_read = False  # somebody is inside `async with`
         self.subscription: Subscription | None = None
         self._owner = owner
-        self._failure: ApiError | None = None
+        self._taker: Taker | None = None
+        self._failure: Exception | None = None
         self._last: RequestDelta | None = None
         self._is_over = False
         self._moved: asyncio.Future[None] | None = None
@@ -75,14 +76,22 @@ class JobStream:
         """End the request; iteration then ends with its last delta (finish_reason "abort") or an ApiError."""
         self._owner.end_early(self, reason)
 
+    def divert(self, take: Taker) -> None:
+        """Offer deltas to `take` while the reader waits, but neither errors nor the last one."""
+        self._taker = take
+        if self.subscription is not None:
+            self.subscription.divert(self._offer)
+
     # Called by the gateway.
 
     def start(self, subscription: Subscription) -> None:
         """Go on with what the engine sends."""
         self.subscription = subscription
+        if self._taker is not None:
+            subscription.divert(self._offer)
         self._wake()
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: Exception) -> None:
         """Raise an error from the iteration, at once also where it waits. The first error stays."""
         if self._is_over or self._failure is not None:
             return
@@ -97,6 +106,16 @@ class JobStream:
         choices = [ChoiceDelta(index, "", [], finish_reason="abort") for index in range(self.job.request.params.n)]
         self._last = RequestDelta(self.request_id, choices, finished=True)
         self._wake()
+
+    def _offer(self, delta: RequestDelta) -> bool:
+        """Return whether the taker has taken a delta; what it raises is for the reader of this stream alone."""
+        if self._taker is None or self._failure is not None or delta.error is not None:
+            return False
+        try:
+            return self._taker(delta)
+        except Exception as error:  # noqa: BLE001 - raised by the iteration
+            self.fail(error)
+            return True
 
     def _wake(self) -> None:
         if self._moved is not None and not self._moved.done():
@@ -157,7 +176,8 @@ class JobStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit)
-        self._owner.end_early(self, "disconnect" if is_cancelled else "cancelled")
+        is_gone = is_cancelled and self.job.has_client and error is not None and error.args != (NOT_BY_CLIENT,)
+        self._owner.end_early(self, "disconnect" if is_gone else "cancelled")
         self._is_over = True
         self._owner.left(self)
 

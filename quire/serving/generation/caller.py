@@ -16,6 +16,7 @@ class Caller:
     priority     None: what the body says, else "default"
     traceparent  W3C trace context that the client sent
     call_id      of the HTTP request; None for none
+    received_s   when its head had arrived, in time.monotonic(); None for none
     """
 
     owner: Owner
@@ -24,6 +25,7 @@ class Caller:
     priority: PriorityClass | None = None
     traceparent: str | None = None
     call_id: str | None = None
+    received_s: float | None = None
 
     def job(self, request: Request, is_streaming: bool, priority: PriorityClass = "default") -> Job:
         """Return the job of a request; `priority` is what the body says."""
@@ -36,4 +38,5 @@ class Caller:
             deadline_s=self.deadline_s,
             traceparent=self.traceparent,
             call_id=self.call_id,
+            received_s=self.received_s,
         )

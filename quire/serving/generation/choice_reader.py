@@ -48,6 +48,11 @@ class ChoiceReader:
         self.num_reasoning = 0
         self.has_ended = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is answer, and nothing is to be said of its tokens."""
+        return self._parser is None and self._aligner is None
+
     def feed(self, delta: ChoiceDelta, events: list[GenerationEvent]) -> None:
         """Read a delta, the last one of the choice if it has a finish_reason."""
         if self.has_ended:

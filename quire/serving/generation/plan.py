@@ -83,6 +83,7 @@ class ChatInput:
     parallel_tool_calls      False cuts the answer after the first call
     forced_tools             names of tools of which at least one is to be called; empty: the model decides
     strict_tools             names of those whose arguments have to be of their schema where they are called
+    param                    the field that the messages were sent in, for errors
     """
 
     messages: Sequence[dict[str, Any]]
@@ -94,6 +95,7 @@ class ChatInput:
     parallel_tool_calls: bool = True
     forced_tools: tuple[str, ...] = ()
     strict_tools: frozenset[str] = frozenset()
+    param: str = "messages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +116,4 @@ class GenerationOptions:
     shows_reasoning: bool = True
     wants_tokens: bool = False
     wants_start: bool = False
+    is_streaming: bool = False

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import msgspec
+
+from quire.api.decode import count_ids, count_listed_ids
 from quire.base.errors import RequestError
 from quire.contracts.request import check_prompt_length
 from quire.contracts.sampling_params import SamplingParams
@@ -24,14 +27,20 @@ from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
 
 TAIL_CHARACTERS = 4096
+MAX_PROMPT_ENTRIES = 1 << 17
+"""Log probabilities of one prompt: they come in one message."""
+MAX_STREAMED_ENTRIES = 1 << 13  # which goes out as one event
+MAX_LISTED_IDS = 300_000
+"""In all prompts of a request together where they are lists: decoding them holds the interpreter."""
 
 
 def prepare_chat(
     served: ServedModel, request_id: str, chat: ChatInput, options: GenerationOptions, owner: Owner
 ) -> GenerationPlan:
     """Return the plan of a conversation. Raises RequestError with the field at fault."""
-    with renamed("chat_template", "messages"):
-        rendered = render_chat(served, chat)
+    need_tokenizer(served)
+    check_text_length(served, count_shown_characters(chat), chat.param)
+    rendered = render_chat(served, chat)
     setup = _parser_setup(served, chat, rendered.text)
     sampling = dict(options.sampling)
     hides_special = sampling.get("skip_special_tokens") is not False
@@ -39,10 +48,12 @@ def prepare_chat(
         sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
     sampling["constraint"] = chat_constraint(sampling.get("constraint"), chat, setup, rendered.text[-TAIL_CHARACTERS:])
     params, is_copied, num_choices = _params(served, sampling)
-    check_text_length(served, rendered.text)
-    token_ids = need_tokenizer(served).encode_rendered(rendered)
-    check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling=False)
+    with renamed("prompt", chat.param):
+        check_text_length(served, len(rendered.text))
+        token_ids = need_tokenizer(served).encode_rendered(rendered)
+        check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling=False)
     _check_room(served, len(token_ids), options)
+    _check_entries(params, len(token_ids), options)
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
     return GenerationPlan(
@@ -98,6 +109,7 @@ def prepare_prompts(
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         text, token_ids = encode_prompt(served, prompt, add_special_tokens, is_pooling=False)
         _check_room(served, len(token_ids), options)
+        _check_entries(params, len(token_ids), options)
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
         with renamed("prompt_token_ids", "prompt"):
             request = served.factory.make(request_id, served.next_index(), stated, params)
@@ -133,8 +145,27 @@ def _check_room(served: ServedModel, num_prompt: int, options: GenerationOptions
         )
 
 
+def _check_entries(params: SamplingParams, num_prompt: int, options: GenerationOptions) -> None:
+    """Raise RequestError where more is asked of the prompt's tokens than can be told without holding up others."""
+    if params.prompt_logprobs is None:
+        return
+    wanted = num_prompt * (1 + params.prompt_logprobs)
+    limit = MAX_STREAMED_ENTRIES if options.is_streaming else MAX_PROMPT_ENTRIES
+    if wanted > limit:
+        param = "logprobs" if options.echo else "prompt_logprobs"
+        hint = "leave stream out, or ask for fewer" if options.is_streaming else "ask for fewer, or send a shorter prompt"
+        raise RequestError(
+            f"{param}: {wanted} log probabilities of a prompt are asked for, at most {limit} are told: {hint}", param
+        )
+
+
 def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
     """Return the text of a conversation, the template's special tokens told apart from their spellings. Raises RequestError."""
+    with renamed("prompt", chat.param), renamed("chat_template", chat.param), renamed("messages", chat.param):
+        return _render(served, chat)
+
+
+def _render(served: ServedModel, chat: ChatInput) -> RenderedChat:
     tokenizer = need_tokenizer(served)
     variables = {**reasoning_variables(served.template_source, chat.reasoning_effort), **chat.template_variables}
     messages = list(chat.messages)
@@ -201,14 +232,52 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
     )
 
 
-def check_text_length(served: ServedModel, text: str) -> None:
-    """Raise RequestError for a text that cannot fit, however it is split: so that it is refused before it is tokenised."""
+def count_shown_characters(chat: ChatInput) -> int:
+    """Return the characters of a conversation that a template shows: it may leave out what the assistant thought."""
+    return sum(
+        sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
+        for message in chat.messages
+        if message["role"] != "assistant"
+        for content in [cast("str | list[dict[str, str]] | None", message.get("content"))]
+    )
+
+
+def check_text_length(served: ServedModel, num_characters: int, param: str = "prompt") -> None:
+    """Raise RequestError for a text that cannot fit, however it is split, or is longer than any prompt may be.
+
+    So that it is refused before it is rendered and tokenised.
+    """
     limit = served.info.max_model_len * served.longest_token_bytes
-    if len(text) > limit:
+    if num_characters > limit:
         raise RequestError(
-            f"the prompt has {len(text)} characters, and no {served.info.max_model_len} tokens (max_model_len) spell more than "
-            f"{limit}: shorten the prompt",
-            "prompt",
+            f"the prompt has {num_characters} characters, and no {served.info.max_model_len} tokens (max_model_len) spell more "
+            f"than {limit}: shorten the prompt",
+            param,
+        )
+    if num_characters > served.max_prompt_characters:
+        raise RequestError(
+            f"the prompt has {num_characters} characters, and one may have {served.max_prompt_characters} here: shorten it, or "
+            "start the server with a larger --max-prompt-characters",
+            param,
+        )
+
+
+def check_ids(context_tokens: int, field: str, is_pooling: bool, fields: Mapping[str, msgspec.Raw]) -> None:
+    """Raise RequestError where a field has more token ids than the context, of `context_tokens`, holds, or more in all lists
+    than they may have. Nothing is decoded.
+    """
+    raw = fields.get(field)
+    num_bytes = 0 if raw is None else len(memoryview(raw))
+    if raw is None or num_bytes < 2 * min(context_tokens, MAX_LISTED_IDS):
+        return
+    num_ids = count_ids(raw)
+    if num_ids is not None:
+        with renamed("prompt", field):
+            check_prompt_length(num_ids, context_tokens, is_pooling)
+    num_listed = count_listed_ids(raw)
+    if num_listed is not None and num_listed > MAX_LISTED_IDS:
+        raise RequestError(
+            f"{field}: lists of token ids may have {MAX_LISTED_IDS} together, got {num_listed}; send several requests", field
         )
 
 
@@ -219,7 +288,7 @@ def encode_prompt(
     text, token_ids = None, prompt
     if isinstance(prompt, str):
         tokenizer = need_tokenizer(served)
-        check_text_length(served, prompt)
+        check_text_length(served, len(prompt))
         text, token_ids = prompt, tokenizer.encode(prompt, add_special_tokens)
     check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling)
     return text, cast("list[int]", token_ids)

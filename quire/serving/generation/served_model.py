@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.api.decode import MAX_IGNORED, shorten
+from quire.base.errors import ModelFormatError
 from quire.engine.request_factory import RequestFactory, RequestRules
 from quire.serving.config import ServerConfig
 from quire.serving.generation.executor import Preparation
@@ -18,6 +20,10 @@ from quire.text.parsing.formats import find_reasoning_format, find_tool_format, 
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 WILDCARD = "*"
+LEAST_PROMPT_CHARACTERS = 1 << 20
+CHARACTERS_PER_TOKEN = 16  # of a context full of text; prose and code have 3 to 5
+_BYTES_PER_CHARACTER = 4  # of UTF-8; escapes have more, and are counted
+_BYTES_BESIDE_PROMPT = 2 << 20  # fields, names and borders; what templates leave out
 
 
 def _count_nothing(_output_format: str, _outcome: str) -> None:
@@ -32,7 +38,9 @@ class ServedModel:
     parsers           the formats of tool calls and reasoning in its output
     marker_token_ids  markers of the formats that are special tokens
     count_tool_output  told, with the format, of every output read for tool calls and whether there were any
+    template_variables  that the chat template reads: any other has no effect
     longest_token_bytes  of one token's text; bounds the text that a context can hold
+    max_prompt_characters  of one prompt
     fingerprint       changes with the weights, the precision or the server's version: the API's system_fingerprint
     """
 
@@ -45,20 +53,38 @@ class ServedModel:
     fingerprint: str
     created_s: int
     preparation: Preparation
+    template_variables: frozenset[str] = frozenset()
     longest_token_bytes: int = 0
+    max_prompt_characters: int = LEAST_PROMPT_CHARACTERS
     count_tool_output: Callable[[str, str], None] = _count_nothing
     _indexes: itertools.count[int] = field(default_factory=itertools.count)
+    _name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Looked up once: whether the checkpoint is a path is asked of the file system.
+        name = next((name for name in self.names if name != WILDCARD), None)
+        object.__setattr__(self, "_name", checkpoint_name(self.info) if name is None else name)
+
+    @property
+    def max_chat_bytes(self) -> int:
+        """Of a body with one prompt; what is longer is refused before it is read."""
+        return self.max_prompt_characters * _BYTES_PER_CHARACTER + _BYTES_BESIDE_PROMPT
 
     @property
     def name(self) -> str:
         """What answers call the model."""
-        return next((name for name in self.names if name != WILDCARD), checkpoint_name(self.info))
+        return self._name
 
     @property
     def template_source(self) -> str:
         """The source of the chat template, "" where there is none."""
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         return "" if template is None else template.source
+
+    def unused_variables(self, variables: Mapping[str, object] | None) -> tuple[str, ...]:
+        """Return the paths of chat_template_kwargs that the chat template does not know."""
+        unused = [name for name in variables or () if name not in self.template_variables]
+        return tuple(f"chat_template_kwargs.{shorten(name, 64)}" for name in unused[:MAX_IGNORED])
 
     def next_index(self) -> int:
         """Return the index of a new request: requests without a seed get theirs from it."""
@@ -101,8 +127,11 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
         marker_token_ids=_special_markers(tokenizer, parsers),
         fingerprint=_fingerprint(info),
         created_s=int(time.time()),
-        preparation=Preparation(),
+        preparation=Preparation(weight_of=config.weight_of),
+        template_variables=_template_variables(tokenizer),
         longest_token_bytes=0 if tokenizer is None else _longest_token_bytes(tokenizer),
+        max_prompt_characters=config.max_prompt_characters
+        or max(CHARACTERS_PER_TOKEN * info.max_model_len, LEAST_PROMPT_CHARACTERS),
     )
 
 
@@ -135,6 +164,14 @@ def _special_markers(tokenizer: Tokenizer | None, parsers: ParserChoice) -> dict
 
 def _longest_token_bytes(tokenizer: Tokenizer) -> int:
     return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+
+
+def _template_variables(tokenizer: Tokenizer | None) -> frozenset[str]:
+    template = None if tokenizer is None else tokenizer.chat_template
+    try:
+        return frozenset() if template is None else template.variables()
+    except ModelFormatError:
+        return frozenset()  # every chat is refused with what is wrong with it; completions are served
 
 
 def _fingerprint(info: EngineInfo) -> str:

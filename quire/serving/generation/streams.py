@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 from quire.serving.errors import engine_unavailable
 from quire.serving.generation.choice_reader import ChoiceReader
@@ -19,23 +20,46 @@ from quire.serving.generation.events import (
     UsageEnd,
 )
 from quire.serving.generation.plan import GenerationPlan
-from quire.serving.interfaces import Gateway, GenerationStream, Job
+from quire.serving.interfaces import Gateway, GenerationStream, Job, Taker
 from quire.serving.link.messages import ChoiceDelta, RequestDelta
 
 MAX_WAITING_LISTS = 64
 
 
+class Outlet(Protocol):
+    """Takes events the moment they are there, in the place of whoever iterates over them and waits."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes events now."""
+        ...
+
+    def put(self, events: list[GenerationEvent]) -> None:
+        """Take what one delta causes. What it raises is raised from the iteration."""
+        ...
+
+    def put_text(self, choice: int, text: str) -> None:
+        """Take what causes a TextDelta without positions, and nothing else."""
+        ...
+
+
 class GenerationReader:
     """The deltas of one plan into events, synchronously.
 
-    prompt  the number of the plan among those of the answer: its choices follow those of the plans before
+    prompt        the number of the plan among those of the answer: its choices follow those of the plans before
+    first_choice  the number of its first choice
     """
 
     def __init__(self, plan: GenerationPlan, prompt: int = 0) -> None:
         self._plan = plan
         self._prompt = prompt
-        self._first_choice = prompt * plan.num_choices
-        self._choices = [ChoiceReader(plan, self._first_choice + index) for index in range(plan.num_choices)]
+        self.first_choice = prompt * plan.num_choices
+        self._choices = [ChoiceReader(plan, self.first_choice + index) for index in range(plan.num_choices)]
+        self._is_plain = (
+            len(self._choices) == 1
+            and self._choices[0].is_plain
+            and not (plan.is_copied or plan.hides_output or plan.wants_tokens)
+        )
         self._has_started = False
         self._num_completion = 0
         self._num_cached = 0
@@ -44,6 +68,11 @@ class GenerationReader:
     def has_ended(self) -> bool:
         """Whether every choice is over, perhaps before the engine is."""
         return all(choice.has_ended for choice in self._choices)
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the answer may be over before the engine says so."""
+        return self._plan.parser is not None and not self._plan.parser.parallel_tool_calls
 
     def feed(self, delta: RequestDelta) -> list[GenerationEvent]:
         """Return what a delta causes. Raises ApiError for a request that the engine aborted."""
@@ -68,6 +97,16 @@ class GenerationReader:
             raise engine_unavailable("the engine ended the request before it was complete")
         return events
 
+    def feed_text(self, delta: RequestDelta) -> str | None:
+        """Return the text of a delta that causes nothing but a TextDelta; None, with nothing done, for one that must be fed."""
+        if not self._is_plain or not self._has_started or delta.metrics is not None or len(delta.choices) != 1:
+            return None
+        choice = delta.choices[0]
+        if choice.finish_reason is not None:
+            return None
+        self._num_completion += len(choice.token_ids)
+        return choice.text
+
     def usage(self) -> UsageEnd:
         """Return the tokens so far."""
         num_reasoning = sum(choice.num_reasoning for choice in self._choices)
@@ -84,7 +123,7 @@ class GenerationReader:
         if not plan.echo_text:
             return
         for index in range(plan.num_choices):
-            choice = self._first_choice + index
+            choice = self.first_choice + index
             if plan.echoes_prompt:
                 positions = delta.prompt_logprobs if plan.has_positions else None
                 events.append(PromptEcho(choice, plan.echo_text, token_ids, positions))
@@ -98,20 +137,20 @@ class GenerationReader:
         if self._plan.hides_output:
             if delta.finish_reason is not None:
                 reader.has_ended = True
-                events.append(ChoiceEnd(self._first_choice + index, "length"))
+                events.append(ChoiceEnd(self.first_choice + index, "length"))
             return
         self._num_completion += len(delta.token_ids)
         if self._plan.wants_tokens:
-            events.append(TokensDelta(self._first_choice + index, delta.token_ids))
+            events.append(TokensDelta(self.first_choice + index, delta.token_ids))
         reader.feed(delta, events)
 
 
 async def generation_events(
-    gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]]
+    gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]], outlet: Outlet | None = None
 ) -> AsyncGenerator[list[GenerationEvent], None]:
     """Open the jobs and yield what happens, the choices of plan i numbered from i * num_choices; at last one UsageEnd of all.
 
-    Raises ApiError. Closing the generator aborts what still runs.
+    What an outlet takes is not yielded; the end of a choice is. Raises ApiError. Closing the generator aborts what still runs.
     """
     async with AsyncExitStack() as stack:
         opened: list[tuple[GenerationStream, GenerationReader]] = []
@@ -119,11 +158,36 @@ async def generation_events(
             stream = await stack.enter_async_context(gateway.open(job))
             opened.append((stream, GenerationReader(plan, prompt)))
         if len(opened) == 1:
+            if outlet is not None and not opened[0][1].may_end_early:
+                opened[0][0].divert(_taker(opened[0][1], outlet))
             async for events in _read_stream(*opened[0]):
                 yield events
             return
         async for events in _merge(opened):
             yield events
+
+
+def _taker(reader: GenerationReader, outlet: Outlet) -> Taker:
+    """Return what takes the deltas in which nothing ends while the outlet is open."""
+    first_choice = reader.first_choice
+
+    def take(delta: RequestDelta) -> bool:
+        if not outlet.is_open:
+            return False
+        text = reader.feed_text(delta)
+        if text is not None:
+            if text:
+                outlet.put_text(first_choice, text)
+            return True
+        for choice in delta.choices:
+            if choice.finish_reason is not None:
+                return False
+        events = reader.feed(delta)
+        if events:
+            outlet.put(events)
+        return True
+
+    return take
 
 
 async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> AsyncGenerator[list[GenerationEvent], None]:

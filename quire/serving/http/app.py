@@ -19,12 +19,17 @@ import quire
 from quire.base.logging import get_logger
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
-from quire.serving.errors import ApiError
+from quire.serving.errors import BODY_ROOM_CODE, ApiError
 from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
+from quire.serving.ignored import IGNORED_HEADER, header_of
 from quire.serving.interfaces import Owner
 
 access_logger = get_logger("quire.access")
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "x-client-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER),
+    *(f"x-ratelimit-{word}-{unit}" for word in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
+)
 CLIENT_GONE = 499  # of the log and the metrics; nobody is there to receive it
 MAX_CLIENT_ID_LENGTH = 128
 
@@ -32,7 +37,12 @@ MAX_CLIENT_ID_LENGTH = 128
 def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
     """Return the whole application for a list of endpoints."""
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(HTTPException, _framework_error)
+    anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+
+    async def framework_error(request: Request, error: Exception) -> Response:
+        return _framework_error(request, error, request.url.path in anthropic_paths)
+
+    app.add_exception_handler(HTTPException, framework_error)
     for endpoint in endpoints:
         app.add_api_route(
             endpoint.path,
@@ -41,74 +51,110 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
             response_model=None,
             include_in_schema=False,
         )
-    wrapped: ASGIApp = app
-    if context.config.allowed_origins:
-        wrapped = CORSMiddleware(
-            wrapped,
-            allow_origins=list(context.config.allowed_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-api-key", "x-request-timeout"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return Shell(context, endpoints, wrapped)
+    shell = Shell(context, endpoints, app)
+    if not context.config.allowed_origins:
+        return shell
+    # Outside of the shell, so that pages can read its errors, too.
+    return CORSMiddleware(
+        shell,
+        allow_origins=list(context.config.allowed_origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],  # official clients send a dozen of their own
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 def _route(context: ServerContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    async def run(request: Request) -> Response:
-        return _Answering(context, endpoint, request)
+    async def run(_: Request) -> Response:
+        return _AnswerResponse(_Answering(context, endpoint))
 
     return run
 
 
-async def _framework_error(request: Request, error: Exception) -> Response:
+def _framework_error(request: Request, error: Exception, is_anthropic: bool) -> Response:
     """Answer what no route takes: an unknown path, a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     text = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method[:20]} is not allowed here"}
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
-    answer = error_answer(api := ApiError(status, text.get(status, "bad request"), code=code), api.openai_body())
+    request.scope["quire.error"] = api = ApiError(status, text.get(status, "bad request"), code=code)
+    body = api.anthropic_body(request.scope.get("quire.request_id")) if is_anthropic else api.openai_body()
+    answer = error_answer(api, body)
     headers = dict(answer.headers)
     if isinstance(error, HTTPException) and error.headers and "allow" in {name.lower() for name in error.headers}:
         headers["allow"] = next(value for name, value in error.headers.items() if name.lower() == "allow")
     return Response(answer.body, answer.status, headers, "application/json")
 
 
-class _Answering(Response):
-    """Runs a handler and sends its Answer, as the response of a route."""
+class _AnswerResponse(Response):
+    """The answer of an endpoint, as the response of a route."""
 
-    def __init__(self, context: ServerContext, endpoint: Endpoint, request: Request) -> None:
+    def __init__(self, answering: _Answering) -> None:
         super().__init__()
-        self._context = context
-        self._endpoint = endpoint
-        self._request = request
+        self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, endpoint = self._context, self._endpoint
-        scope["quire.route"] = endpoint.path
-        call = Call(self._request, scope["quire.owner"], scope["quire.request_id"], context.config)
+        await self._answering(scope, receive, send)
+
+
+class _Answering:
+    """Runs the handler of an endpoint and sends its Answer. An ASGI application."""
+
+    __slots__ = ("_context", "_endpoint")
+
+    def __init__(self, context: ServerContext, endpoint: Endpoint) -> None:
+        self._context = context
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = self._context
+        scope["quire.route"] = self._endpoint.path
+        with context.bodies.share() as share:
+            request = Request(scope, receive, send)
+            call = Call(request, scope["quire.owner"], scope["quire.request_id"], context.config, share)
+            await self._answer(call, receive, send)
+
+    async def _answer(self, call: Call, receive: Receive, send: Send) -> None:
+        context, endpoint, scope = self._context, self._endpoint, call.request.scope
         headers: dict[str, str] = {}
 
         def error_body(error: ApiError) -> object:
             return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
 
-        interval_s = context.config.keep_alive_comment_s
-        sender = Sender(receive, send, scope["quire.send"], error_body, interval_s, headers, call.request_id)
+        def on_error(error: ApiError) -> None:
+            scope["quire.error"] = error
+
+        sender = Sender(
+            receive,
+            send,
+            scope["quire.send"],
+            error_body,
+            context.config.keep_alive_comment_s,
+            headers,
+            call.request_id,
+            on_error,
+            scope.get("quire.body"),
+        )
         try:
             answer = await endpoint.handler(context, call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
             api_error = as_api_error(error, call.request_id)
-            if api_error.status == 413:  # the rest of the body is not read
+            if api_error.status == 413 or api_error.code == BODY_ROOM_CODE:  # the rest of the body is not read
                 headers["connection"] = "close"
             await sender.send_error(api_error)
             return
         if call.ignored_params:
-            headers["x-quire-ignored-params"] = ",".join(name for name in call.ignored_params if name.isidentifier())[:500]
+            headers[IGNORED_HEADER] = header_of(call.ignored_params)
             for name in call.ignored_params:
-                context.metrics.ignored_param(name)
+                context.metrics.ignored_param(name.rpartition(".")[2])
         await sender.send_answer(answer)
 
 
 class Shell:
-    """Everything around the routes. An ASGI application."""
+    """Everything around the routes. An ASGI application.
+
+    A path without parameters needs no router: its endpoint is looked up here, at a sixth of a request's cost. `app` has all
+    routes, answers what is none of these, and says which paths and methods there are.
+    """
 
     def __init__(self, context: ServerContext, endpoints: Sequence[Endpoint], app: ASGIApp) -> None:
         self._context = context
@@ -116,6 +162,11 @@ class Shell:
         self._authenticator = context.authenticator
         self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
         self._anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+        self._plain = {
+            (endpoint.method, endpoint.path): _Answering(context, endpoint)
+            for endpoint in reversed(endpoints)  # of two for one path the first counts, as in the router
+            if "{" not in endpoint.path
+        }
         keys = context.config.api_keys
         self._rated_owners = frozenset(key.name for key in keys if key.requests_per_minute or key.tokens_per_minute)
 
@@ -139,8 +190,10 @@ class Shell:
 
         try:
             scope["quire.owner"] = self._identify(scope, headers)
-            await self._app(scope, receive, send_with_ids)
+            plain = None if scope.get("root_path") else self._plain.get((scope["method"], scope["path"]))
+            await (self._app if plain is None else plain)(scope, receive, send_with_ids)
         except ApiError as error:
+            scope["quire.error"] = error
             body = error.anthropic_body(request_id) if scope["path"] in self._anthropic_paths else error.openai_body()
             await send_ready(send_with_ids, error_answer(error, body))
         except ClientGoneError:
@@ -149,7 +202,7 @@ class Shell:
             self._record(scope, status or 500, time.monotonic() - started_s)
 
     def _identify(self, scope: Scope, headers: Headers) -> Owner:
-        if scope["path"] in self._open_paths or (scope["method"] == "OPTIONS" and self._context.config.allowed_origins):
+        if scope["path"] in self._open_paths:
             return Owner(name="anonymous", cache_salt="")
         return self._authenticator.identify(headers)
 
@@ -171,6 +224,9 @@ class Shell:
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("quire.route", "none")
         self._context.metrics.http_request(route, status, seconds)
+        error: ApiError | None = scope.pop("quire.error", None)
+        if error is not None and status != CLIENT_GONE:
+            self._context.metrics.rejected(error)
         owner: Any = scope.get("quire.owner")
         level = logging.DEBUG if route in PROBES and status < 500 else logging.INFO
         if route == "/ready":  # a server that is not ready is no news

@@ -127,6 +127,9 @@ class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tokens_per_minute: Annotated[int, msgspec.Meta(ge=1)] | None = None
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    max_stored_files: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_stored_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_stored_batches: Annotated[int, msgspec.Meta(ge=0)] | None = None
     admin: bool = False
     priority: bool = False
 
@@ -156,6 +159,9 @@ def _as_key(entry: _KeyEntry) -> ApiKey:
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
         weight=entry.weight,
+        max_stored_files=entry.max_stored_files,
+        max_stored_bytes=entry.max_stored_bytes,
+        max_stored_batches=entry.max_stored_batches,
         is_admin=entry.admin,
         may_hurry=entry.priority,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.base.collector import collect_seldom
 from quire.base.errors import ConfigError, QuireError
 from quire.base.logging import get_logger
 from quire.serving.config import ServerConfig
@@ -83,7 +84,7 @@ class Lifecycle:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http=guarded_protocol(config),  # type: ignore[arg-type]
+                http=guarded_protocol(config, self.context.metrics.rejected),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -98,7 +99,7 @@ class Lifecycle:
         self.context.client.on_state.append(self._on_engine_state)
         serving = asyncio.create_task(self._server.serve(sockets=[self.sock]))
         starting = asyncio.create_task(self._start_engine())
-        lag = asyncio.create_task(watch_loop(self.context.metrics.loop_lag))
+        lag = asyncio.create_task(watch_loop(self.context.metrics.loop_lag, self.context.client.has_work))
         self._announce()
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +133,7 @@ class Lifecycle:
             # What is there now stays: the collector need not walk through it again.
             gc.collect()
             gc.freeze()
+            collect_seldom()
             if self.context.phase == "starting":
                 self.context.phase = "serving"
             logger.info("ready: %s", ", ".join(self.context.model.names))
@@ -159,7 +161,7 @@ class Lifecycle:
         if context.phase != "failed":
             context.phase = "draining"
             logger.info("draining: what runs may take %.0f s", config.drain_timeout_s)
-        context.gateway.start_drain()
+        context.gateway.start_drain(config.drain_grace_s + config.drain_timeout_s)
         if context.phase == "draining" and not self._is_interrupted:
             await self._wait_unless_hurried(asyncio.sleep(config.drain_grace_s))
         if self._server is not None:

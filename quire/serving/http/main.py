@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,8 @@ from quire.serving.responses.store import ResponseStore
 
 logger = get_logger(__name__)
 
+SWITCH_INTERVAL_S = 0.001  # after which a thread that prepares a prompt gives way to the event loop
+
 
 @dataclass(slots=True)
 class Server:
@@ -55,7 +58,9 @@ class Server:
         """Put the parts together; nothing is started."""
         client = EngineClient(engine_config, LinkOptions.of(config))
         name = config.served_model_names[0] if config.served_model_names else engine_config.model
-        metrics = ServerMetrics(config, name, heartbeat_age_s=lambda: client.heartbeat_age_s)
+        metrics = ServerMetrics(
+            config, name, heartbeat_age_s=lambda: client.heartbeat_age_s, num_restarts=lambda: client.num_restarts
+        )
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(
@@ -82,9 +87,13 @@ class Server:
             BATCH_ENDPOINTS,
             lambda: self.gateway.batch_window,
             context.metrics.batch_lines,
+            context.config.max_batches_of,
         )
         await context.batches.start()
-        context.responses = await asyncio.to_thread(ResponseStore, context.config.data_dir)
+        config = context.config
+        context.responses = await asyncio.to_thread(
+            ResponseStore, config.data_dir, limit_of=lambda owner: config.stored_limits(owner)[1]
+        )
         if context.config.data_dir is None:
             logger.info("files, batches and responses are kept in memory: --data-dir keeps them over a restart")
 
@@ -103,6 +112,7 @@ class Server:
 def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> int:
     """Run a server until a signal or a failure ends it; return its exit status. Raises ConfigError."""
     setup_log_format(config.log_format)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     sock = bind(config)
 
     async def run() -> int:

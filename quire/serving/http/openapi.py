@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.serving.endpoint import Endpoint
+from quire.serving.endpoint import Endpoint, header
 
 _ERROR_STATUSES = ("400", "401", "403", "404", "408", "409", "413", "415", "429", "500", "503", "504")
 _REF = "#/components/schemas/{name}"
@@ -33,10 +33,10 @@ def describe(endpoint: Endpoint, schemas: dict[type, dict[str, Any]]) -> dict[st
                 for status in _ERROR_STATUSES
             },
         },
-        "parameters": [*_path_parameters(endpoint.path), *endpoint.query],
+        "parameters": [*_path_parameters(endpoint.path), *endpoint.query, *endpoint.headers, _REQUEST_ID],
     }
     if not endpoint.is_open:
-        operation["security"] = [{"bearer": []}]
+        operation["security"] = [{"bearer": []}, {"key": []}]
     if endpoint.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[endpoint.body]}}}
     elif endpoint.request_body is not None:
@@ -64,7 +64,10 @@ def document(title: str, version: str, endpoints: Iterable[Endpoint]) -> dict[st
         "paths": paths,
         "components": {
             "schemas": {**components, "OpenAIError": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR},
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -78,6 +81,7 @@ def _error_schema(endpoint: Endpoint) -> dict[str, str]:
     return {"$ref": _REF.format(name="AnthropicError" if endpoint.is_anthropic else "OpenAIError")}
 
 
+_REQUEST_ID = header("x-request-id", {"type": "string"}, "A name of the client's own, told back in x-client-request-id.")
 _NULLABLE = {"type": ["string", "null"]}
 _OPENAI_ERROR = {
     "type": "object",

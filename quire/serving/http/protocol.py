@@ -14,6 +14,8 @@ from quire.base.logging import get_logger
 from quire.serving.config import MIB, ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.http.connection_limit import TOO_MANY, ConnectionLimit
+from quire.serving.http.direct import DirectBody
+from quire.serving.http.lingering import LINGER_BYTES, LINGER_S, LingeringCloses, PoliteTransport
 
 logger = get_logger(__name__)
 
@@ -32,6 +34,8 @@ class GuardedProtocol(HttpToolsProtocol):
     body_timeout_s = 30.0
     write_timeout_s = 30.0
     limit = ConnectionLimit(math.inf)
+    on_refused: Callable[[ApiError], None] = staticmethod(lambda error: None)
+    lingering = LingeringCloses()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,6 +47,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_length = False
         self._is_in_head = True
         self._is_refused = False
+        self._num_dropped_bytes = 0  # of what came after the answer
+        self._is_lingering = False
+        self._body: DirectBody | None = None  # of the answer at hand
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,7 +61,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_write_timer()
+        if self._is_lingering:
+            self.lingering.end()
         super().connection_lost(exc)
+        if self._body is not None and self._body.on_lost is not None:
+            self._body.on_lost()
+        self._body = None
         self._unset_keepalive_if_required()  # also after a reset: the timer would hold all of the connection until it went off
 
     def pause_writing(self) -> None:
@@ -78,6 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            self._drop(data)
             return
         if self._is_in_head:
             self._num_head_bytes += len(data)
@@ -86,7 +99,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         # A body may have come with the head in one piece: only what is still a head counts.
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse(TOO_LARGE)
+            self._refuse(TOO_LARGE, lingers=True)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -100,6 +113,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_head_bytes = self._num_header_bytes = 0
         self._num_body_bytes = 0
         super().on_headers_complete()
+        if self.cycle is not None:  # whose task has not begun yet
+            self._body = DirectBody(self.cycle)
+            self.scope["quire.body"] = self._body  # type: ignore[typeddict-unknown-key]
+            self.cycle.transport = PoliteTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
         length = next((value for name, value in self.headers if name == b"content-length"), None)
         self._has_length = length is not None
         num_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
@@ -111,6 +128,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None and not self._has_length and self._num_body_bytes // MIB > before // MIB:
             more_s = self._num_body_bytes // MIB - before // MIB
             self._wait(self._timer.when() + more_s - self.loop.time(), "the request body did not arrive in time")
+        if self.cycle is not None and self.cycle.response_complete:
+            self._drop(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -120,7 +139,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(
-            TOO_LARGE if self._is_head_too_large() else ApiError(400, "this is not a valid HTTP request", code="bad_request")
+            TOO_LARGE if self._is_head_too_large() else ApiError(400, "this is not a valid HTTP request", code="bad_request"),
+            lingers=True,
         )
 
     def _is_head_too_large(self) -> bool:
@@ -142,11 +162,18 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._refuse(ApiError(408, message, code="request_timeout"))
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer outside of the application, unless it has begun to answer by itself, and close."""
+    def _refuse(self, error: ApiError, lingers: bool = False) -> None:
+        """Answer outside of the application, unless it has begun to answer by itself, and close.
+
+        lingers  whether the client may be sending: one that is too slow, or one too many, is not waited for
+        """
+        if self._is_refused:
+            return
         self._is_refused = True
         self._stop_waiting()
         if not self.transport.is_closing() and self._may_answer():
+            if self._is_in_head:  # else the application has the request, hears that it has ended, and tells by itself
+                self.on_refused(error)
             body = msgspec.json.encode(error.openai_body())
             headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
             self.transport.write(
@@ -157,7 +184,47 @@ class GuardedProtocol(HttpToolsProtocol):
                 + b"\r\n\r\n"
                 + body
             )
-        self.transport.close()
+        if lingers:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _close_after_answer(self) -> None:
+        """Close, which the application's answer said; first take what is still to come of its request."""
+        if self.cycle is not None and self.cycle.more_body:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        if self._is_lingering:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _linger(self) -> None:
+        """Close once the client has seen the answer: when it closes, or has sent or waited for long enough."""
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if not self.lingering.begin():
+            self.transport.close()
+            return
+        self._is_lingering = self._is_refused = True
+        self._stop_waiting()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self.transport.write_eof()  # after what was written
+        self.flow.resume_reading()
+
+    def _drop(self, data: bytes) -> None:
+        self._num_dropped_bytes += len(data)
+        if self._num_dropped_bytes > LINGER_BYTES:
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        if self._is_lingering:  # no further request is taken here
+            self.server_state.total_requests += 1
+        else:
+            super().on_response_complete()
 
     def _may_answer(self) -> bool:
         """Whether nothing of an answer to what is refused has gone out, and no earlier answer is still on its way."""
@@ -166,12 +233,19 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.cycle.response_complete if self._is_in_head else not self.cycle.response_started
 
 
-def guarded_protocol(config: ServerConfig) -> Callable[..., GuardedProtocol]:
-    """Return the protocol class with the timeouts of a configuration and the limit of this process."""
+def guarded_protocol(
+    config: ServerConfig, on_refused: Callable[[ApiError], None] = lambda error: None
+) -> Callable[..., GuardedProtocol]:
+    """Return the protocol class with the timeouts of a configuration and the limit of this process.
+
+    on_refused  is called with what is answered to requests that the application never had
+    """
     attributes = {
         "head_timeout_s": config.head_timeout_s,
         "body_timeout_s": config.body_timeout_s,
         "write_timeout_s": config.slow_reader_s,
         "limit": ConnectionLimit.of_open_files(),
+        "lingering": LingeringCloses(),
+        "on_refused": staticmethod(on_refused),
     }
     return type("ConfiguredProtocol", (GuardedProtocol,), attributes)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Send
 
 from quire.base.errors import QuireError
 from quire.base.logging import get_logger
-from quire.serving.answers import Answer, Download, Ready, Stream, Unary
+from quire.serving.answers import Answer, Download, FrameSink, Ready, Stream, Unary
 from quire.serving.errors import ApiError, from_quire_error
 
 logger = get_logger(__name__)
@@ -27,6 +28,16 @@ FRAMES_PER_TURN = 16  # then others get their turn
 INTERNAL_ERROR = "the server failed on this request; its log has the reason under the request id"
 
 
+class Connection(FrameSink, Protocol):
+    """A FrameSink that also tells when the client goes."""
+
+    on_lost: Callable[[], object] | None
+
+    def watch(self, on_lost: Callable[[], object]) -> bool:
+        """Have a function called when the client goes, until `on_lost` is None again; False where that cannot be."""
+        ...
+
+
 class ClientGoneError(Exception):
     """The client closed its connection before the answer was complete."""
 
@@ -34,7 +45,9 @@ class ClientGoneError(Exception):
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """Return what the client is told of an exception: its own mistakes in full, the server's by name, and in the log."""
     if isinstance(error, ApiError):
-        return error
+        # Who keeps the error in a variable would be kept by its traceback, and the body of the request with it, until the
+        # collector comes.
+        return error.with_traceback(None)
     if isinstance(error, QuireError):
         return from_quire_error(error)
     logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
@@ -70,6 +83,8 @@ class Sender:
     comment_interval_s  a stream without an event for so long gets a comment, which keeps proxies from closing it
     headers             are added to every answer
     request_id          of the request, for the log
+    on_error            is told of the error that is the answer, or ends it
+    direct_body         the connection, where it can be written to without waiting
     """
 
     receive: Receive
@@ -79,6 +94,8 @@ class Sender:
     comment_interval_s: float
     headers: Mapping[str, str]
     request_id: str
+    on_error: Callable[[ApiError], None]
+    direct_body: Connection | None = None
 
     async def send_answer(self, answer: Answer) -> None:
         """Send it. Raises ClientGoneError when the client goes first; then what made the answer has been stopped."""
@@ -93,14 +110,44 @@ class Sender:
 
     async def send_error(self, error: ApiError) -> None:
         """Send an error as the whole answer."""
+        self.on_error(error)
         await self._send_ready(error_answer(error, self.error_body(error)))
 
     async def _send_ready(self, answer: Ready) -> None:
         await send_ready(self.send, Ready(answer.body, answer.status, {**self.headers, **answer.headers}, answer.media_type))
 
-    async def _until_gone(self, work: object) -> None:
-        """Run `work` while watching the connection; cancel it, and wait for it, when that closes."""
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    async def _until_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` while watching the connection; cancel it, and wait for it, when that closes. Raises ClientGoneError."""
+        connection, task = self.direct_body, asyncio.current_task()
+        if connection is None or task is None:
+            await self._until_received_gone(work)
+            return
+        num_cancellations, is_gone = task.cancelling(), False
+
+        def stop() -> None:
+            nonlocal is_gone
+            is_gone = True
+            task.cancel()
+
+        if not connection.watch(stop):
+            await self._until_received_gone(work)
+            return
+        try:
+            await work
+        except BaseException:
+            if not is_gone:
+                raise
+        finally:
+            connection.on_lost = None
+        if not is_gone:
+            return
+        if task.uncancel() > num_cancellations:  # somebody else has cancelled it as well
+            raise asyncio.CancelledError
+        raise ClientGoneError
+
+    async def _until_received_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """The same where only a message tells that the client has gone: a task beside has to wait for it."""
+        task = asyncio.ensure_future(work)
         watcher = asyncio.ensure_future(self._wait_for_disconnect())
         try:
             await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +177,8 @@ class Sender:
         frames = _StreamWriter(
             self.send, self.send_frame, {**STREAM_HEADERS, **self.headers, **answer.headers}, self.comment_interval_s
         )
+        if answer.bypass is not None and self.direct_body is not None:
+            answer.bypass.sink = frames.sink = self.direct_body
         try:
             await frames.write_all(answer.frames)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
@@ -137,6 +186,7 @@ class Sender:
             if not frames.has_started:
                 await self.send_error(api_error)
                 return
+            self.on_error(api_error)
             await frames.write(answer.encode_error(api_error))
         finally:
             frames.stop_comments()
@@ -161,7 +211,10 @@ async def _close(frames: AsyncIterator[bytes]) -> None:
 
 
 class _StreamWriter:
-    """The body of one stream: the start with the first frame, comments in long silences."""
+    """The body of one stream: the start with the first frame, comments in long silences.
+
+    sink  where others write frames of it past this writer
+    """
 
     def __init__(self, send: Send, send_frame: Send, headers: Mapping[str, str], comment_interval_s: float) -> None:
         self.has_started = False
@@ -170,6 +223,7 @@ class _StreamWriter:
         self._headers = headers
         self._interval_s = comment_interval_s
         self._last_write_s = time.monotonic()
+        self.sink: FrameSink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
 
@@ -211,7 +265,8 @@ class _StreamWriter:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        silence_s = time.monotonic() - self._last_write_s
+        last_write_s = self._last_write_s if self.sink is None else max(self._last_write_s, self.sink.last_write_s)
+        silence_s = time.monotonic() - last_write_s
         if silence_s < self._interval_s:
             self._schedule(self._interval_s - silence_s)
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 import quire
@@ -78,7 +80,9 @@ def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tu
 
     async def openapi(context: ServerContext, call: Call) -> Answer:
         if not description:
-            description.append(msgspec.json.encode(document("quire", quire.__version__, listed)))
+            description.append(
+                await asyncio.to_thread(lambda: msgspec.json.encode(document("quire", quire.__version__, listed)))
+            )
         return Ready(description[0])
 
     found.append(

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from quire.base.errors import RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.request import Request
-from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, invalid
+from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, invalid, spread_s
 from quire.serving.link.framing import MessageError
 from quire.serving.link.messages import (
     Abort,
@@ -26,7 +27,7 @@ from quire.serving.link.messages import (
     Submit,
     Watch,
 )
-from quire.serving.link.subscription import Subscription
+from quire.serving.link.subscription import Subscription, coalesce
 from quire.serving.link.supervisor import EngineState, LinkOptions, Supervisor
 
 logger = get_logger(__name__)
@@ -35,6 +36,8 @@ _COMMAND_TIMEOUT_S = 2.0
 """How long a command may take to the engine's socket before it counts as lost."""
 
 _DELTAS_PER_TURN = 32
+_ENDS_PER_TURN = 6
+"""Ends among them: each is the last of an answer, with its books and its log, and costs as much as many that go on."""
 
 _UNAVAILABLE = {
     "starting": "the model is being loaded",
@@ -94,6 +97,10 @@ class EngineClient:
         """Requests whose last delta has not come."""
         return len(self._subscriptions)
 
+    def has_work(self) -> bool:
+        """Return whether a request is unfinished."""
+        return bool(self._subscriptions)
+
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Call once; close afterwards in any case.
 
@@ -147,9 +154,10 @@ class EngineClient:
         """Take in a message of the engine."""
         if isinstance(message, StepOutputs):
             self._tell(self.on_step, message)  # first: a reader that gets its last delta may leave before the next turn
-            is_idle = not self._undelivered
-            self._undelivered.extend(message.deltas)
-            if is_idle:  # else a turn is on its way
+            if self._undelivered:  # a turn is on its way, but late: what waits for the same reader goes to it in one piece
+                self._undelivered = _merge(self._undelivered, message.deltas)
+            else:
+                self._undelivered.extend(message.deltas)
                 self._deliver_some()
         elif isinstance(message, KvReport):
             self._tell(self.on_kv, message)
@@ -169,13 +177,13 @@ class EngineClient:
 
     def on_engine_end(self, reason: str) -> None:
         """End every request: what the engine knew is gone."""
-        self._deliver_some(len(self._undelivered))
+        self._deliver_some(is_all=True)
         self._aborts.clear()
         self._fail(self._subscriptions, _engine_error(reason))
 
     def on_lost_outputs(self) -> None:
         """End every request: any of them may lack a part."""
-        self._deliver_some(len(self._undelivered))
+        self._deliver_some(is_all=True)
         for request_id in list(self._subscriptions):
             self._send_abort(request_id)
         self._fail(self._subscriptions, _engine_error("outputs were lost"))
@@ -189,15 +197,18 @@ class EngineClient:
         text = "the answer was not read as fast as it came, and has been aborted"
         self._fail(slow, ApiError(408, text, code="slow_reader", should_retry=False))
 
-    def _deliver_some(self, count: int = _DELTAS_PER_TURN) -> None:
+    def _deliver_some(self, is_all: bool = False) -> None:
         """Deliver deltas in the order in which they came, and leave the rest to the next turn of the event loop.
 
         A step of hundreds of sequences wakes as many readers; new requests and timers need not wait for all of them.
         """
-        now = time.monotonic()
+        now, num_delivered, num_ends = time.monotonic(), 0, 0
         try:
-            for _ in range(min(count, len(self._undelivered))):
-                self._deliver(self._undelivered.popleft(), now)
+            while self._undelivered and (is_all or (num_delivered < _DELTAS_PER_TURN and num_ends < _ENDS_PER_TURN)):
+                delta = self._undelivered.popleft()
+                num_delivered += 1
+                num_ends += delta.finished
+                self._deliver(delta, now)
         except Exception:  # a bug here must leave nobody waiting
             logger.exception("outputs could not be delivered")
             self._undelivered.clear()
@@ -260,6 +271,14 @@ class EngineClient:
                 logger.exception("a listener of the engine failed")
 
 
+def _merge(earlier: Iterable[RequestDelta], later: Iterable[RequestDelta]) -> deque[RequestDelta]:
+    """Return what both say with one delta for each request."""
+    by_request: dict[str, list[RequestDelta]] = {}
+    for delta in chain(earlier, later):
+        by_request.setdefault(delta.request_id, []).append(delta)
+    return deque([coalesce(deltas) for deltas in by_request.values()])
+
+
 def _engine_error(reason: str) -> ApiError:
     text = f"the engine stopped while the request ran ({reason})"
-    return ApiError(503, text, code="engine_error", retry_after_s=5.0)
+    return ApiError(503, text, code="engine_error", retry_after_s=spread_s(5.0))

@@ -12,6 +12,7 @@ from quire.base.logging import get_logger
 from quire.serving.link.deltas import DeltaWriter
 from quire.serving.link.framing import MessageError
 from quire.serving.link.messages import (
+    MAX_STEP_PARTS,
     Abort,
     Heartbeat,
     KvReport,
@@ -175,14 +176,16 @@ class EngineLoop:
         record, scheduler, stats = self._engine.last_step, self._engine.scheduler, self._engine.stats
         if record is None:
             return None
-        parts = [StepPart(*share) for share in record.shares]
-        num_prefill = sum([part.num_tokens for part in parts if part.is_prefill])
+        shares = record.shares
+        num_prefill = sum([num_tokens for _, _, num_tokens, is_prefill in shares if is_prefill])
+        parts = [StepPart(*share) for share in shares[:MAX_STEP_PARTS]]
+        parts += [StepPart(*share) for share in shares[MAX_STEP_PARTS:] if share[3]]
         return StepReport(
             step_id=record.step_id,
             started_s=record.started_s,
             duration_s=record.duration_s,
             num_prefill_tokens=num_prefill,
-            num_decode_tokens=sum([part.num_tokens for part in parts]) - num_prefill,
+            num_decode_tokens=sum([num_tokens for _, _, num_tokens, _ in shares]) - num_prefill,
             num_context_tokens=record.num_context_tokens,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -199,10 +202,9 @@ class EngineLoop:
 
     def _kv_report(self, now: float) -> KvReport:
         scheduler = self._engine.scheduler
-        held: dict[str, dict[int, None]] = {}
+        blocks: dict[str, list[int]] = {}
         for sequence in scheduler.running:
-            held.setdefault(sequence.request.request_id, {}).update(dict.fromkeys(sequence.block_ids))
-        blocks = {request_id: list(block_ids) for request_id, block_ids in held.items()}
+            blocks.setdefault(sequence.request.request_id, []).extend(dict.fromkeys(sequence.block_ids))
         return KvReport(now, scheduler.config.num_kv_blocks, blocks, list(scheduler.kv.cached_block_ids()))
 
 

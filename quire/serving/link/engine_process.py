@@ -21,6 +21,7 @@ import zmq
 import quire
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
+from quire.serving.link.engine_log import EngineLog
 from quire.serving.link.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received, is_readable
 from quire.serving.link.messages import FromEngine, Start
 from quire.serving.link.process import write_start
@@ -29,6 +30,7 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "quire.serving.link.process")
 _MAX_PATH_BYTES = 100  # of a Unix socket, which the system limits to 108 or 104
 _MAX_FRAMES_AT_ONCE = 64
 _KILL_WAIT_S = 5.0
+_LAST_LINES_S = 1.0  # for the log of a process that has ended
 
 
 class EngineProcess:
@@ -45,6 +47,7 @@ class EngineProcess:
         on_frame: Callable[[Received[FromEngine]], None],
         command: tuple[str, ...] = ENGINE_COMMAND,
         log_level: str = "INFO",
+        log_format: str = "text",
     ) -> None:
         self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
@@ -63,11 +66,17 @@ class EngineProcess:
                 parent_pid=os.getpid(),
                 config=dataclasses.asdict(config),
                 log_level=log_level,
+                log_format=log_format,
             )
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(), bufsize=0)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log_format == "json" else {}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(), bufsize=0, **pipes)
         except BaseException:
             self._release()
             raise
+        output = self._process.stdout
+        self._log = None if output is None else EngineLog(os.fdopen(os.dup(output.fileno()), "rb"))
+        if output is not None:
+            output.close()
         self._send_start(write_start(start))
         self._loop.add_reader(int(self._socket.get(zmq.FD)), self.drain)
         self._loop.call_soon(self.drain)
@@ -140,6 +149,8 @@ class EngineProcess:
         self._release()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.join, _LAST_LINES_S)
 
     async def _wait(self, timeout_s: float) -> None:
         deadline_s = self._loop.time() + timeout_s

@@ -21,6 +21,8 @@ from quire.contracts.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_STEP_PARTS = 64
+"""Of a step that has more parts, those of sequences that decode are told no further: nobody shows them."""
 
 _DEFAULT_PARAMS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
 _CONSTRAINT_NAMES = {field.name for field in dataclasses.fields(Constraint)}
@@ -38,6 +40,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     session     8 random bytes that every later message of either side begins with
     parent_pid  the process whose end is the engine's too
     config      fields of EngineConfig
+    log_format  of ServerConfig
     """
 
     address: str
@@ -45,6 +48,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     parent_pid: int
     config: dict[str, Any]
     log_level: str = "INFO"
+    log_format: str = "text"
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -61,7 +65,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     seed: int
     prompt: str | None
     eos_token_ids: list[int]
-    bad_word_token_ids: list[list[int]]
     arrival_time_s: float
     cache_salt: str
     pooling: dict[str, Any] | None = None
@@ -89,7 +92,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             seed=request.seed,
             prompt=request.prompt,
             eos_token_ids=sorted(request.eos_token_ids),
-            bad_word_token_ids=[list(word) for word in request.bad_word_token_ids],
             arrival_time_s=request.arrival_time_s,
             cache_salt=request.cache_salt,
             pooling=None if request.pooling is None else dataclasses.asdict(request.pooling),
@@ -111,7 +113,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             seed=self.seed,
             prompt=self.prompt,
             eos_token_ids=frozenset(self.eos_token_ids),
-            bad_word_token_ids=tuple(map(tuple, self.bad_word_token_ids)),
             arrival_time_s=self.arrival_time_s,
             cache_salt=self.cache_salt,
             pooling=None if self.pooling is None else PoolingParams(**self.pooling),
@@ -163,6 +164,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters           all weights; num_active_parameters those that one token uses
     weight_bytes             bytes of the weights that one token reads, as they are run
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
+    kv_cache_dtype           of the keys and values: the model's dtype, "int8" or "fp8"
+    num_query_elements       of the queries of one token, all heads and layers
     peak_bytes_per_s         what the machine reads, and peak_flops_per_s its operations, measured at the start; None: unknown
     load_time_s              seconds that loading took
     """
@@ -190,6 +193,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_active_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_cache_dtype: str
+    num_query_elements: int
     load_time_s: float
     pid: int
     peak_bytes_per_s: float | None = None
@@ -293,6 +298,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_context_tokens  tokens in the cache that the step's sequences attended to, those of the step included, summed: for
                         bytes read and FLOPs
     num_free_blocks     blocks that nothing uses, those that hold a reusable prefix (num_cached_blocks) among them
+    parts               the first MAX_STEP_PARTS, and all that are prefill
     total_drafts        times that drafted tokens were verified; total_accepted_per_pos: by position in their draft
     """
 
@@ -323,7 +329,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):
 
 
 class KvReport(msgspec.Struct, frozen=True, tag="kv"):
-    """Who holds the KV blocks: request id -> its block ids over all choices; a block in two lists is shared.
+    """Who holds the KV blocks: request id -> block ids of its sequences, one after the other; one there twice is shared.
 
     cached  blocks that nobody holds and that still have a reusable prefix
     """

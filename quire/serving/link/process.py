@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
+from quire.base.collector import collect_seldom
 from quire.base.errors import ConfigError, ModelFormatError, QuireError, UnsupportedError
 from quire.base.logging import get_logger, setup_logging
 from quire.base.threads import prefer_short_spins
@@ -22,6 +23,7 @@ from quire.serving.link.engine_info import describe_engine
 from quire.serving.link.engine_loop import EngineLoop
 from quire.serving.link.messages import PROTOCOL_VERSION, Failed, Hello, Ready, Start
 from quire.serving.link.port import EnginePort, PeerGoneError
+from quire.serving.metrics.log_format import setup_log_format
 
 if TYPE_CHECKING:  # it loads torch
     from quire.engine.llm_engine import LLMEngine
@@ -83,6 +85,7 @@ def load_engine(config: EngineConfig) -> LLMEngine:
     from quire.engine.llm_engine import LLMEngine  # loads torch: seconds, after Hello
 
     engine = LLMEngine(config)
+    collect_seldom()
     threading.Thread(target=engine.grammars.warm, name="quire-warm-grammars", daemon=True).start()
     return engine
 
@@ -93,6 +96,7 @@ def run(load: Callable[[EngineConfig], LLMEngine] = load_engine) -> int:
     lifeline = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - as long as the process
     start = read_start(lifeline)
     setup_logging(start.log_level)
+    setup_log_format(start.log_format)
     port: EnginePort | None = None
     try:
         die_with_parent(start.parent_pid)

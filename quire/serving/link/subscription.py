@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from quire.base.errors import InvariantError
 from quire.serving.errors import ApiError
@@ -32,6 +33,7 @@ class Subscription:
         self._num_pending_bytes = 0
         self._oldest_s = 0.0
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[RequestDelta], bool] | None = None
         self._error: ApiError | None = None
         self._is_finished = False
 
@@ -66,8 +68,18 @@ class Subscription:
         self._num_pending_bytes = 0
         return coalesce(taken)
 
+    def divert(self, take: Callable[[RequestDelta], bool]) -> None:
+        """Offer every delta but the last to `take` while `next` waits; it returns whether it took it, and must not raise.
+
+        What was taken does not come out of `next`: it costs no future and no turn of the reader's task.
+        """
+        self._take = take
+
     def deliver(self, delta: RequestDelta, now: float) -> None:
         """Add what the engine says; now is of time.monotonic()."""
+        waiter = self._waiter  # while it is not done the reader waits, and has taken all that came before
+        if self._take is not None and waiter is not None and not waiter.done() and not delta.finished and self._take(delta):
+            return
         if not self._pending:
             self._oldest_s = now
         self._pending.append(delta)

@@ -41,6 +41,7 @@ class LinkOptions:
     first_delay_s   before the first restart; doubles with each, up to max_delay_s
     command         the process
     log_level       of the process, which logs to standard error
+    log_format      likewise, of ServerConfig
     """
 
     slow_reader_bytes: int = 256 << 10
@@ -54,6 +55,7 @@ class LinkOptions:
     max_delay_s: float = 30.0
     command: tuple[str, ...] = ENGINE_COMMAND
     log_level: str = "INFO"
+    log_format: str = "text"
 
     @classmethod
     def of(cls, config: ServerConfig) -> LinkOptions:
@@ -65,6 +67,7 @@ class LinkOptions:
             start_timeout_s=config.start_timeout_s,
             max_restarts=config.max_restarts,
             restart_window_s=config.restart_window_s,
+            log_format=config.log_format,
         )
 
 
@@ -175,7 +178,8 @@ class Supervisor:
         self._failed = self._watchdog = None
         self._start_deadline_s = time.monotonic() + self._options.start_timeout_s
         try:
-            engine = EngineProcess(self._config, self._on_frame, self._options.command, self._options.log_level)
+            options = self._options
+            engine = EngineProcess(self._config, self._on_frame, options.command, options.log_level, options.log_format)
         except ConfigError as error:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)
         except (OSError, zmq.ZMQError) as error:

@@ -26,22 +26,12 @@ REQUEST_BUCKETS = (
 )
 STEP_BUCKETS = (.0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10)
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-LAG_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5)
+LAG_BUCKETS = (.001, .0025, .005, .0075, .01, .015, .02, .025, .05, .1, .25, .5, 1, 2.5, 5)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+# The same for every model, so that those of several servers can be added up.
+LENGTH_BUCKETS = (*(step * 10**power for power in range(6) for step in (1, 2, 5)), 1_000_000)
 # fmt: on
-
-
-def length_buckets(max_model_len: int) -> tuple[int, ...]:
-    """Return 1, 2, 5, 10, ... up to the model's length."""
-    found: list[int] = []
-    scale = 1
-    while True:
-        for step in (1, 2, 5):
-            if step * scale > max_model_len:
-                return (*found, max_model_len) if not found or found[-1] < max_model_len else tuple(found)
-            found.append(step * scale)
-        scale *= 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +48,13 @@ class GaugeSources:
 class Definitions:
     """The instruments of one server, by attribute; `all` in the order of their definition."""
 
-    def __init__(self, labels: dict[str, str], max_model_len: int, sources: GaugeSources) -> None:
+    def __init__(self, labels: dict[str, str], sources: GaugeSources) -> None:
         self._labels = labels
         self.all: list[Instrument] = []
         self._define_engine()
         self._define_tokens()
         self._define_times()
-        self._define_sizes(length_buckets(max_model_len))
+        self._define_sizes(LENGTH_BUCKETS)
         self._define_ends()
         self._define_server()
         self._define_load(sources)
@@ -107,7 +97,9 @@ class Definitions:
         self.batch_prefill = gauge("batch_prefill_tokens", "Prompt tokens in the last step.")
         self.batch_decode = gauge("batch_decode_tokens", "Decoding sequences in the last step: one token each.")
         self.engine_state = gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "state")
-        self.restarts = counter("engine_restarts", "Times the engine process was started again.")
+        self.restarts = counter(
+            "engine_restarts", "Times the engine process was started again after it had ended, also while it loaded."
+        )
         self.preemptions = counter("num_preemptions", "Times a sequence gave up its KV blocks to others.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
@@ -199,7 +191,14 @@ class Definitions:
         self.disconnects = counter(
             "client_disconnects", "Clients that went before the end, by phase: queue, prefill or decode.", "phase"
         )
-        self.rejections = counter("admission_rejections", "Requests refused at admission, by reason.", "reason")
+        self.rejections = counter(
+            "admission_rejections",
+            "Requests answered with an error, each once, also in a stream, by reason. Over a limit: overloaded, rate_limited, "
+            "connections, body_bytes, storage; not there: engine_unavailable, draining, unavailable; the client's: invalid, "
+            "unauthorized, not_found, too_large, slow_reader; deadline: body, turn or answer did not come in time; failed: "
+            "the server's or its engine's fault. Lines of batches are not among them.",
+            "reason",
+        )
         self.slo_counted = counter(
             "slo_requests", "Ended requests that count for goodput: all but those their clients gave up."
         )
@@ -234,7 +233,11 @@ class Definitions:
             "estimated_read_bytes_per_gpu", "Bytes read: the active weights once a step, and the keys and values attended to."
         )
         self.written_bytes = self._counter("estimated_write_bytes_per_gpu", "Bytes of keys and values written.")
-        gauge("engine_heartbeat_age_seconds", "Since the engine's loop last gave a sign of life.", read=sources.heartbeat_age_s)
+        gauge(
+            "engine_heartbeat_age_seconds",
+            "Since the engine's loop last gave a sign of life; none without an engine.",
+            read=sources.heartbeat_age_s,
+        )
         gauge("achieved_flops_per_second", "The same operations per second of step time, lately.", read=sources.flops_per_s)
         gauge("achieved_bytes_per_second", "Bytes read per second of step time, lately.", read=sources.bytes_per_s)
         gauge("mfu", "Share of the machine's peak operations per second, where that is known.", read=sources.mfu)

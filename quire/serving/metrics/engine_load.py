@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from quire.serving.link.messages import EngineInfo, StepReport
 
 _TIME_CONSTANT_S = 10.0
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +23,9 @@ class StepWork:
 def step_work(info: EngineInfo, report: StepReport) -> StepWork:
     """Return what a step needed, rather too little than too much.
 
-    flops          2 per active parameter and token; attention: 4 per element of a key for each pair of a new token and a
-                   token it attends to, as if there were no more query heads than key heads, and of a prompt's pairs those
-                   that the report shows: one with each cached token, and those within its chunk
+    flops          2 per active parameter and token; attention: 4 per element of the queries, of all heads, for each pair of a
+                   new token and a token it attends to, and of a prompt's pairs those that the report shows: one with each
+                   cached token, and those within its chunk
     read_bytes     the active weights once, and the keys and values of every context once
     written_bytes  keys and values of the new tokens
     """
@@ -36,9 +35,8 @@ def step_work(info: EngineInfo, report: StepReport) -> StepWork:
     pairs = report.num_context_tokens + sum(
         part.num_tokens * (part.num_tokens - 1) // 2 for part in report.parts if part.is_prefill
     )
-    elements_per_key = info.kv_bytes_per_token / 2 / _ELEMENT_BYTES.get(info.dtype, 4)
     return StepWork(
-        flops=2.0 * info.num_active_parameters * num_tokens + 4.0 * elements_per_key * pairs,
+        flops=2.0 * info.num_active_parameters * num_tokens + 4.0 * info.num_query_elements * pairs,
         read_bytes=float(info.weight_bytes + info.kv_bytes_per_token * report.num_context_tokens),
         written_bytes=float(info.kv_bytes_per_token * num_tokens),
     )

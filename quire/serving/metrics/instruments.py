@@ -72,19 +72,21 @@ class _Family(Generic[C]):
         self._num_labels = len(labels)
         self._make = make
         self.cells: dict[tuple[str, ...], C] = {}
+        self._by_values: dict[tuple[str, ...], C] = {}
         if not labels:
             self.labels()
 
     def labels(self, *values: str) -> C:
         """Return the cell of these label values, made at its first use; beyond MAX_LABEL_VALUES that of "other"."""
-        if len(values) != self._num_labels:
-            raise InvariantError(f"metric {self.name} has {self._num_labels} labels, got {len(values)} values")
-        cell = self.cells.get((*self._constant, *values))
+        cell = self._by_values.get(values)
         if cell is not None:
             return cell
+        if len(values) != self._num_labels:
+            raise InvariantError(f"metric {self.name} has {self._num_labels} labels, got {len(values)} values")
         if len(self.cells) >= MAX_LABEL_VALUES:
             values = ("other",) * self._num_labels
-        return self.cells.setdefault((*self._constant, *values), self._make())
+        cell = self._by_values[values] = self.cells.setdefault((*self._constant, *values), self._make())
+        return cell
 
 
 class Counter(_Family[Cell]):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
+from types import TracebackType
 
 import msgspec
 
@@ -55,10 +58,31 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_log_format(log_format: str) -> None:
-    """Give the handlers of the `quire` loggers the format of ServerConfig.log_format; "text" leaves them as they are."""
-    if log_format == "json":
-        for handler in logging.getLogger("quire").handlers:
-            handler.setFormatter(JsonFormatter())
+    """Let this process log in the format of ServerConfig.log_format; "text" leaves all as it is.
+
+    With "json" every line is an object, also of other libraries, of warnings, and of errors that nothing catches.
+    """
+    if log_format != "json":
+        return
+    for handler in logging.getLogger("quire").handlers:
+        handler.setFormatter(JsonFormatter())
+    others = logging.StreamHandler(sys.stderr)
+    others.setFormatter(JsonFormatter())
+    others.addFilter(lambda record: record.name.partition(".")[0] != "quire")
+    logging.getLogger().addHandler(others)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _log.critical("an error that nothing caught", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    name = "?" if args.thread is None else args.thread.name
+    error = args.exc_value or args.exc_type()
+    _log.error("thread %s ended by an error", name, exc_info=(args.exc_type, error, args.exc_traceback))
 
 
 def log_ended(record: RequestRecord) -> None:

@@ -14,13 +14,14 @@ _GIVEN_UP_BY_CLIENT = frozenset({"disconnect", "cancelled", "slow_reader"})
 class RequestRecord:
     """Written by ServerMetrics alone. Times are seconds of time.monotonic().
 
-    arrival_s          at the server
+    arrival_s          the head of the HTTP request was there; for a line of a batch, its prompt was tokenised
     dispatched_s       handed to the engine; None while queued
     first_output_s     the first output token arrived from the engine
     last_output_s      likewise the latest
     engine             the engine's own times, and what it reused; None until the first token
     finish_reasons     of the choices that ended
     ended_s            None while the request is under way
+    is_refused         the client is at fault: the engine cannot serve what it asked for, and it was told so with a 4xx
     """
 
     job: Job
@@ -36,6 +37,7 @@ class RequestRecord:
     engine: RequestMetrics | None = None
     abort_reason: AbortReason | None = None
     error: str | None = None
+    is_refused: bool = False
 
     @property
     def phase(self) -> str:
@@ -74,8 +76,8 @@ class RequestRecord:
 
     @property
     def counts_for_goodput(self) -> bool:
-        """Return whether the request was not given up by its client."""
-        return self.abort_reason not in _GIVEN_UP_BY_CLIENT
+        """Return whether the request was one that the server could have served, and its client did not give it up."""
+        return not self.is_refused and self.abort_reason not in _GIVEN_UP_BY_CLIENT
 
     @property
     def has_ended_well(self) -> bool:

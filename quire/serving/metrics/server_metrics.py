@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Collection
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError
+from quire.serving.errors import BODY_ROOM_CODE, OVERLOADED_STATUS, ApiError
 from quire.serving.interfaces import AbortReason, Job
 from quire.serving.link.messages import EngineInfo, RequestDelta, StepOutputs, StepReport
 from quire.serving.metrics.definitions import PREFIX, Definitions, GaugeSources
@@ -26,13 +27,24 @@ KNOWN_IGNORED_PARAMS = frozenset(
     }
 )  # fmt: skip
 """Names that may be label values of ignored_params; a client can invent others without end."""
-_REJECTIONS = {
+_BY_CODE = {
     "overloaded": "overloaded",
     "rate_limit_exceeded": "rate_limited",
     "engine_unavailable": "engine_unavailable",
+    "engine_error": "failed",
     "draining": "draining",
+    "server_shutdown": "draining",
     "request_timeout": "deadline",
+    "deadline_exceeded": "deadline",
+    "slow_reader": "slow_reader",
+    "storage_full": "storage",
+    "too_many_connections": "connections",
+    BODY_ROOM_CODE: "body_bytes",
 }
+_BY_STATUS = {
+    401: "unauthorized", 403: "unauthorized", 404: "not_found", 405: "not_found", 408: "deadline", 413: "too_large",
+    429: "rate_limited", 431: "too_large", 503: "unavailable", 504: "deadline", OVERLOADED_STATUS: "overloaded",
+}  # fmt: skip
 _LINE_START = re.compile(rb"(?m)^(# HELP |# TYPE )?" + PREFIX.encode())
 
 
@@ -41,6 +53,8 @@ class ServerMetrics:
 
     on_end      called with every record that has ended: spans and the log
     on_collect  called before every rendering, to set gauges
+
+    The age of the heartbeat may be None or infinite where there is no engine; it then has no sample.
     """
 
     def __init__(
@@ -49,18 +63,19 @@ class ServerMetrics:
         model_name: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        max_model_len: int = 131_072,
         heartbeat_age_s: Callable[[], float | None] = lambda: None,
+        num_restarts: Callable[[], int] = lambda: 0,
         known_ignored_params: Collection[str] = KNOWN_IGNORED_PARAMS,
     ) -> None:
         self._config = config
         self._clock = clock
+        self._num_restarts = num_restarts
         self._known_ignored_params = known_ignored_params
         self.load = EngineLoad(clock)
         load = self.load
-        sources = GaugeSources(heartbeat_age_s, load.flops_per_s, load.bytes_per_s, load.mfu, load.mbu)
+        sources = GaugeSources(lambda: _finite(heartbeat_age_s()), load.flops_per_s, load.bytes_per_s, load.mfu, load.mbu)
         labels = {"model_name": model_name, "engine": "0", **config.metric_labels}
-        self.defined = Definitions(labels, max_model_len, sources)
+        self.defined = Definitions(labels, sources)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(InstrumentCollector(self.defined.all))
         self.records: dict[str, RequestRecord] = {}
@@ -69,20 +84,21 @@ class ServerMetrics:
         self._info: EngineInfo | None = None
         self._totals: list[int] = []
         self.num_engine_waiting = 0
-        self._state = ""
         self._cell_tokens = self.defined.generation_tokens.labels()
         self._cell_gaps = self.defined.inter_token.labels()
 
     # Requests, in the order of what happens to one.
 
     def rejected(self, error: ApiError) -> None:
-        """Count a request that was not admitted."""
-        self.defined.rejections.labels(_REJECTIONS.get(error.code or "", "invalid")).add()
+        """Count an answer that is an error, by its code where that is known, else by its status."""
+        by_status = _BY_STATUS.get(error.status, "failed" if error.status >= 500 else "invalid")
+        self.defined.rejections.labels(_BY_CODE.get(error.code or "", by_status)).add()
 
     def opened(self, job: Job) -> RequestRecord:
         """Begin the record of an admitted request."""
         now_s = self._clock()
-        record = RequestRecord(job, arrival_s=job.request.arrival_time_s or now_s, opened_s=now_s)
+        arrival_s = job.request.arrival_time_s or now_s if job.received_s is None else job.received_s
+        record = RequestRecord(job, arrival_s, opened_s=now_s)
         self.records[job.request.request_id] = record
         return record
 
@@ -107,19 +123,40 @@ class ServerMetrics:
             record.error = error
             self._end(record, finish_reason)
 
+    def refused(self, record: RequestRecord, error: ApiError) -> None:
+        """End the record of a request that is its client's own mistake: no server error, no missed SLO."""
+        if record.ended_s is None:
+            record.error = error.message
+            self._end_refused(record)
+
     def step(self, outputs: StepOutputs) -> None:
         """Take in what a step of the engine has to say."""
         now_s, num_tokens = self._clock(), 0
+        num_by_last_s: dict[float, int] = {}
         for delta in outputs.deltas:
             record = self.records.get(delta.request_id)
-            if record is not None:
-                num_tokens += self._take_delta(record, delta, now_s)
+            if record is None:
+                continue
+            num_new, last_s = self._take_tokens(record, delta), record.last_output_s
+            if num_new:
+                num_tokens += num_new
+                record.last_output_s = now_s
+                if last_s is not None:
+                    num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
+                else:
+                    self._take_first(record, now_s)
+            if delta.finished:
+                self._take_end(record, delta)
+        # Most have had their last token with the step before, all at the same time.
+        for last_s, count in num_by_last_s.items():
+            self._cell_gaps.observe(now_s - last_s, count)
         if num_tokens:
             self._cell_tokens.value += num_tokens
         if outputs.report is not None:
             self._take_report(outputs.report)
 
-    def _take_delta(self, record: RequestRecord, delta: RequestDelta, now_s: float) -> int:
+    def _take_tokens(self, record: RequestRecord, delta: RequestDelta) -> int:
+        """Count the new tokens of a request and return how many they are."""
         num_tokens, counts = 0, record.choice_tokens
         for choice in delta.choices:
             num_new = len(choice.token_ids)
@@ -129,21 +166,22 @@ class ServerMetrics:
                 record.finish_reasons.append(choice.finish_reason)
         if delta.metrics is not None:
             record.engine = delta.metrics
-        if num_tokens:
-            record.num_output_tokens += num_tokens
-            if record.last_output_s is None:
-                record.first_output_s = now_s
-                self.defined.ttft.labels().observe(now_s - record.arrival_s)
-                self._count_prompt(record)
-            else:
-                self._cell_gaps.observe(now_s - record.last_output_s)
-            record.last_output_s = now_s
-        if delta.finished:
-            if delta.embedding is not None:
-                self._count_prompt(record)
-            record.error = delta.error
-            self._end(record, "error" if delta.error is not None else "stop")
+        record.num_output_tokens += num_tokens
         return num_tokens
+
+    def _take_first(self, record: RequestRecord, now_s: float) -> None:
+        record.first_output_s = now_s
+        self.defined.ttft.labels().observe(now_s - record.arrival_s)
+        self._count_prompt(record)
+
+    def _take_end(self, record: RequestRecord, delta: RequestDelta) -> None:
+        if delta.embedding is not None:
+            self._count_prompt(record)
+        record.error = delta.error
+        if delta.error is not None and delta.is_refused:
+            self._end_refused(record)
+            return
+        self._end(record, "error" if delta.error is not None else "stop")
 
     def _count_prompt(self, record: RequestRecord) -> None:
         num_tokens = record.num_prompt_tokens
@@ -154,11 +192,23 @@ class ServerMetrics:
         defined.prompt_tokens_by_source.labels("local_cache_hit").add(num_cached)
         defined.prompt_tokens_by_source.labels("local_compute").add(num_tokens - num_cached)
 
-    def _end(self, record: RequestRecord, reason_of_rest: str) -> None:
+    def _end_refused(self, record: RequestRecord) -> None:
+        record.is_refused = True
+        self._close(record, "error")
+        self._tell_end(record)
+
+    def _close(self, record: RequestRecord, reason_of_rest: str) -> None:
         record.ended_s = self._clock()
         self.records.pop(record.job.request.request_id, None)
         num_missing = record.job.request.params.n - len(record.finish_reasons)
         record.finish_reasons.extend([reason_of_rest] * num_missing)
+
+    def _tell_end(self, record: RequestRecord) -> None:
+        for listener in self.on_end:
+            listener(record)
+
+    def _end(self, record: RequestRecord, reason_of_rest: str) -> None:
+        self._close(record, reason_of_rest)
         for reason in record.finish_reasons:
             self.defined.success.labels(reason).add()
         self._observe_times(record)
@@ -167,8 +217,7 @@ class ServerMetrics:
             self.defined.slo_counted.labels().add()
             if self._is_within_slo(record):
                 self.defined.slo_met.labels().add()
-        for listener in self.on_end:
-            listener(record)
+        self._tell_end(record)
 
     def _observe_times(self, record: RequestRecord) -> None:
         defined, engine = self.defined, record.engine
@@ -216,9 +265,6 @@ class ServerMetrics:
         """Note the state of the engine process."""
         defined = self.defined
         defined.engine_state.only(state)
-        has_changed, self._state = state != self._state, state
-        if has_changed and state == "restarting":
-            defined.restarts.labels().add()
         if state != "ready":
             self._totals = []
             self.num_engine_waiting = 0
@@ -229,7 +275,7 @@ class ServerMetrics:
         """Note what the loaded engine is."""
         self._info = info
         self.load.peak_bytes_per_s, self.load.peak_flops_per_s = info.peak_bytes_per_s, info.peak_flops_per_s
-        shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.dtype)
+        shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.kv_cache_dtype)
         self.defined.cache_config.only(*shape)
 
     def _take_report(self, report: StepReport) -> None:
@@ -292,7 +338,12 @@ class ServerMetrics:
         """Return the exposition and its content type; with compat "vllm" under that prefix. Raises ApiError for any other."""
         if compat not in (None, "vllm"):
             raise ApiError(400, "compat must be 'vllm' or left out", code="invalid_value", param="compat")
+        self.defined.restarts.labels().set(self._num_restarts())
         for hook in self.on_collect:
             hook()
         text = generate_latest(self.registry)
         return (text if compat is None else _LINE_START.sub(rb"\1" + compat.encode() + b":", text)), CONTENT_TYPE_LATEST
+
+
+def _finite(seconds: float | None) -> float | None:
+    return None if seconds is None or math.isinf(seconds) else seconds

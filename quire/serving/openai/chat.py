@@ -18,7 +18,8 @@ from quire.serving.openai.requests import chat_input, chat_options, check_n, pri
 async def post_chat(context: ServerContext, call: Call) -> Answer:
     """Continue a conversation."""
     context.check_accepting()
-    body = await call.body(ChatCompletionRequest)
+    body = await call.body(ChatCompletionRequest, max_bytes=context.max_chat_bytes)
+    call.ignore(context.model.unused_variables(body.chat_template_kwargs))
     return await chat(context, body, caller_of(call, bool(body.stream)))
 
 
@@ -28,8 +29,12 @@ async def chat(context: ServerContext, body: ChatCompletionRequest, caller: Call
     check_n(body.n, context.config.max_n)
     priority = priority_of(body.service_tier, caller.owner)
     head = new_head(served, "chatcmpl-", None if body.service_tier is None else tier_of(priority))
-    plan = await served.preparation.run(
-        lambda: prepare_chat(served, head.id, chat_input(body), chat_options(body), caller.owner)
+    plan = await context.prepare(
+        caller.owner,
+        caller.call_id,
+        body,
+        lambda: prepare_chat(served, head.id, chat_input(body), chat_options(body), caller.owner),
+        may_run_here=True,
     )
     shape = ChatShape(
         logprobs=LogprobWriter(served.tokenizer, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))

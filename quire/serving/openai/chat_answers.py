@@ -18,6 +18,7 @@ from quire.serving.generation.events import (
     ChoiceEnd,
     GenerationEvent,
     GenerationStart,
+    Position,
     PromptEcho,
     PromptPositions,
     ReasoningDelta,
@@ -29,7 +30,7 @@ from quire.serving.generation.events import (
 )
 from quire.serving.generation.plan import GenerationPlan
 from quire.serving.openai.frames import AnswerHead, ChunkWriter, StreamOptions, TextSplicer, encode_json, usage_of
-from quire.serving.openai.logprobs import LogprobWriter, prompt_logprobs
+from quire.serving.openai.logprobs import MANY_POSITIONS, LogprobWriter, encoded, prompt_logprobs
 
 CHUNK = "chat.completion.chunk"
 NO_LOGPROBS = b"null"
@@ -70,6 +71,11 @@ class ChatStreamEncoder:
                 if splicer is not None:
                     return splicer.chunk(event.text)
         return b"".join([self._encode(event) for event in events])
+
+    def encode_text(self, choice: int, text: str) -> bytes:
+        """Return the chunks for a TextDelta without positions."""
+        splicer = self._splicers.get(choice)
+        return splicer.chunk(text) if splicer is not None else self._encode(TextDelta(choice, text))
 
     def _encode(self, event: GenerationEvent) -> bytes:
         if isinstance(event, TokensDelta):
@@ -148,7 +154,7 @@ class _Choice:
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[ToolCallStart] = field(default_factory=list[ToolCallStart])
     arguments: list[list[str]] = field(default_factory=list[list[str]])
-    logprobs: ChatLogprobs = field(default_factory=lambda: ChatLogprobs([]))
+    positions: list[Position] = field(default_factory=list[Position])
     token_ids: list[int] = field(default_factory=list[int])
     end: ChoiceEnd | None = None
 
@@ -161,7 +167,7 @@ class ChatFold:
         self._shape = shape
         self._plan = plan
         self._choices = [_Choice() for _ in range(plan.num_choices)]
-        self._prompt_logprobs: PromptLogprobs | None = None
+        self._prompt: PromptPositions | None = None
         self._usage: UsageEnd | None = None
 
     def add(self, events: Sequence[GenerationEvent]) -> None:
@@ -170,7 +176,7 @@ class ChatFold:
             if isinstance(event, UsageEnd):
                 self._usage = event
             elif isinstance(event, PromptPositions):
-                self._prompt_logprobs = prompt_logprobs(event.positions, self._plan.tokenizer, self._shape.num_prompt_logprobs)
+                self._prompt = event
             elif not isinstance(event, GenerationStart):
                 self._add(self._choices[event.choice], event)
 
@@ -178,7 +184,7 @@ class ChatFold:
         if isinstance(event, TextDelta):
             choice.text.append(event.text)
             if self._shape.logprobs is not None and event.positions:
-                choice.logprobs.content += self._shape.logprobs.chat(event.positions).content
+                choice.positions += event.positions
         elif isinstance(event, ReasoningDelta):
             choice.reasoning.append(event.text)
         elif isinstance(event, ToolCallStart):
@@ -190,6 +196,12 @@ class ChatFold:
             choice.token_ids += event.token_ids
         elif isinstance(event, ChoiceEnd):
             choice.end = event
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there is much to write."""
+        num_prompt = 0 if self._prompt is None else len(self._prompt.positions)
+        return num_prompt + sum(len(choice.positions) for choice in self._choices) > MANY_POSITIONS
 
     def body(self) -> bytes:
         """Return the answer. Raises ApiError where the events are not all there."""
@@ -205,7 +217,7 @@ class ChatFold:
             usage=usage_of(self._usage),
             system_fingerprint=head.fingerprint,
             service_tier=head.service_tier,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=None if self._prompt is None else self._write_prompt(self._prompt),
             prompt_token_ids=list(self._plan.request.prompt_token_ids) if returns_ids else None,
         )
         return encode_json(answer)
@@ -227,8 +239,15 @@ class ChatFold:
         return ChatChoice(
             index=index,
             message=message,
-            logprobs=None if self._shape.logprobs is None else choice.logprobs,
+            logprobs=None if self._shape.logprobs is None else self._write_positions(self._shape.logprobs, choice.positions),
             finish_reason=None if end is None else end.finish_reason,
             stop_reason=None if end is None else end.stop_reason,
             token_ids=choice.token_ids if self._shape.returns_token_ids else None,
         )
+
+    def _write_prompt(self, event: PromptPositions) -> PromptLogprobs:
+        return encoded(prompt_logprobs(event.positions, self._plan.tokenizer, self._shape.num_prompt_logprobs))
+
+    @staticmethod
+    def _write_positions(writer: LogprobWriter, positions: Sequence[Position]) -> ChatLogprobs:
+        return ChatLogprobs([entry for position in positions for entry in encoded(writer.chat([position]).content)])

@@ -18,7 +18,7 @@ from quire.serving.generation.events import (
 )
 from quire.serving.generation.plan import GenerationPlan
 from quire.serving.openai.frames import AnswerHead, ChunkWriter, StreamOptions, TextSplicer, encode_json, usage_of
-from quire.serving.openai.logprobs import CompletionTokens, LogprobWriter, prompt_logprobs
+from quire.serving.openai.logprobs import MANY_POSITIONS, CompletionTokens, LogprobWriter, encoded, prompt_logprobs
 from quire.text.tokenizer import Tokenizer
 
 OBJECT = "text_completion"
@@ -85,6 +85,10 @@ class CompletionStreamEncoder:
             return self._chunk(choice)
         return self._writer.close(event) if isinstance(event, UsageEnd) else b""
 
+    def encode_text(self, choice: int, text: str) -> bytes:
+        """Return the chunk for a TextDelta without positions."""
+        return self._splicer(choice).chunk(text) if self._is_spliced else self._text(TextDelta(choice, text))
+
     def _splicer(self, choice: int) -> TextSplicer:
         found = self._splicers.get(choice)
         if found is None:
@@ -118,7 +122,7 @@ class _Choice:
 
     tokens: CompletionTokens | None
     text: list[str] = field(default_factory=list[str])
-    logprobs: list[CompletionLogprobs] = field(default_factory=list[CompletionLogprobs])
+    pieces: list[TextDelta | PromptEcho] = field(default_factory=list[TextDelta | PromptEcho])
     token_ids: list[int] = field(default_factory=list[int])
     end: ChoiceEnd | None = None
 
@@ -131,7 +135,8 @@ class CompletionFold:
         self._shape = shape
         self._plans = plans
         self._choices = [_Choice(shape.new_tokens()) for plan in plans for _ in range(plan.num_choices)]
-        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._prompt_positions: dict[int, PromptPositions] = {}
+        self._num_positions = 0
         self._usage: UsageEnd | None = None
 
     def add(self, events: Sequence[GenerationEvent]) -> None:
@@ -140,21 +145,26 @@ class CompletionFold:
             if isinstance(event, TextDelta | PromptEcho):
                 choice = self._choices[event.choice]
                 choice.text.append(event.text)
-                logprobs = _write_logprobs(choice.tokens, event)
-                if logprobs is not None:
-                    choice.logprobs.append(logprobs)
+                if choice.tokens is not None and event.positions is not None:
+                    choice.pieces.append(event)
+                    self._num_positions += len(event.positions)
             elif isinstance(event, TokensDelta):
                 self._choices[event.choice].token_ids += event.token_ids
             elif isinstance(event, ChoiceEnd):
                 self._choices[event.choice].end = event
             elif isinstance(event, PromptPositions):
-                found = prompt_logprobs(event.positions, self._shape.tokenizer, self._shape.num_prompt_logprobs)
-                self._prompt_logprobs[event.prompt] = found
+                self._prompt_positions[event.prompt] = event
+                self._num_positions += len(event.positions)
             elif isinstance(event, UsageEnd):
                 self._usage = event
 
+    @property
+    def is_long(self) -> bool:
+        """Whether there is much to write."""
+        return self._num_positions > MANY_POSITIONS
+
     def body(self) -> bytes:
-        """Return the answer. Raises ApiError where the events are not all there."""
+        """Return the answer. Raises ApiError where the events are not all there. To be called once."""
         if self._usage is None:
             raise ApiError(500, "the answer is incomplete", code="internal_error")
         head = self._head
@@ -166,10 +176,13 @@ class CompletionFold:
         logprobs = None
         if self._shape.logprobs is not None:
             logprobs = CompletionLogprobs([], [], [], [])
-            for part in choice.logprobs:
+            for piece in choice.pieces:
+                part = _write_logprobs(choice.tokens, piece)
+                if part is None:
+                    continue
                 logprobs.tokens += part.tokens
                 logprobs.token_logprobs += part.token_logprobs
-                logprobs.top_logprobs += part.top_logprobs
+                logprobs.top_logprobs += encoded(part.top_logprobs)
                 logprobs.text_offset += part.text_offset
         end, returns_ids = choice.end, self._shape.returns_token_ids
         return CompletionChoice(
@@ -180,5 +193,11 @@ class CompletionFold:
             stop_reason=None if end is None else end.stop_reason,
             token_ids=choice.token_ids if returns_ids else None,
             prompt_token_ids=_prompt_ids(self._plans, index) if returns_ids else None,
-            prompt_logprobs=self._prompt_logprobs.get(index // self._plans[0].num_choices),
+            prompt_logprobs=self._prompt_logprobs_of(index // self._plans[0].num_choices),
         )
+
+    def _prompt_logprobs_of(self, prompt: int) -> PromptLogprobs | None:
+        event = self._prompt_positions.get(prompt)
+        if event is None:
+            return None
+        return encoded(prompt_logprobs(event.positions, self._shape.tokenizer, self._shape.num_prompt_logprobs))

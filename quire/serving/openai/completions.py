@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.api.openai.completions import MAX_PROMPTS, CompletionRequest, split_prompts
 from quire.serving.answers import Answer
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
 from quire.serving.generation.caller import Caller
-from quire.serving.generation.prepare import prepare_prompts
+from quire.serving.generation.prepare import check_ids, prepare_prompts
 from quire.serving.openai.completion_answers import CompletionFold, CompletionShape, CompletionStreamEncoder
 from quire.serving.openai.frames import StreamOptions
 from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer
@@ -18,7 +20,8 @@ from quire.serving.openai.requests import check_n, check_sequences, completion_o
 async def post_completion(context: ServerContext, call: Call) -> Answer:
     """Continue one or several texts."""
     context.check_accepting()
-    body = await call.body(CompletionRequest)
+    limit = None if context.served is None else context.served.info.max_model_len
+    body = await call.body(CompletionRequest, None if limit is None else partial(check_ids, limit, "prompt", False))
     return await complete(context, body, caller_of(call, bool(body.stream)))
 
 
@@ -26,19 +29,24 @@ async def complete(context: ServerContext, body: CompletionRequest, caller: Call
     """Return the answer to a completion. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
     check_n(body.n, context.config.max_n)
-    check_n(body.best_of, context.config.max_n)
+    check_n(body.best_of, context.config.max_n, "best_of")
     head = new_head(served, "cmpl-")
     prompts = split_prompts(body.prompt, MAX_PROMPTS, "prompt")
-    check_sequences(len(prompts), body.n or body.best_of or 1, context.config.max_queued_requests)
+    check_sequences(len(prompts), max(body.n or 1, body.best_of or 1), context.config.max_queued_requests)
     ids = [f"{head.id}-{position}" for position in range(len(prompts))]
-    plans = await served.preparation.run(
-        prepare_prompts,
-        served,
-        ids,
-        prompts,
-        completion_options(body),
+    plans = await context.prepare(
         caller.owner,
-        add_special_tokens=body.add_special_tokens is not False,
+        caller.call_id,
+        body,
+        lambda: prepare_prompts(
+            served,
+            ids,
+            prompts,
+            completion_options(body),
+            caller.owner,
+            add_special_tokens=body.add_special_tokens is not False,
+        ),
+        may_run_here=True,
     )
     shape = CompletionShape(
         tokenizer=served.tokenizer,

@@ -6,7 +6,7 @@ from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.serving.endpoint import Endpoint
+from quire.serving.endpoint import JOB_HEADERS, Endpoint
 from quire.serving.openai.chat import post_chat
 from quire.serving.openai.completions import post_completion
 from quire.serving.openai.embeddings import post_embeddings
@@ -21,6 +21,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a conversation",
         tag="openai",
         body=ChatCompletionRequest,
+        headers=JOB_HEADERS,
     ),
     Endpoint(
         method="POST",
@@ -29,6 +30,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a text",
         tag="openai",
         body=CompletionRequest,
+        headers=JOB_HEADERS,
     ),
     Endpoint(
         method="POST",
@@ -37,6 +39,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Turn texts into vectors",
         tag="openai",
         body=EmbeddingRequest,
+        headers=JOB_HEADERS,
     ),
     Endpoint(method="GET", path="/v1/models", handler=list_models, summary="List the models", tag="openai"),
     Endpoint(method="GET", path="/v1/models/{model:path}", handler=get_model, summary="Describe a model", tag="openai"),

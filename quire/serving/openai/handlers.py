@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from quire.serving.answers import Answer, Ready, Stream, Unary
+from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
 from quire.serving.endpoint import Call
 from quire.serving.errors import ApiError
 from quire.serving.generation.caller import Caller
 from quire.serving.generation.events import GenerationEvent
+from quire.serving.generation.outlets import DirectFrames, Folding
 from quire.serving.generation.plan import GenerationPlan
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.generation.streams import generation_events
@@ -27,6 +29,10 @@ class StreamEncoder(Protocol):
 
     def encode(self, events: Sequence[GenerationEvent]) -> bytes: ...
 
+    def encode_text(self, choice: int, text: str) -> bytes:
+        """Return the same as for a TextDelta without positions."""
+        ...
+
 
 class Fold(Protocol):
     """Adds events up to a whole answer."""
@@ -34,6 +40,14 @@ class Fold(Protocol):
     def add(self, events: Sequence[GenerationEvent]) -> None: ...
 
     def body(self) -> bytes: ...
+
+
+@runtime_checkable
+class LongFold(Protocol):
+    """A fold whose body may take long to write; that may then be done in any thread."""
+
+    @property
+    def is_long(self) -> bool: ...
 
 
 def caller_of(call: Call, is_streaming: bool) -> Caller:
@@ -44,6 +58,7 @@ def caller_of(call: Call, is_streaming: bool) -> Caller:
         deadline_s=call.deadline_s(is_streaming),
         traceparent=call.traceparent,
         call_id=call.request_id,
+        received_s=call.received_s,
     )
 
 
@@ -58,27 +73,35 @@ def new_head(served: ServedModel, prefix: str, service_tier: str | None = None) 
     )
 
 
-async def frames(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder) -> AsyncIterator[bytes]:
+async def _frames(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder, bypass: Bypass) -> AsyncIterator[bytes]:
     """Yield the server-sent events of jobs; closing the generator aborts them. Raises ApiError."""
-    async with aclosing(generation_events(gateway, jobs)) as events_of_deltas:
+    outlet = DirectFrames(bypass, encoder.encode, encoder.encode_text)
+    async with aclosing(generation_events(gateway, jobs, outlet)) as events_of_deltas:
         async for events in events_of_deltas:
             chunks = encoder.encode(events)
             if chunks:
                 yield chunks
 
 
-def stream_answer(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder) -> Answer:
+def stream_answer(
+    gateway: Gateway,
+    jobs: Jobs,
+    encoder: StreamEncoder,
+    encode_error: Callable[[ApiError], bytes] = ApiError.openai_event,
+) -> Answer:
     """Return an answer that is streamed."""
-    return Stream(frames(gateway, jobs, encoder), ApiError.openai_event)
+    bypass = Bypass()
+    return Stream(_frames(gateway, jobs, encoder, bypass), encode_error, bypass=bypass)
 
 
 def whole_answer(gateway: Gateway, jobs: Jobs, fold: Fold) -> Answer:
     """Return an answer that is sent when it is complete."""
 
     async def work() -> Ready:
-        async with aclosing(generation_events(gateway, jobs)) as events_of_deltas:
+        async with aclosing(generation_events(gateway, jobs, Folding(fold.add))) as events_of_deltas:
             async for events in events_of_deltas:
                 fold.add(events)
-        return Ready(fold.body())
+        is_long = isinstance(fold, LongFold) and fold.is_long
+        return Ready(await asyncio.to_thread(fold.body) if is_long else fold.body())
 
     return Unary(work)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from quire.api.openai.answers import (
     ChatLogprob,
@@ -15,9 +18,17 @@ from quire.api.openai.answers import (
 )
 from quire.serving.generation.events import Position
 from quire.serving.link.messages import TokenLogprob
+from quire.serving.openai.frames import encode_json
 from quire.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
+MANY_POSITIONS = 256
+"""An answer with more is written in a thread, position by position, so that the event loop has its turns meanwhile."""
+
+
+def encoded(entries: Sequence[Any]) -> list[Any]:
+    """Return entries as JSON, each by itself: what is encoded in one call holds the interpreter until all of it is."""
+    return [msgspec.Raw(encode_json(entry)) for entry in entries]
 
 
 def finite(logprob: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, Message, Tool
-from quire.api.openai.completions import CompletionRequest
+from quire.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.api.openai.shared import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json
@@ -41,18 +41,21 @@ _PLAIN_FIELDS = (
     "priority",
     "prompt_logprobs",
 )
-DEFAULT_MAX_TOKENS = 16
 
 
 def make_id(prefix: str) -> str:
     """Return a new id: the prefix and 29 letters or digits (over 170 bits)."""
-    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(29))
+    number, letters = secrets.randbits(256), [prefix]  # so many bits that the remainder below is as good as uniform
+    for _ in range(29):
+        number, index = divmod(number, len(_ALPHABET))
+        letters.append(_ALPHABET[index])
+    return "".join(letters)
 
 
-def check_n(n: int | None, limit: int) -> None:
-    """Raise RequestError where more choices are asked for than the server gives."""
+def check_n(n: int | None, limit: int, param: str = "n") -> None:
+    """Raise RequestError, naming the field, where more choices are asked for than the server gives."""
     if n is not None and n > limit:
-        raise RequestError(f"n: this server gives at most {limit} choices, got {n}", "n")
+        raise RequestError(f"{param}: this server gives at most {limit} choices, got {n}", param)
 
 
 def check_sequences(num_prompts: int, n: int, limit: int) -> None:
@@ -126,15 +129,16 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
 def completion_options(body: CompletionRequest) -> GenerationOptions:
     """Return what a completion asks for beside its prompts."""
     sampling = _sampling(body)
-    sampling["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_output_tokens is None else body.max_output_tokens
     sampling["logprobs"] = body.logprobs
     sampling["best_of"] = body.best_of
     return GenerationOptions(
         sampling=sampling,
-        room_param=None if body.max_tokens is None else "max_tokens",
+        room_param=None if body.max_output_tokens is None else body.limit_param,
         salt=body.cache_salt or "",
         echo=bool(body.echo),
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
+        is_streaming=bool(body.stream),
     )
 
 

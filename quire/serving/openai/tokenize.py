@@ -9,39 +9,43 @@ from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
 from quire.serving.generation.plan import ChatInput
-from quire.serving.generation.prepare import need_tokenizer, render_chat
+from quire.serving.generation.prepare import count_shown_characters, need_tokenizer, render_chat
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.requests import messages_of, tools_of
+from quire.text.detokenizer import IncrementalDetokenizer
 
-MAX_CHARACTERS = 4 << 20
+MAX_CHARACTERS = 1 << 20
+MAX_TOKENIZE_BYTES = 8 << 20
+PIECE_TOKENS = 4096
 
 
 async def post_tokenize(context: ServerContext, call: Call) -> Answer:
     """Turn a prompt or messages into token ids."""
-    body = await call.body(TokenizeRequest)
+    body = await call.body(TokenizeRequest, max_bytes=MAX_TOKENIZE_BYTES)
     served = context.check_model(body.model)
-    return Ready(encode_json(await served.preparation.run(tokenize, served, body)))
+    call.ignore(served.unused_variables(body.chat_template_kwargs))
+    return Ready(await context.prepare(call.owner, call.request_id, body, lambda: encode_json(tokenize(served, body))))
 
 
 async def post_detokenize(context: ServerContext, call: Call) -> Answer:
     """Turn token ids into text."""
     body = await call.body(DetokenizeRequest)
     served = context.check_model(body.model)
-    return Ready(encode_json(await served.preparation.run(detokenize, served, body)))
+    return Ready(await context.prepare(call.owner, call.request_id, body.tokens, lambda: encode_json(detokenize(served, body))))
 
 
-def _check_size(text: str, param: str) -> None:
+def _check_size(num_characters: int, param: str) -> None:
     """Raise RequestError for a text that would keep a thread busy for long."""
-    if len(text) > MAX_CHARACTERS:
-        raise RequestError(f"{param}: may have {MAX_CHARACTERS} characters, got {len(text)}; send it in parts", param)
+    if num_characters > MAX_CHARACTERS:
+        raise RequestError(f"{param}: may have {MAX_CHARACTERS} characters, got {num_characters}; send it in parts", param)
 
 
 def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
     """Return the tokens of a prompt, or of what the chat template makes of messages. Raises RequestError."""
     tokenizer = need_tokenizer(served)
     if body.messages is None:
-        _check_size(body.prompt or "", "prompt")
+        _check_size(len(body.prompt or ""), "prompt")
         token_ids = tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
         chat = ChatInput(
@@ -51,8 +55,9 @@ def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
             continues_final_message=bool(body.continue_final_message),
             template_variables=body.chat_template_kwargs or {},
         )
+        _check_size(count_shown_characters(chat), "messages")
         rendered = render_chat(served, chat)
-        _check_size(rendered.text, "messages")
+        _check_size(len(rendered.text), "messages")
         # The template writes the special tokens; where more are asked for, what only looks like one cannot be told apart.
         token_ids = tokenizer.encode(rendered.text) if body.add_special_tokens else tokenizer.encode_rendered(rendered)
     strings = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
@@ -67,4 +72,7 @@ def detokenize(served: ServedModel, body: DetokenizeRequest) -> DetokenizeAnswer
             raise RequestError(
                 f"tokens: ids must be below {size}, got {token_id} at position {position}", f"tokens[{position}]"
             )
-    return DetokenizeAnswer(need_tokenizer(served).decode(body.tokens, skip_special_tokens=False))
+    # Piece by piece: the tokenizer would hold the interpreter until all of it was done, whatever the thread.
+    stream = IncrementalDetokenizer(need_tokenizer(served), skip_special_tokens=False)
+    pieces = [stream.append(body.tokens[start : start + PIECE_TOKENS]) for start in range(0, len(body.tokens), PIECE_TOKENS)]
+    return DetokenizeAnswer("".join([*pieces, stream.finish()]))

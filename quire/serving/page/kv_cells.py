@@ -13,7 +13,7 @@ MAX_CELLS = 8192
 def kv_cells(report: KvReport, number_of: Callable[[str], int]) -> KvCells:
     """Return the cells of a report. A cell of several blocks shows the one that most hold; number_of numbers the requests."""
     per_cell = -(-report.num_blocks // MAX_CELLS)
-    holders: dict[int, tuple[int, int]] = {}  # block -> first holder, number of holders
+    holders: dict[int, tuple[int, int]] = {}  # block -> first holder, number of sequences
     for request_id, block_ids in report.blocks.items():
         number = number_of(request_id)
         for block_id in block_ids:
@@ -22,7 +22,7 @@ def kv_cells(report: KvReport, number_of: Callable[[str], int]) -> KvCells:
     num_used = len(holders)
     by_request = [
         (number_of(request_id), len(block_ids), sum([holders[block_id][1] > 1 for block_id in block_ids]))
-        for request_id, block_ids in report.blocks.items()
+        for request_id, block_ids in ((request_id, set(block_ids)) for request_id, block_ids in report.blocks.items())
     ]
     num_shared = sum([count > 1 for _, count in holders.values()])
     for block_id in report.cached:

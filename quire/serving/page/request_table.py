@@ -26,6 +26,7 @@ class _Entry:
 
     number: int
     label: str
+    owner: str | None = None
     scheduled_s: float | None = None
     row: RequestRow | None = None
     version: int = 0
@@ -56,17 +57,18 @@ class RequestTable:
     def update(self, record: RequestRecord, version: int) -> None:
         """Take in how a request stands."""
         entry = self._entry(record.job.request.request_id)
+        entry.owner = record.job.owner.name
         row = self._row(entry, record)
         if row != entry.row:
             entry.row, entry.version = row, version
 
     def rows(self, since_version: int, with_ids: bool) -> list[RequestRow]:
-        """Return what has changed after a version, in order of arrival; with the real ids as labels for admins."""
+        """Return what has changed after a version, in order of arrival; for admins with the real ids and the owners."""
         changed = [(name, entry) for name, entry in self._entries.items() if entry.version > since_version]
-        rows = [(name, entry.row) for name, entry in changed if entry.row is not None]
+        rows = [(name, entry.owner, entry.row) for name, entry in changed if entry.row is not None]
         if not with_ids:
-            return [row for _, row in rows]
-        return [msgspec.structs.replace(row, label=name) for name, row in rows]
+            return [row for _, _, row in rows]
+        return [msgspec.structs.replace(row, label=name, owner=owner) for name, owner, row in rows]
 
     def forget(self, live: Iterable[str]) -> None:
         """Drop what neither lives nor was seen to end, and the oldest of what has ended."""
@@ -105,6 +107,7 @@ class RequestTable:
             first_token_ms=self._ms(record.first_output_s),
             ended_ms=self._ms(record.ended_s),
             reason=_reason(record) if has_ended else None,
+            owner=None,
         )
 
     def _ms(self, time_s: float | None) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.serving.gateway.engine_gateway import QueueSnapshot
-from quire.serving.link.messages import EngineInfo, KvReport, StepOutputs, StepReport
+from quire.serving.link.messages import MAX_STEP_PARTS, EngineInfo, KvReport, StepOutputs, StepReport
 from quire.serving.link.supervisor import EngineState
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.kv_cells import kv_cells
@@ -17,7 +17,7 @@ from quire.serving.page.request_table import RequestTable
 from quire.serving.page.wire import EngineShape, Frame, StepRow
 
 RING_STEPS = 4096
-MAX_PARTS = 64
+MAX_PARTS = MAX_STEP_PARTS
 
 
 class WatchedEngine(Protocol):

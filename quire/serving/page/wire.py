@@ -44,6 +44,7 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     label   its id for viewers who are admins, else random
     scheduled_ms  its first step began; as far as somebody saw it, until its first token tells
     reason  why it ended: a finish reason of its first choice, or why it was aborted
+    owner   the name of its API key, for viewers who are admins
     """
 
     number: int
@@ -58,13 +59,14 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     first_token_ms: float | None
     ended_ms: float | None
     reason: str | None
+    owner: str | None
 
 
 class KvCells(msgspec.Struct, frozen=True):
     """The KV blocks as cells of blocks_per_cell blocks each.
 
-    shared   blocks that several requests hold
-    runs     [first cell, cells, number of the first holder or CACHED, holders]; the cells in between are free
+    shared   blocks that several sequences hold, of one request or of several
+    runs     [first cell, cells, number of the first holder or CACHED, sequences that hold them]; the cells in between are free
     holders  [number of the request, blocks that it holds, those of them that others hold too]
     """
 

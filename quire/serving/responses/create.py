@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from quire.api.openai.responses import ResponsesRequest
 from quire.api.openai.responses_answers import Response
-from quire.serving.answers import Answer, Ready, Stream, Unary
+from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
 from quire.serving.errors import ApiError, invalid
 from quire.serving.generation.caller import Caller
+from quire.serving.generation.events import GenerationEvent
+from quire.serving.generation.outlets import DirectFrames, Folding
 from quire.serving.generation.plan import GenerationPlan
 from quire.serving.generation.prepare import prepare_chat
 from quire.serving.generation.sse import named_frame
@@ -58,7 +60,7 @@ class _Keeper:
 async def post_response(context: ServerContext, call: Call) -> Answer:
     """Continue a conversation, perhaps a stored one."""
     context.check_accepting()
-    body = await call.body(ResponsesRequest)
+    body = await call.body(ResponsesRequest, max_bytes=context.max_chat_bytes)
     return await respond(context, body, caller_of(call, bool(body.stream)))
 
 
@@ -69,25 +71,30 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     history = await _history(context, body, owner)
     response_id = make_id("resp_")
 
-    def prepare() -> GenerationPlan:
-        chat = chat_input(served.template_source, body, history)
-        return prepare_chat(served, response_id, chat, response_options(body), caller.owner)
-
-    plan = await served.preparation.run(prepare)
     is_kept = body.is_stored and context.keeps_responses
+
+    def prepare() -> tuple[GenerationPlan, bytes]:
+        chat = chat_input(served.template_source, body, history)
+        plan = prepare_chat(served, response_id, chat, response_options(body), caller.owner)
+        return plan, encode_json(stored_items(items_of(body))) if is_kept else b"[]"
+
+    texts = (body, [(stored.items, stored.body) for stored in history])
+    plan, items = await context.prepare(caller.owner, caller.call_id, texts, prepare, may_run_here=True)
     store = open_store(context) if is_kept else None
     response = new_response(response_id, int(time.time()), served.name, body, plan.request.params)
     priority = priority_of(body.service_tier, caller.owner)
     response.store, response.service_tier = is_kept, tier_of(priority)
     logprobs = LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids=False) if body.has_logprobs else None
     machine = ResponseMachine(response, logprobs)
-    keeper = _Keeper(store, owner, encode_json(stored_items(items_of(body))) if is_kept else b"[]")
+    keeper = _Keeper(store, owner, items)
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.stream:
-        return Stream(_frames(context, jobs, machine, keeper), lambda error: named_frame(machine.fail(error)))
+        bypass = Bypass()
+        frames = _frames(context, jobs, machine, keeper, bypass)
+        return Stream(frames, lambda error: named_frame(machine.fail(error)), bypass=bypass)
 
     async def work() -> Ready:
-        async with aclosing(generation_events(context.gateway, jobs)) as events_of_deltas:
+        async with aclosing(generation_events(context.gateway, jobs, Folding(machine.feed))) as events_of_deltas:
             async for events in events_of_deltas:
                 machine.feed(events)
         whole = machine.response()
@@ -106,17 +113,23 @@ async def _history(context: ServerContext, body: ResponsesRequest, owner: str) -
     return await open_store(context).history(owner, body.previous_response_id)
 
 
-async def _frames(context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper) -> AsyncIterator[bytes]:
+async def _frames(
+    context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: Bypass
+) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a response, which is stored before the last of them: clients go on from it at once.
 
     An error after the first of them ends the response as failed, which is stored too; one before it is raised.
     """
+
+    def encode(events: Sequence[GenerationEvent]) -> bytes:
+        return b"".join([named_frame(event) for event in machine.feed(events)])
+
     try:
-        async with aclosing(generation_events(context.gateway, jobs)) as events_of_deltas:
+        async with aclosing(generation_events(context.gateway, jobs, DirectFrames(bypass, encode))) as events_of_deltas:
             async for events in events_of_deltas:
-                found = machine.feed(events)
-                if found:
-                    yield b"".join([named_frame(event) for event in found])
+                frame = encode(events)
+                if frame:
+                    yield frame
     except ApiError as error:
         if not machine.has_started:
             raise

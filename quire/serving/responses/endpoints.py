@@ -10,8 +10,8 @@ from quire.api.openai.responses import ResponsesRequest
 from quire.api.openai.responses_answers import DeletedResponse, ItemList
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint
-from quire.serving.errors import invalid, not_found, unsupported
+from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
+from quire.serving.errors import invalid, unsupported
 from quire.serving.openai.frames import encode_json
 from quire.serving.responses.create import open_store, post_response
 from quire.serving.responses.store import StoredResponse
@@ -59,7 +59,7 @@ async def list_input_items(context: ServerContext, call: Call) -> Answer:
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise not_found(f"there is no item {after[:100]!r}", param="after")
+            raise invalid(f"after: there is no item {after[:100]!r}", "after")
         items = items[places[0] + 1 :]
     limit = _limit(call)
     page = items[:limit]
@@ -86,6 +86,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a conversation, perhaps a stored one",
         tag="responses",
         body=ResponsesRequest,
+        headers=JOB_HEADERS,
     ),
     Endpoint(
         method="GET",

@@ -75,6 +75,7 @@ def chat_input(source: str, body: ResponsesRequest, history: Sequence[StoredResp
         parallel_tool_calls=body.parallel_tool_calls is not False,
         forced_tools=body.forced_tools,
         strict_tools=frozenset(tool.name or "" for tool in tools if tool.strict),
+        param="input",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
-from quire.serving.database import open_database, transaction
+from quire.serving.database import make_private_folder, open_database, transaction
 from quire.serving.errors import ApiError, invalid, not_found
 from quire.serving.store_thread import StoreThread
 
@@ -26,7 +26,9 @@ CREATE TABLE IF NOT EXISTS response(
   id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous_id TEXT, expires_at REAL NOT NULL, items BLOB NOT NULL,
   body BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS response_by_expiry ON response(expires_at);
+CREATE INDEX IF NOT EXISTS response_by_owner ON response(owner, expires_at);
 """
+_SIZE = "length(items) + length(body)"
 _ANCESTORS = """
 WITH RECURSIVE chain(id) AS (VALUES(?1) UNION SELECT r.previous_id FROM response r JOIN chain c ON r.id=c.id
   WHERE r.owner=?2 AND r.previous_id IS NOT NULL) SELECT id FROM chain
@@ -52,20 +54,25 @@ class ResponseTable:
     """The table itself. Not thread-safe: one thread calls it.
 
     folder     None keeps all in memory
-    max_bytes  the oldest responses go when there are more; None for no limit
+    max_bytes  of all owners; beyond it the oldest responses of the owner go that has most; None for no limit
+    limit_of   bytes of one owner; beyond it its own oldest responses go, but never the latest
     """
 
-    def __init__(self, folder: Path | None, max_bytes: int | None) -> None:
+    def __init__(self, folder: Path | None, max_bytes: int | None, limit_of: Callable[[str], int]) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._limit_of = limit_of
         self._purge_at = 0.0
         try:
             if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_private_folder(folder)
             name = None if folder is None else "responses.sqlite"
             self._db = open_database(folder or Path(), name, _SCHEMA, SCHEMA_VERSION)
+            self._num_bytes = self._count()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"data_dir {folder}: {error}") from None
+
+    def _count(self) -> dict[str, int]:
+        return dict(self._db.execute(f"SELECT owner, SUM({_SIZE}) FROM response GROUP BY owner").fetchall())
 
     def close(self) -> None:
         """Close the database."""
@@ -84,23 +91,30 @@ class ResponseTable:
                 "INSERT INTO response VALUES(?,?,?,?,?,?)",
                 (record.id, owner, record.previous_id, expires_at, record.items, record.body),
             )
-        self._num_bytes += len(record.items) + len(record.body)
+        self._num_bytes[owner] = self._num_bytes.get(owner, 0) + len(record.items) + len(record.body)
         if now >= self._purge_at:
             self._purge_at = now + PURGE_INTERVAL_S
-            self._db.execute("DELETE FROM response WHERE expires_at <= ?", (now,))
-        self._trim()
+            if self._db.execute("DELETE FROM response WHERE expires_at <= ?", (now,)).rowcount:
+                self._num_bytes = self._count()
+        self._trim(owner, self._limit_of(owner), record.id)
+        if self._max_bytes is not None:
+            while (excess := sum(self._num_bytes.values()) - self._max_bytes) > 0:
+                largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+                if not self._trim(largest, max(0, self._num_bytes[largest] - excess), record.id):
+                    return
 
-    def _trim(self) -> None:
-        """Drop the oldest responses while there are too many bytes."""
-        if self._max_bytes is None or self._num_bytes <= self._max_bytes:
-            return
-        self._num_bytes = self._db.execute("SELECT coalesce(sum(length(items) + length(body)), 0) FROM response").fetchone()[0]
-        rows = self._db.execute("SELECT id, length(items) + length(body) FROM response ORDER BY expires_at, rowid").fetchall()
-        for response_id, num_bytes in rows:
-            if self._num_bytes <= self._max_bytes:
-                return
-            self._db.execute("DELETE FROM response WHERE id=?", (response_id,))
-            self._num_bytes -= num_bytes
+    def _trim(self, owner: str, max_bytes: int, kept_id: str) -> bool:
+        """Drop the oldest responses of an owner, but not `kept_id`, while it has too many bytes; return whether any went."""
+        num_dropped = 0
+        oldest = f"SELECT id, {_SIZE} FROM response WHERE owner=? AND id<>? ORDER BY expires_at, rowid LIMIT 64"
+        while self._num_bytes.get(owner, 0) > max_bytes and (rows := self._db.execute(oldest, (owner, kept_id)).fetchall()):
+            for response_id, num_bytes in rows:
+                if self._num_bytes[owner] <= max_bytes:
+                    break
+                self._db.execute("DELETE FROM response WHERE id=?", (response_id,))
+                self._num_bytes[owner] -= num_bytes
+                num_dropped += 1
+        return num_dropped > 0
 
     def get(self, owner: str, response_id: str, now: float) -> StoredResponse | None:
         """Return a response of an owner; None if there is none of this id."""
@@ -126,24 +140,32 @@ class ResponseTable:
 
     def delete(self, owner: str, response_id: str, now: float) -> bool:
         """Remove a response; return whether there was one."""
-        sql = "DELETE FROM response WHERE id=? AND owner=? AND expires_at>?"
-        return self._db.execute(sql, (response_id, owner, now)).rowcount > 0
+        sql = f"DELETE FROM response WHERE id=? AND owner=? AND expires_at>? RETURNING {_SIZE}"
+        rows = self._db.execute(sql, (response_id, owner, now)).fetchall()
+        for (num_bytes,) in rows:
+            self._num_bytes[owner] -= num_bytes
+        return bool(rows)
 
 
 class ResponseStore:
     """Responses of all owners, for 30 days since they, or one that goes on from them, were made.
 
-    folder  where responses.sqlite is; None keeps them in memory, and the oldest go when there are too many
-    clock   seconds since the epoch
+    folder    where responses.sqlite is; None keeps them in memory, and the oldest go when there are too many
+    clock     seconds since the epoch
+    limit_of  how many bytes an owner may have; beyond it its oldest responses go
     Raises ConfigError for a folder that cannot be used.
     """
 
     def __init__(
-        self, folder: Path | None, clock: Callable[[], float] = time.time, max_memory_bytes: int = MAX_MEMORY_BYTES
+        self,
+        folder: Path | None,
+        clock: Callable[[], float] = time.time,
+        max_memory_bytes: int = MAX_MEMORY_BYTES,
+        limit_of: Callable[[str], int] = lambda owner: 1 << 62,
     ) -> None:
         self._clock = clock
         max_bytes = max_memory_bytes if folder is None else None
-        self._thread = StoreThread(lambda: ResponseTable(folder, max_bytes), "quire-responses", _storage_failed)
+        self._thread = StoreThread(lambda: ResponseTable(folder, max_bytes, limit_of), "quire-responses", _storage_failed)
         self._call = self._thread.call
 
     async def close(self) -> None:

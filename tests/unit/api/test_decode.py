@@ -165,6 +165,8 @@ def test_missing_field_is_named(name):
         ("documents", [{}]),
         ("length_penalty", 1.2),
         ("early_stopping", True),
+        ("best_of", 2),
+        ("suffix", "x"),
         ("prompt_embeds", "AAAA"),
         ("guided_decoding_backend", "outlines"),
     ],
@@ -210,6 +212,7 @@ def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
         ("tool_choice", None),
         ("guided_json", None),
         ("use_beam_search", False),
+        ("best_of", 1),
         ("user", "someone"),
         ("metadata", {"a": "b"}),
     ],
@@ -217,6 +220,32 @@ def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
 def test_value_that_changes_nothing_is_taken(name, value):
     _, ignored = decode({**CHAT, name: value})
     assert ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "param"),
+    [
+        ({}, None, "max_tokens"),
+        ({"max_tokens": 3}, 3, "max_tokens"),
+        ({"max_completion_tokens": 3}, 3, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, 3, "max_completion_tokens"),
+    ],
+)
+def test_limit_of_a_completion_has_two_names(fields, limit, param):
+    body, _ = decode({"model": "m", "prompt": "x", **fields}, CompletionRequest)
+    assert (body.max_output_tokens, body.limit_param) == (limit, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_limit_of_a_completion_is_refused_by_the_name_that_was_sent(fields, param):
+    assert refused({"model": "m", "prompt": "x", **fields}, CompletionRequest).param == param
 
 
 def test_suffix_is_refused_for_completions():
@@ -329,3 +358,22 @@ def test_schema_takes_what_the_decoder_takes(field, value):
     except RequestError:
         return
     jsonschema.validate(body, schema_of(kind))
+
+
+@pytest.mark.parametrize("field", ["response_format", "chat_template_kwargs", "unheard_of"])
+def test_field_is_refused_before_it_is_decoded_when_it_is_too_long(field):
+    body = {"model": 5, "messages": "x" * (2 << 20), field: "y" * (1 << 20)}
+    with pytest.raises(BodyError, match=f"{field}: may have 1048576 bytes of JSON, got 1048578") as caught:
+        decode_body(json.dumps(body).encode(), ChatCompletionRequest)
+    assert caught.value.param == field
+    body[field] = "y" * ((1 << 20) - 2)
+    with pytest.raises(BodyError, match="model"):
+        decode_body(json.dumps(body).encode(), ChatCompletionRequest)
+
+
+def test_body_is_refused_when_its_strings_have_too_many_escapes():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "\n" * (1 << 20)}]}).encode()
+    with pytest.raises(BodyError, match="more than 1048576 escapes") as caught:
+        decode_body(body.replace(b"\\n", b"\\n\\n", 1), ChatCompletionRequest)
+    assert caught.value.param is None
+    assert decode_body(body, ChatCompletionRequest)[0].messages[0].content == "\n" * (1 << 20)

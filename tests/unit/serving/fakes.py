@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from quire.serving.context import ServerContext
 from quire.serving.errors import ApiError
 from quire.serving.gateway.stream import error_of
 from quire.serving.generation.served_model import ServedModel, make_served_model
-from quire.serving.interfaces import AbortReason, Gateway, Job, Owner
+from quire.serving.interfaces import AbortReason, Gateway, Job, Owner, Taker
 from quire.serving.link.messages import ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -79,6 +80,8 @@ def engine_info(**changes: object) -> EngineInfo:
         "num_active_parameters": 1000,
         "weight_bytes": 4000,
         "kv_bytes_per_token": 64,
+        "kv_cache_dtype": "float32",
+        "num_query_elements": 8,
         "load_time_s": 0.1,
         "pid": 1,
     }
@@ -176,6 +179,7 @@ class FakeStream:
     is_finished: bool = False
     blocks_after: int | None = None
     _deltas: AsyncIterator[RequestDelta] | None = None
+    _take: Taker | None = None
 
     @property
     def request_id(self) -> str:
@@ -193,7 +197,13 @@ class FakeStream:
             raise RuntimeError("a GenerationStream is used inside `async with`")
         if self._deltas is None:
             self._deltas = self._play()
-        return await anext(self._deltas)
+        while True:
+            delta = await anext(self._deltas)
+            if self._take is None or delta.finished or delta.error is not None or not self._take(delta):
+                return delta
+
+    def divert(self, take: Taker) -> None:
+        self._take = take
 
     async def _play(self) -> AsyncIterator[RequestDelta]:
         steps = list(self.steps)
@@ -249,6 +259,9 @@ class FakeGateway:
     refuses: ApiError | None = None
     blocks_after: int | None = None
     streams: list[FakeStream] = field(default_factory=list)
+
+    def holding(self, owner: str, call_id: str | None) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def open(self, job: Job) -> FakeStream:
         if self.refuses is not None:

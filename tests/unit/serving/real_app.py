@@ -15,6 +15,7 @@ import httpx2
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
+from quire.serving.errors import ApiError
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.http.app import make_app
 from quire.serving.http.auth import Authenticator
@@ -31,6 +32,9 @@ class Metrics:
     """Takes what the shell reports."""
 
     def http_request(self, route: str, status: int, seconds: float) -> None:
+        """Count nothing."""
+
+    def rejected(self, error: ApiError) -> None:
         """Count nothing."""
 
     def ignored_param(self, name: str) -> None:

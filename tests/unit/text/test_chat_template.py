@@ -138,6 +138,25 @@ def test_syntax_error_is_a_format_error(source):
         render(source)
 
 
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("{% if x is defined %}a{% endif %} the y {# z #}", {"x"}),
+        ("{% set x = x if x is defined else 1 %}{{ x }}", {"x"}),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}", {"x"}),
+        ("{% set x = 1 %}{{ x }}{% for m in messages %}{{ m.y }}{% endfor %}", {"messages"}),
+        ("{% macro f(a) %}{{ a }}{{ b }}{% endmacro %}{% generation %}{{ f(1) }}{% endgeneration %}", {"b"}),
+    ],
+)
+def test_variables_are_what_a_template_reads_and_has_not_set(source, names):
+    assert ChatTemplate(source, {}).variables() == names
+
+
+def test_variables_of_a_damaged_template_are_a_format_error():
+    with pytest.raises(ModelFormatError):
+        ChatTemplate("{% if %}", {}).variables()
+
+
 def test_too_long_a_template_is_refused():
     with pytest.raises(ModelFormatError, match="characters"):
         render(" " * 1_000_001)

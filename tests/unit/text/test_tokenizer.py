@@ -143,14 +143,6 @@ def test_decode_ignores_ids_without_a_token(real_tokenizer):
     assert tokenizer.decode([40, 151_900, 40]) == tokenizer.decode([40, 40])
 
 
-def test_bad_words_come_with_and_without_a_space(real_tokenizer):
-    tokenizer = real_tokenizer("gpt2")
-    expected = (tuple(tokenizer.encode("cat")), tuple(tokenizer.encode(" cat")))
-    assert tokenizer.bad_word_token_ids(["cat", " cat", "cat"]) == expected
-    assert tokenizer.bad_word_token_ids([]) == ()
-    assert all(1 not in ids for ids in real_tokenizer("mistral").bad_word_token_ids(["cat"]))
-
-
 @pytest.mark.parametrize("text", [None, 3, ["a"], "a\ud800"])
 def test_encode_rejects_what_is_not_text(tmp_path, text):
     write_tokenizer(tmp_path)

@@ -43,6 +43,17 @@ function swatch(label, draw) {
   return { element: h("li", {}, canvas, label), draw: () => draw(open(canvas).context, theme()) };
 }
 
+const line = (name, dash) => (context, colours) => {
+  context.strokeStyle = colours[name];
+  context.lineWidth = 2;
+  context.setLineDash(dash);
+  context.beginPath();
+  context.moveTo(0, 7);
+  context.lineTo(14, 7);
+  context.stroke();
+  context.setLineDash([]);
+};
+
 export class EngineView {
   constructor(root, say) {
     this.say = say;
@@ -108,7 +119,7 @@ export class EngineView {
     this.kvCanvas = h("canvas", { class: "kv", role: "img", "aria-label": "KV blocks by owner; the table below says the same" });
     this.kvCanvas.addEventListener("pointermove", (event) => this.pointKv(event.offsetX, event.offsetY));
     this.kvNote = h("p", { class: "note" }, "No blocks yet.");
-    const twin = table("Blocks by request", ["Request", "State", "Blocks", "Of them shared"]);
+    const twin = table("Blocks by request", ["Request", "State", "Blocks", "Of them shared", "Key"]);
     return this.card("kv", "KV blocks by owner", this.kvCanvas, twin, {
       wide: true,
       note: this.kvNote,
@@ -124,12 +135,13 @@ export class EngineView {
   queueCard() {
     this.queueTable = table("What waits before the engine", ["Class", "Waiting", "Tokens", "Oldest", "Est. wait"]);
     this.queueNote = h("p", { class: "note" });
-    return this.card("queue", "Queue", this.queueTable.element, null, { note: this.queueNote });
+    const canvas = h("canvas", { class: "chart", role: "img", "aria-label": "Requests waiting and sequences running over the last minute" });
+    const twin = table("Waiting and running, the most in each second", ["Seconds ago", "Waiting requests", "Running sequences"]);
+    return this.card("queue", "Queue", canvas, twin, { note: this.queueNote, control: this.queueTable.element, legend: [["waiting", line("queue", [4, 3])], ["running", line("decode", [])]] });
   }
 
   rateCard() {
     const canvas = h("canvas", { class: "chart", role: "img", "aria-label": "Tokens per second over the last minute" });
-    const line = (name, dash) => (context, colours) => { context.strokeStyle = colours[name]; context.lineWidth = 2; context.setLineDash(dash); context.beginPath(); context.moveTo(0, 7); context.lineTo(14, 7); context.stroke(); context.setLineDash([]); };
     const twin = table("Tokens per second", ["Seconds ago", "Prefill", "Decode"]);
     return this.card("rate", "Throughput, tokens/s", canvas, twin, { legend: [["decode", line("decode", [])], ["prefill", line("prefill", [4, 3])]] });
   }
@@ -141,7 +153,7 @@ export class EngineView {
 
   timelineCard() {
     const canvas = h("canvas", { class: "timeline", role: "img", "aria-label": "The requests of the last minute" });
-    const twin = table("Requests, newest first", ["Request", "Class", "State", "Queued", "Prefill", "Decode", "Prompt", "Cached", "Output"]);
+    const twin = table("Requests, newest first", ["Request", "Class", "State", "Queued", "Prefill", "Decode", "Prompt", "Cached", "Output", "Key"]);
     return this.card("timeline", "Requests over the last minute", canvas, twin, {
       wide: true,
       legend: [
@@ -234,9 +246,11 @@ export class EngineView {
       this.grid = drawKv(this.kvCanvas, model.kv, this.kvCanvas.clientWidth < NARROW ? KV_TALL_NARROW : KV_TALL);
       if (!this.isOnKv) this.kvNote.textContent = this.kvText();
     }
-    const buckets = model.throughput(WINDOW_S);
-    const series = (name) => buckets.map((bucket, index) => [WINDOW_S - 1 - index, bucket[name]]);
-    drawLines(cards.rate.canvas, [{ colour: "decode", values: series("decode") }, { colour: "prefill", dash: [4, 3], values: series("prefill") }]);
+    const series = (buckets, name) => buckets.map((bucket, index) => [WINDOW_S - 1 - index, bucket[name]]);
+    const rates = model.throughput(WINDOW_S);
+    drawLines(cards.rate.canvas, [{ colour: "decode", values: series(rates, "decode") }, { colour: "prefill", dash: [4, 3], values: series(rates, "prefill") }]);
+    const held = model.occupancy(WINDOW_S);
+    drawLines(cards.queue.canvas, [{ colour: "queue", dash: [4, 3], values: series(held, "waiting") }, { colour: "decode", values: series(held, "running") }]);
     const now = model.now();
     drawLines(cards.ttft.canvas, [{ colour: "decode", values: model.firstTokens(WINDOW_S).map(([when, wait]) => [(now - when) / 1000, wait]) }], { unit: unitMs, dots: true });
     drawTimeline(cards.timeline.canvas, model.timeline(NUM_TIMELINE), now);
@@ -257,8 +271,9 @@ export class EngineView {
     this.queueTable.show(classes.map((row) => [row.priority, row.num_requests, row.num_prompt_tokens, row.num_requests ? ms(row.oldest_wait_s * 1000) : "–", ms(row.estimated_wait_s * 1000)]));
     this.queueNote.textContent = model.queue ? `${many(model.queue.num_in_engine, "request")} with the engine, which takes ${model.queue.capacity} sequences${model.queue.is_draining ? "; draining" : ""}.` : "";
     if (isOpen("steps")) cards.steps.twin.show(model.steps.slice(-20).reverse().map((step) => [step.id, ms(step.duration), step.prefill, step.decode, step.running, step.preemptions, this.batchText(step)]));
-    if (isOpen("kv")) cards.kv.twin.show([...model.holders().map((row) => [row.label, model.requests.get(row.number)?.state ?? "–", row.blocks, row.shared]), ["cached", "–", model.kv?.cached ?? 0, "–"]]);
+    if (isOpen("kv")) cards.kv.twin.show([...model.holders().map((row) => [row.label, model.requests.get(row.number)?.state ?? "–", row.blocks, row.shared, model.requests.get(row.number)?.owner ?? "–"]), ["cached", "–", model.kv?.cached ?? 0, "–", "–"]]);
     if (isOpen("rate")) cards.rate.twin.show(model.throughput(20).map((bucket, index) => [19 - index, bucket.prefill, bucket.decode]).reverse());
+    if (isOpen("queue")) cards.queue.twin.show(model.occupancy(20).map((bucket, index) => [19 - index, bucket.waiting, bucket.running]).reverse());
     if (isOpen("ttft")) cards.ttft.twin.show(model.firstTokens(WINDOW_S).slice(-20).reverse().map(([when, wait]) => [Math.round((model.now() - when) / 1000), ms(wait)]));
     if (isOpen("timeline")) cards.timeline.twin.show(model.timeline(NUM_TIMELINE).reverse().map((row) => this.requestRow(row)));
   }
@@ -267,7 +282,7 @@ export class EngineView {
     const end = row.ended ?? this.model.now();
     const between = (from, to) => (from === null ? "–" : ms(Math.max((to ?? end) - from, 0)));
     const state = row.state === "ended" ? `ended: ${row.reason}` : row.state;
-    return [row.label, row.priority, state, between(row.arrived, row.scheduled), between(row.scheduled, row.first), between(row.first, row.ended), row.prompt, row.cached, row.output];
+    return [row.label, row.priority, state, between(row.arrived, row.scheduled), between(row.scheduled, row.first), between(row.first, row.ended), row.prompt, row.cached, row.output, row.owner ?? "–"];
   }
 
   batchText(step) {

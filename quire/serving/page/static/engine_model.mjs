@@ -6,7 +6,7 @@ export const CACHED = -1;
 export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
-const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason"];
+const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason", "owner"];
 const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
 
 export function quantile(values, share) {
@@ -52,6 +52,7 @@ export class EngineModel {
     this.heardMs = 0;
     this.nowMs = 0;
     this.numPreemptions = 0;
+    this.waited = []; // [when, requests in the queue from then on]
   }
 
   // The feed's time now, as far as it can be told.
@@ -75,6 +76,8 @@ export class EngineModel {
     this.engine = frame.engine;
     this.phase = frame.phase;
     for (const name of ["shape", "queue", "kv"]) if (frame[name]) this[name] = frame[name];
+    if (frame.queue) this.waited.push([frame.now_ms, frame.queue.classes.reduce((total, row) => total + row.num_requests, 0)]);
+    while (this.waited.length > 1 && this.waited[1][0] < frame.now_ms - (WINDOW_S + 2) * 1000) this.waited.shift();
     for (const row of frame.requests ?? []) this.requests.set(row[0], named(REQUEST, row));
     for (const row of frame.steps ?? []) {
       if (row[0] <= this.lastStep) continue; // told twice around a snapshot
@@ -113,6 +116,24 @@ export class EngineModel {
       if (!bucket) continue;
       bucket.prefill += step.prefill;
       bucket.decode += step.decode;
+    }
+    return buckets;
+  }
+
+  // The most that waited before the engine, and ran in it, in each of the latest whole seconds: [{waiting, running}], oldest first.
+  occupancy(seconds) {
+    const end = Math.floor(this.now() / 1000);
+    const buckets = Array.from({ length: seconds }, () => ({ waiting: 0, running: 0 }));
+    this.waited.forEach(([when, waiting], index) => {
+      const until = this.waited[index + 1]?.[0] ?? this.now();
+      for (let second = Math.max(Math.floor(when / 1000), end - seconds); second < end && second * 1000 <= until; second += 1) {
+        const bucket = buckets[second - end + seconds];
+        bucket.waiting = Math.max(bucket.waiting, waiting);
+      }
+    });
+    for (const step of this.recentSteps(seconds + 2)) {
+      const bucket = buckets[Math.floor((step.started + step.duration) / 1000) - end + seconds];
+      if (bucket) bucket.running = Math.max(bucket.running, step.running);
     }
     return buckets;
   }

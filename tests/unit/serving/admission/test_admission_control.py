@@ -114,6 +114,21 @@ def test_config_error_names_the_limit_when_a_key_could_send_nothing(limit):
         control(api_keys=(ApiKey("a", b"", **{limit: 0}),))
 
 
+def test_call_without_a_job_counts_against_its_key_once_when_it_is_held():
+    admission = control(api_keys=(ApiKey("a", b"", max_concurrent=1),))
+    with admission.holding("a", "call-1"):
+        assert refusal(admission.admit, make_job("r", owner="a", call_id="call-2")).status == 429
+        assert refusal(admission.holding("a", "call-2").__enter__).status == 429
+        ticket = admission.admit(make_job("s", owner="a", call_id="call-1"))
+        with admission.holding("b", "call-3"), admission.holding("b", "call-4"):
+            pass
+    assert refusal(admission.holding("a", "call-2").__enter__).status == 429
+    admission.finish(ticket, 0, False)
+    with admission.holding("a", "call-2"):
+        pass
+    assert admission.is_empty
+
+
 # Rates.
 
 
@@ -370,6 +385,32 @@ def test_job_is_refused_when_its_deadline_is_sooner_than_its_turn():
     admission.admit(make_job("c", 1000, 20, deadline_s=20.0))
     clock.now = 20.0
     assert refusal(admission.admit, make_job("d", deadline_s=20.0)).status == 408
+
+
+def flex(name, owner="a"):
+    return make_job(name, owner=owner, priority="batch", call_id=f"call_{name}")
+
+
+def test_key_is_held_to_its_limit_when_it_asks_for_flex():
+    admission = control(api_keys=(ApiKey("a", b"", max_concurrent=2),))
+    held = [admission.admit(flex(name)) for name in "xy"]
+    assert refusal(admission.admit, flex("z")).status == 429
+    admission.admit(make_job("line", owner="a", priority="batch"))
+    admission.finish(held[0], 1, is_complete=True)
+    admission.admit(flex("z"))
+
+
+def test_batches_and_others_find_room_when_one_key_floods_with_flex():
+    admission = control(max_num_seqs=4)
+    refused = []
+    for number in range(20):
+        try:
+            admission.admit(flex(str(number)))
+        except ApiError as error:
+            refused.append(error.status)
+    assert set(refused) == {429}
+    tickets = [admission.admit(flex("other", "b")), admission.admit(make_job("line", owner="c", priority="batch"))]
+    assert [ticket.job.owner.name for ticket in tickets] == ["b", "c"]
 
 
 def test_batch_has_a_window_and_takes_no_room_when_others_come():

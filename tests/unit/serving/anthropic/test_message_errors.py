@@ -176,3 +176,17 @@ def test_client_that_goes_aborts_the_request():
         assert gateway.streams[0].is_left
 
     run(work())
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_wrong_method_is_told_in_the_shape_of_the_api(path):
+    async def work():
+        async with running_app(FakeGateway(script("Hi")), PLAIN) as app, app.http() as client:
+            return await client.get(path)
+
+    answer = run(work())
+    assert answer.status_code == 405
+    body = answer.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["request_id"] == answer.headers["request-id"]
+    assert answer.headers["allow"] == "POST"

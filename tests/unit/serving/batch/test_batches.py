@@ -7,13 +7,15 @@ import io
 import json
 import random
 import sqlite3
+import time
 
 import msgspec
 import pytest
 
 from quire.serving.answers import Ready
 from quire.serving.batch.lines import MAX_LINE_BYTES, validate
-from quire.serving.batch.records import ENDED, FileRecord, new_id
+from quire.serving.batch.records import BATCH_LIFETIME_S, ENDED, BatchRecord, FileRecord, StoredAmount, new_id
+from quire.serving.batch.schema import ENDED_AT, INPUT_FILE, IS_OPEN
 from quire.serving.batch.service import BatchService
 from quire.serving.batch.store import BatchStore
 from quire.serving.errors import ApiError, invalid, overloaded
@@ -55,8 +57,8 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def service_of(folder, worker, window=4):
-    service = BatchService(folder, worker, check_body, (URL,), lambda: window)
+async def service_of(folder, worker, window=4, **options):
+    service = BatchService(folder, worker, check_body, (URL,), lambda: window, **options)
     await service.start()
     try:
         yield service
@@ -126,6 +128,17 @@ def test_line_goes_to_the_error_file_when_its_request_fails():
     assert errors["b"]["response"]["status_code"] == 400
     assert errors["b"]["response"]["body"]["error"]["param"] == "temperature"
     assert errors["c"]["response"]["status_code"] == 500
+
+
+def test_line_is_a_server_error_and_the_others_run_when_it_raises_what_nobody_foresaw(caplog):
+    worker = Worker(plan={"b": lambda count: RuntimeError("no such row")})
+    record, output, errors = run([line(name) for name in "abc"], worker)
+    assert record.status == "completed"
+    assert (list(output), list(errors)) == (["a", "c"], ["b"])
+    assert errors["b"]["response"]["status_code"] == 500
+    assert errors["b"]["response"]["body"]["error"]["code"] == "internal_error"
+    assert worker.calls["b"] == 1
+    assert any("'b'" in entry.getMessage() and entry.exc_info[1].args == ("no such row",) for entry in caplog.records)
 
 
 def test_line_waits_when_the_queue_is_full():
@@ -291,6 +304,19 @@ def test_one_batch_is_made_when_a_key_is_sent_twice():
     assert ([record.id for record in listed], has_more) == (list(ids), False)
 
 
+def test_key_is_refused_when_it_was_used_for_another_batch():
+    async def go():
+        async with service_of(None, Worker()) as service:
+            files = [await upload(service, [line("a")]) for _ in range(2)]
+            await service.add_batch("ann", files[0].id, URL, idempotency_key="k")
+            with pytest.raises(ApiError) as caught:
+                await service.add_batch("ann", files[1].id, URL, idempotency_key="k")
+            return caught.value
+
+    error = asyncio.run(go())
+    assert (error.status, error.param, error.code) == (400, "idempotency-key", "idempotency_key_reused")
+
+
 def test_files_and_batches_of_another_owner_are_not_found():
     async def go():
         async with service_of(None, Worker()) as service:
@@ -313,6 +339,139 @@ def test_files_and_batches_of_another_owner_are_not_found():
     refused, files, batches = asyncio.run(go())
     assert set(refused) == {404}
     assert (files, batches) == (([], False), ([], False))
+
+
+@pytest.mark.parametrize("after", ["zz", "", "file-" + "a" * 26, "of another owner"])
+def test_page_is_refused_when_it_is_to_begin_after_nothing(after):
+    async def go():
+        async with service_of(None, Worker()) as service:
+            other = await upload(service, [line("a")], owner="bob")
+            await upload(service, [line("a")])
+            refused = []
+            for call in (
+                lambda place: service.files("ann", None, place, 10, False),
+                lambda place: service.batches("ann", place, 10),
+            ):
+                with pytest.raises(ApiError) as caught:
+                    await call(other.id if after.startswith("of") else after)
+                refused.append((caught.value.status, caught.value.param))
+            return refused
+
+    assert asyncio.run(go()) == [(400, "after")] * 2
+
+
+async def give(service, owner, num_bytes, limit, lifetime_s=None):
+    async def parts():
+        yield b"x" * num_bytes
+
+    return await service.add_file(owner, "in.jsonl", "user_data", parts(), lifetime_s, limit)
+
+
+async def has_room(service, owner, num_bytes, limit):
+    async with service.room_for(owner, num_bytes, limit):
+        pass
+
+
+def test_room_is_kept_for_uploads_that_are_on_their_way():
+    limit = StoredAmount(num_files=3, num_bytes=1000)
+
+    async def go():
+        async with service_of(None, Worker()) as service:
+            async with service.room_for("ann", 600, limit):
+                with pytest.raises(ApiError):
+                    await has_room(service, "ann", 401, limit)
+                await has_room(service, "bob", 401, limit)
+                async with service.room_for("ann", 400, limit), service.room_for("ann", 0, limit):
+                    with pytest.raises(ApiError):
+                        await has_room(service, "ann", 0, limit)
+            with pytest.raises(ValueError, match="gone"):
+                async with service.room_for("ann", 1000, limit):
+                    raise ValueError("gone")
+            await has_room(service, "ann", 1000, limit)
+
+    asyncio.run(go())
+
+
+def test_room_grows_with_an_upload_when_its_length_is_not_known():
+    limit = StoredAmount(num_files=3, num_bytes=1000)
+
+    async def go():
+        async with service_of(None, Worker()) as service:
+            async with service.room_for("ann", 0, limit) as grow:
+                await grow(600)
+                await grow(500)
+                with pytest.raises(ApiError):
+                    await has_room(service, "ann", 401, limit)
+                with pytest.raises(ApiError) as caught:
+                    await grow(1001)
+                assert caught.value.code == "storage_quota_exceeded"
+                await has_room(service, "ann", 400, limit)
+                await grow(1000)
+            await has_room(service, "ann", 1000, limit)
+
+    asyncio.run(go())
+
+
+def test_upload_is_refused_when_its_owner_has_no_room_until_something_goes(tmp_path):
+    limit = StoredAmount(num_files=3, num_bytes=1000)
+
+    async def go():
+        async with service_of(tmp_path, Worker()) as service:
+            first = await give(service, "ann", 600, limit)
+            with pytest.raises(ApiError, match="600 bytes and may store 3 files of 1000 bytes") as caught:
+                await give(service, "ann", 401, limit)
+            assert (caught.value.status, caught.value.code, caught.value.param) == (400, "storage_quota_exceeded", "file")
+            await give(service, "bob", 1000, limit)  # of another key
+            for num_bytes in (400, 0):
+                await give(service, "ann", num_bytes, limit)
+            with pytest.raises(ApiError, match="3 files"):
+                await has_room(service, "ann", 0, limit)
+            with pytest.raises(ApiError, match="3 files"):
+                await give(service, "ann", 0, limit)
+            await service.delete_file("ann", first.id)
+            await give(service, "ann", 600, limit)
+        async with service_of(tmp_path, Worker()) as service:  # it is counted by the database, not by the process
+            with pytest.raises(ApiError):
+                await has_room(service, "ann", 1, limit)
+
+    asyncio.run(go())
+    assert len(list((tmp_path / "files").iterdir())) == 4  # of what was refused nothing is left
+
+
+def test_expired_file_makes_room(tmp_path, monkeypatch):
+    limit = StoredAmount(num_files=1, num_bytes=1000)
+
+    async def go():
+        async with service_of(tmp_path, Worker()) as service:
+            await give(service, "ann", 1000, limit, lifetime_s=3600)
+            with pytest.raises(ApiError):
+                await has_room(service, "ann", 1, limit)
+            now = time.time()
+            monkeypatch.setattr(time, "time", lambda: now + 3601)
+            await has_room(service, "ann", 1000, limit)
+            await give(service, "ann", 1000, limit)
+
+    asyncio.run(go())
+
+
+def test_output_counts_but_is_never_refused():
+    limit = StoredAmount(num_files=1, num_bytes=10_000)
+
+    async def go():
+        async with service_of(None, Worker()) as service:
+
+            async def parts():
+                yield line("a").encode()
+
+            file = await service.add_file("ann", "in.jsonl", "batch", parts(), None, limit)
+            batch = await service.add_batch("ann", file.id, URL)
+            record = await ended(service, batch.id)
+            found, _ = await service.files("ann", None, None, 10, False)
+            return record, found, await service.call_store(BatchStore.stored, "ann")
+
+    record, found, stored = asyncio.run(go())
+    assert record.output_file_id is not None
+    assert stored == StoredAmount(2, sum(file.num_bytes for file in found))
 
 
 def test_file_cannot_be_deleted_while_a_batch_needs_it():
@@ -388,10 +547,10 @@ def test_upload_says_that_the_disk_is_full(tmp_path, monkeypatch):
     async def go():
         async with service_of(tmp_path, Worker()) as service:
 
-            def fail(self, file_id):
+            def fail(self, record, limit):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(BatchStore, "put_file", fail)
+            monkeypatch.setattr(BatchStore, "add_file", fail)
             with pytest.raises(ApiError) as caught:
                 await upload(service, [line("a")])
             return caught.value
@@ -439,4 +598,113 @@ def test_store_goes_on_when_a_commit_has_failed():
     assert store.file("ann", record.id) is None
     store.put_file(record)
     assert store.file("ann", record.id) == record
+    store.close()
+
+
+def test_batch_goes_when_it_has_ended_long_ago(tmp_path, monkeypatch):
+    async def go():
+        async with service_of(tmp_path, Worker()) as service:
+            file = await upload(service, [line("a")])
+            done = await ended(service, (await service.add_batch("ann", file.id, URL)).id)
+            wrong = await upload(service, ["{"])
+            failed = await ended(service, (await service.add_batch("ann", wrong.id, URL)).id)
+            assert (done.status, failed.status) == ("completed", "failed")
+            now = max(done.completed_at, failed.failed_at)
+            await service.call_store(BatchStore.delete_expired, now + BATCH_LIFETIME_S - 60)
+            assert len((await service.batches("ann", None, 10))[0]) == 2
+            await service.call_store(BatchStore.delete_expired, now + BATCH_LIFETIME_S + 1)
+            assert (await service.batches("ann", None, 10), await service.files("ann", None, None, 10, True)) == (
+                ([], False),
+            ) * 2
+            with pytest.raises(ApiError) as caught:
+                await service.batch("ann", done.id)
+            assert caught.value.status == 404
+
+    asyncio.run(go())
+
+
+def test_open_batch_and_its_input_stay_however_old_they_are():
+    store = BatchStore(None)
+    batch = make_batch(created_at=1, status="in_progress", in_progress_at=2)
+    store.add_batch(batch, None, 1)
+    store.put_file(make_file(batch.input_file_id, created_at=1, expires_at=3))
+    store.delete_expired(1e10)
+    assert store.batch(batch.id) is not None
+    assert store.is_in_use(batch.input_file_id)
+    assert store.file("ann", batch.input_file_id) is not None
+    store.fail_batch(batch.id, [])
+    assert not store.is_in_use(batch.input_file_id)
+    store.close()
+
+
+def make_batch(**changes):
+    fields = {"id": new_id("batch_"), "owner": "ann", "endpoint": URL, "input_file_id": new_id("file-"), "expires_at": 9}
+    return BatchRecord(**{**fields, "completion_window": "24h", "status": "validating", "created_at": 1, **changes})
+
+
+def make_file(file_id, **changes):
+    fields = {"owner": "ann", "purpose": "batch", "filename": "f", "num_bytes": 1, "created_at": 1, "expires_at": None}
+    return FileRecord(id=file_id, status="processed", **{**fields, **changes})
+
+
+def test_batch_is_refused_when_its_owner_has_as_many_as_it_may():
+    async def go():
+        async with service_of(None, Worker(), max_batches_of={"ann": 1, "bob": 1}.get) as service:
+            file = await upload(service, [line("a")])
+            first = await service.add_batch("ann", file.id, URL, idempotency_key="k")
+            with pytest.raises(ApiError, match="has 1 batches") as caught:
+                await service.add_batch("ann", file.id, URL)
+            assert (caught.value.status, caught.value.code) == (400, "batch_quota_exceeded")
+            assert (await service.add_batch("ann", file.id, URL, idempotency_key="k")).id == first.id
+            await service.add_batch("bob", (await upload(service, [line("a")], "bob")).id, URL)
+
+    asyncio.run(go())
+
+
+def test_what_was_made_within_a_second_is_listed_in_its_order_page_by_page():
+    store = BatchStore(None)
+    names = [new_id("file-") for _ in range(30)]
+    batches = [make_batch() for _ in range(30)]
+    for name, batch in zip(names, batches, strict=True):
+        store.put_file(make_file(name))
+        store.add_batch(batch, None, 100)
+    store.put_file(make_file(names[3]))  # written anew, it stays where it was
+    found, after = [], None
+    while page := store.files("ann", None, after, 7, ascending=True)[:7]:
+        found += [record.id for record in page]
+        after = found[-1]
+    assert found == names
+    assert [record.id for record in store.files("ann", None, None, 100, ascending=False)] == names[::-1]
+    assert [record.id for record in store.batches("ann", None, 100)] == [batch.id for batch in batches[::-1]]
+    assert store.unfinished() == batches
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "index"),
+    [
+        (f"SELECT 1 FROM batch WHERE {IS_OPEN} AND {INPUT_FILE}=? LIMIT 1", "batch_open_by_input"),
+        (f"SELECT record FROM batch WHERE {IS_OPEN} ORDER BY created_at, rowid", "batch_open"),
+        (f"DELETE FROM batch WHERE NOT ({IS_OPEN}) AND {ENDED_AT} <= ?", "batch_by_end"),
+        ("SELECT id FROM file WHERE expires_at <= ?", "file_by_expiry"),
+    ],
+)
+def test_index_is_used_when_a_table_may_be_long(statement, index):
+    store = BatchStore(None)
+    plan = store._db.execute(f"EXPLAIN QUERY PLAN {statement}", (1,) * statement.count("?")).fetchall()
+    assert any(f"INDEX {index} " in f"{row[3]} " for row in plan), plan
+    assert not any("TEMP B-TREE" in row[3] for row in plan), plan
+    store.close()
+
+
+def test_database_of_before_the_indexes_gets_them_when_it_is_opened(tmp_path):
+    BatchStore(tmp_path).close()
+    db = sqlite3.connect(tmp_path / "batches.sqlite")
+    for index in ("batch_open", "batch_open_by_input", "batch_by_end", "file_by_expiry"):
+        db.execute(f"DROP INDEX {index}")
+    db.commit()
+    db.close()
+    store = BatchStore(tmp_path)
+    names = {name for (name,) in store._db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+    assert {"batch_open", "batch_open_by_input", "batch_by_end", "file_by_expiry"} <= names
     store.close()

@@ -25,8 +25,9 @@ def write_input(path, names, url=URLS[0]):
 
 
 class Work:
-    def __init__(self, failing=()):
-        self.failing, self.calls, self.urls = failing, collections.Counter(), set()
+    def __init__(self, failing=(), failure=None):
+        self.failing, self.failure = failing, failure or ApiError(400, "no")
+        self.calls, self.urls = collections.Counter(), set()
 
     async def __call__(self, record, body):
         name = json.loads(body)["x"]
@@ -34,7 +35,7 @@ class Work:
         self.urls.add(record.endpoint)
         await asyncio.sleep(0)
         if name in self.failing:
-            raise ApiError(400, "no")
+            raise self.failure
         return Ready(json.dumps({"echo": name, "usage": {"prompt_tokens": 2, "completion_tokens": 3}}).encode())
 
 
@@ -56,6 +57,14 @@ def test_every_line_is_answered_and_failures_lie_apart(tmp_path):
     assert (progress.num_input_tokens, progress.num_output_tokens) == (38, 57)
     assert sorted(answered(tmp_path / "out")) == sorted(set(names) - {"r3"})
     assert answered(tmp_path / "err") == ["r3"]
+
+
+def test_other_lines_are_answered_when_one_raises_what_nobody_foresaw(tmp_path):
+    write_input(tmp_path / "in", ["a", "b", "c"])
+    progress = run(tmp_path, Work(failing={"b"}, failure=RuntimeError("no such row")))
+    assert (progress.num_done, progress.num_failed) == (3, 1)
+    assert sorted(answered(tmp_path / "out")) == ["a", "c"]
+    assert json.loads((tmp_path / "err").read_text())["response"]["status_code"] == 500
 
 
 def test_run_goes_on_from_what_is_there_when_the_last_line_was_cut(tmp_path):

@@ -6,8 +6,10 @@ import random
 import pytest
 
 from quire.base.errors import InvariantError
+from quire.serving.admission import AdmissionControl
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
+from quire.serving.interfaces import NOT_BY_CLIENT
 from quire.serving.link.messages import RequestDelta, StepOutputs
 from tests.unit.serving.gateway.virtual_bench import read, with_bench
 from tests.unit.serving.gateway.virtual_engine import make_job
@@ -23,6 +25,39 @@ def test_stream_gives_all_tokens_and_ends_when_nothing_happens():
     async def test(bench):
         assert await read(bench.gateway.open(make_job("a", n=2, max_tokens=5))) == (10, ["length", "length"])
         assert bench.engine.aborts == []
+
+    with_bench(test)
+
+
+def test_what_a_taker_takes_is_not_read_when_a_stream_is_diverted():
+    async def test(bench):
+        stream, taken = bench.gateway.open(make_job("a", max_tokens=6)), []
+
+        def take(delta):
+            taken.append(delta)
+            return True
+
+        stream.divert(take)  # while it waits in the queue, or just after
+        assert await read(stream) == (1, ["length"])
+        assert len(taken) == 5
+        assert not any(delta.finished for delta in taken)
+
+    with_bench(test)
+
+
+def test_stream_alone_fails_when_its_taker_raises():
+    async def test(bench):
+        stream, other = bench.gateway.open(make_job("a", max_tokens=50)), bench.gateway.open(make_job("b", max_tokens=50))
+
+        def take(delta):
+            raise ValueError("broken")
+
+        stream.divert(take)
+        beside = bench.loop.create_task(read(other))
+        with pytest.raises(ValueError, match="broken"):
+            await read(stream)
+        assert bench.engine.aborts == ["a"]
+        assert await beside == (50, ["length"])
 
     with_bench(test)
 
@@ -49,15 +84,25 @@ def test_no_abort_is_sent_when_the_last_delta_is_not_yet_read():
     with_bench(test)
 
 
-def test_abort_is_sent_once_when_the_reading_task_is_cancelled():
+@pytest.mark.parametrize(
+    ("call_id", "message", "reason"),
+    [
+        ("req_1", None, "disconnect"),
+        ("req_1", NOT_BY_CLIENT, "cancelled"),  # another part of its request has failed
+        (None, None, "cancelled"),  # of a batch: nobody was there to go
+    ],
+)
+def test_abort_is_sent_once_when_the_reading_task_is_cancelled(call_id, message, reason):
     async def test(bench):
-        task = bench.loop.create_task(read(bench.gateway.open(make_job("a", max_tokens=500))))
+        task = bench.loop.create_task(read(bench.gateway.open(make_job("a", max_tokens=500, call_id=call_id))))
         await asyncio.sleep(0.2)
-        task.cancel()
+        task.cancel(message)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert bench.engine.aborts == ["a"]
-        assert bench.metrics.defined.disconnects.labels("decode").value == 1
+        defined = bench.metrics.defined
+        assert defined.aborts.labels(reason).value == 1
+        assert defined.disconnects.labels("decode").value == (reason == "disconnect")
 
     with_bench(test)
 
@@ -160,7 +205,6 @@ def test_all_fail_at_once_and_later_ones_succeed_when_the_engine_dies():
         assert caught.value.code == "engine_unavailable"
         bench.engine.set_state("ready")
         assert await read(bench.gateway.open(make_job("c", max_tokens=3))) == (3, ["length"])
-        assert bench.metrics.defined.restarts.labels().value == 1
         assert bench.engine.aborts == []
 
     with_bench(test)
@@ -172,10 +216,42 @@ def test_new_jobs_are_refused_and_old_ones_end_when_draining():
         bench.gateway.start_drain()
         with pytest.raises(ApiError) as caught:
             bench.gateway.open(make_job("b"))
-        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "draining", 1.0)
+        assert (caught.value.status, caught.value.code) == (503, "draining")
+        assert 1 <= caught.value.retry_after_s <= 1.25
         assert not await bench.gateway.drained(0.01)
         assert await bench.gateway.drained(60)
         assert [reasons for _, reasons in await asyncio.gather(*tasks)] == [["length"]] * 20
+
+    with_bench(test)
+
+
+@pytest.mark.parametrize(("longest_s", "left_s"), [(30, 20), (5, 5)])
+def test_refusals_say_how_long_the_drain_takes_and_are_spread_when_draining(monkeypatch, longest_s, left_s):
+    async def test(bench):
+        monkeypatch.setattr(AdmissionControl, "work_left_s", 20.0)
+        bench.gateway.start_drain(longest_s)
+        found = []
+        for number in range(20):
+            with pytest.raises(ApiError) as caught:
+                bench.gateway.open(make_job(str(number)))
+            found.append(caught.value.retry_after_s)
+        assert all(left_s <= seconds <= 1.25 * left_s for seconds in found)
+        assert len(set(found)) > 10
+        await asyncio.sleep(longest_s + 1)
+        assert bench.gateway.drain_left_s == 0
+
+    with_bench(test)
+
+
+def test_work_left_is_that_of_the_queue_and_of_the_engine_when_rates_are_known():
+    async def test(bench):
+        _, tasks = await fill(bench, 20)
+        assert bench.admission.work_left_s == 0  # no step yet
+        await asyncio.sleep(0.1)
+        half_s = bench.admission.work_left_s
+        assert half_s > 0
+        await asyncio.gather(*tasks)
+        assert bench.admission.work_left_s == 0
 
     with_bench(test)
 
@@ -207,6 +283,24 @@ def test_engine_error_becomes_an_api_error_when_a_delta_has_one(is_refused, stat
         with pytest.raises(ApiError) as caught:
             await read(stream)
         assert caught.value.status == status
+
+    with_bench(test)
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_refusal_while_submitting_is_counted_by_whose_fault_it_is(status):
+    async def test(bench):
+        def refuse(request):
+            raise ApiError(status, "cannot be sent")
+
+        bench.engine.submit = refuse
+        stream = bench.gateway.open(make_job("a"))
+        with pytest.raises(ApiError):
+            await read(stream)
+        defined = bench.metrics.defined
+        assert defined.slo_counted.labels().value == (status == 503)
+        assert defined.success.labels("error").value == (status == 503)
+        assert bench.admission.is_empty
 
     with_bench(test)
 

@@ -82,7 +82,8 @@ def make_info(max_num_seqs=8, **changes):
         "max_num_batched_tokens": 512, "block_size": 16, "num_kv_blocks": 100, "eos_token_ids": [0],
         "generation_defaults": {}, "tokenizer_folder": None, "max_logprobs": 20, "scheduling_policy": "fcfs",
         "enable_prefix_caching": True, "seed": 0, "num_parameters": 1000, "num_active_parameters": 1000,
-        "weight_bytes": 2000, "kv_bytes_per_token": 64, "load_time_s": 1.0, "pid": 1,
+        "weight_bytes": 2000, "kv_bytes_per_token": 64, "kv_cache_dtype": "bfloat16", "num_query_elements": 16,
+         "load_time_s": 1.0, "pid": 1,
     } | changes  # fmt: skip
     return EngineInfo(**fields)
 

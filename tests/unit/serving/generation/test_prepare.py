@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-
 import pytest
 
 from quire.base.errors import ConfigError, RequestError
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError
-from quire.serving.generation.executor import Preparation
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.generation.prepare import prepare_chat, prepare_prompts, render_chat
 from quire.serving.generation.reasoning_effort import reasoning_variables
@@ -127,29 +122,6 @@ def test_visible_positions_skip_what_is_not_visible():
     visible.add("</tool_call>after", mark(10))
     visible.drop_all_but_last()
     assert visible.take("after") == [mark(10)]
-
-
-def test_preparation_refuses_when_too_much_waits_and_counts_down_when_the_work_is_done():
-    async def run():
-        preparation = Preparation(num_threads=1, max_waiting=2)
-        gate = threading.Event()
-        tasks = [asyncio.create_task(preparation.run(gate.wait)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError) as caught:
-            await preparation.run(int)
-        assert caught.value.status == 503
-        tasks[1].cancel()
-        gate.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        while True:  # the count falls as soon as the loop hears of the end
-            try:
-                assert await preparation.run(int, "7") == 7
-                break
-            except ApiError:
-                await asyncio.sleep(0)
-        preparation.close()
-
-    asyncio.run(run())
 
 
 def test_prompt_is_refused_when_the_context_cannot_hold_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import aclosing
 
 import pytest
@@ -52,6 +53,57 @@ def test_events_of_one_request_come_in_order():
         ChoiceEnd(0, "stop"),
         UsageEnd(2, 3, 1, 0),
     ]
+
+
+class Opening:
+    """An outlet that is open now and then; the events that it takes stand in `found` like those that are yielded."""
+
+    def __init__(self, found, openings):
+        self.found, self.openings = found, openings
+
+    @property
+    def is_open(self):
+        return next(self.openings)
+
+    def put(self, events):
+        assert not any(isinstance(event, ChoiceEnd | UsageEnd) for event in events)
+        self.found += events
+
+    def put_text(self, choice, text):
+        self.found.append(TextDelta(choice, text))
+
+
+@pytest.mark.parametrize("openings", [[True], [False], [True, False], [False, False, True]])
+@pytest.mark.parametrize("options", [{}, {"wants_tokens": True}, {"n": 2}, {"logprobs": 1}], ids=str)
+def test_events_are_the_same_when_an_outlet_takes_some(openings, options):
+    jobs = jobs_for("Once", **options)
+    script = text_script(SERVED.tokenizer, "One two three")
+    found = []
+
+    async def run():
+        outlet = Opening(found, itertools.cycle(openings))
+        async with aclosing(generation_events(FakeGateway(script), jobs, outlet)) as lists:
+            async for events in lists:
+                found.extend(events)
+
+    asyncio.run(run())
+    assert found == collect(FakeGateway(script), jobs)
+
+
+def test_stream_fails_when_its_outlet_raises():
+    class Broken(Opening):
+        def put_text(self, choice, text):
+            raise ValueError("broken")
+
+    async def run():
+        outlet = Broken([], itertools.repeat(True))
+        gateway = FakeGateway(text_script(SERVED.tokenizer, "One two three"))
+        async with aclosing(generation_events(gateway, jobs_for("Once"), outlet)) as lists:
+            async for _ in lists:
+                pass
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(run())
 
 
 def test_usage_of_all_requests_comes_once_and_last():

@@ -19,9 +19,13 @@ class Counts:
     def __init__(self):
         self.requests = []
         self.ignored = []
+        self.errors = []
 
     def http_request(self, route, status, seconds):
         self.requests.append((route, status))
+
+    def rejected(self, error):
+        self.errors.append((error.status, error.code))
 
     def ignored_param(self, name):
         self.ignored.append(name)
@@ -50,7 +54,7 @@ async def running(endpoints, **options):
     server = _Server(
         uvicorn.Config(
             make_app(context, endpoints),
-            http=guarded_protocol(config),
+            http=guarded_protocol(config, context.metrics.rejected),
             ws="none",
             lifespan="off",
             access_log=False,

@@ -45,14 +45,16 @@ def test_connection_too_many_is_told_to_come_back_and_has_room_when_others_go(mo
     monkeypatch.setattr(ConnectionLimit, "of_open_files", classmethod(lambda cls: cls(2)))
 
     async def go():
-        async with running([endpoint("/echo", echo)]) as (port, _):
+        async with running([endpoint("/echo", echo)]) as (port, context):
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             refused = parse(await exchange(port, b"", until_close=True))
             for _, writer in idle:
                 writer.close()
                 await writer.wait_closed()
-            return refused, await asyncio.wait_for(ask_until_there_is_room(port), 60)
+            counted = list(context.metrics.errors)
+            return refused, await asyncio.wait_for(ask_until_there_is_room(port), 60), counted
 
-    (status, headers, body), answer = asyncio.run(go())
+    (status, headers, body), answer, counted = asyncio.run(go())
+    assert counted == [(503, "too_many_connections")]
     assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "2", "too_many_connections")
     assert answer[0] == 200

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from quire.base.errors import RequestError
-from quire.serving.answers import Ready, Stream, Unary
+from quire.serving.answers import Bypass, Ready, Stream, Unary
 from quire.serving.config import ApiKey
-from quire.serving.errors import ApiError, overloaded
+from quire.serving.errors import ApiError, engine_unavailable, overloaded
 from quire.serving.http.auth import hash_key
 from tests.unit.serving.http.shell import endpoint, exchange, post, running
 
@@ -30,13 +30,13 @@ def parse(answer):
     return int(status.split()[1]), headers, body
 
 
-def ask(request, endpoints=None, **options):
+def ask(request, endpoints=None, is_text=False, **options):
     async def go():
         async with running(endpoints or [endpoint("/echo", echo)], **options) as (port, context):
             return parse(await exchange(port, request)), context
 
     (status, headers, body), context = asyncio.run(go())
-    return status, headers, json.loads(body) if body else None, context
+    return status, headers, json.loads(body) if body and not is_text else body or None, context
 
 
 def test_answer_carries_ids_and_the_clients_own_when_it_is_printable():
@@ -198,6 +198,41 @@ async def error_frames(error, frames):
     raise error
 
 
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (post("/echo", b"{}", "authorization: Bearer wrong"), (401, "invalid_api_key")),
+        (post("/echo", b"{", "authorization: Bearer right"), (400, "invalid_json")),
+        (post("/echo", b" " * 200, "authorization: Bearer right"), (413, "request_too_large")),
+        (post("/nowhere", b"{}", "authorization: Bearer right"), (404, "not_found")),
+        (b"no http\r\n\r\n", (400, "bad_request")),
+        (post("/echo", b"{}", f"x: {'a' * 40_000}"), (431, "headers_too_large")),
+        (post("/unary", b"{}", "authorization: Bearer right"), (503, "overloaded")),
+        (post("/stream", b"{}", "authorization: Bearer right"), (503, "engine_error")),
+        (post("/echo", b"{}", "authorization: Bearer right"), None),
+    ],
+)
+def test_error_is_counted_once_when_it_is_the_answer(sent, expected):
+    async def unary(context, call):
+        async def work():
+            raise overloaded("full", 1)
+
+        return Unary(work)
+
+    async def stream(context, call):
+        return Stream(error_frames(ApiError(503, "died", code="engine_error"), [b"data: 1\n\n"]), ApiError.openai_event)
+
+    async def go():
+        endpoints = [endpoint("/echo", echo), endpoint("/unary", unary), endpoint("/stream", stream)]
+        key = ApiKey("a", hash_key("right"))
+        async with running(endpoints, api_keys=(key,), max_body_bytes=100) as (port, context):
+            closing = sent.replace(b"host: localhost", b"host: localhost\r\nconnection: close")
+            await exchange(port, closing, until_close=True)
+            return context.metrics.errors
+
+    assert asyncio.run(go()) == ([] if expected is None else [expected])
+
+
 def test_stream_answers_with_a_status_when_it_fails_before_its_first_frame():
     async def stream(context, call):
         return Stream(error_frames(ApiError(404, "gone", code="x"), []), ApiError.openai_event)
@@ -223,6 +258,51 @@ def test_stream_ends_with_an_error_event_when_it_fails_later():
     assert answer.index(b"data: 1") < answer.index(b'data: {"error"') < answer.index(b"data: [DONE]")
     assert b"secret" not in answer
     assert answer.endswith(b"0\r\n\r\n")
+
+
+def test_frames_are_in_order_when_some_pass_by_the_iteration():
+    async def stream(context, call):
+        bypass = Bypass()
+
+        async def frames():
+            assert bypass.sink is not None
+            assert not bypass.sink.is_open  # nothing has been sent yet
+            for number in range(0, 20, 2):
+                yield b"data: %d\n\n" % number
+                assert bypass.sink.is_open
+                bypass.sink.write(b"data: %d\n\n" % (number + 1))
+
+        return Stream(frames(), ApiError.openai_event, bypass=bypass)
+
+    answer = read_stream(stream)
+    sent = [b"%x\r\n%b\r\n" % (len(frame), frame) for frame in (b"data: %d\n\n" % number for number in range(20))]
+    assert answer.partition(b"\r\n\r\n")[2] == b"".join(sent) + b"0\r\n\r\n"
+
+
+def test_frames_stop_passing_by_when_the_client_does_not_read():
+    async def go():
+        is_full = asyncio.Event()
+
+        async def stream(context, call):
+            bypass = Bypass()
+
+            async def frames():
+                yield b"data: 1\n\n"
+                while bypass.sink is not None and bypass.sink.is_open:
+                    bypass.sink.write(b"x" * 65536)
+                    await asyncio.sleep(0)
+                is_full.set()
+
+            return Stream(frames(), ApiError.openai_event, bypass=bypass)
+
+        async with running([endpoint("/s", stream)]) as (port, _):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.transport.pause_reading()
+            writer.write(post("/s", b"{}"))
+            await asyncio.wait_for(is_full.wait(), 60)
+            writer.close()
+
+    asyncio.run(go())
 
 
 def test_stream_gets_comments_when_it_is_silent():
@@ -310,6 +390,69 @@ def test_stream_is_closed_when_the_client_goes(is_blocked_in_send):
     assert stopped_by_leaving(make, wait_for_answer=True) == [("/s", 499)]
 
 
+def test_work_is_cancelled_when_the_client_goes_while_its_request_is_still_to_come():
+    async def go():
+        started, stopped = asyncio.Event(), asyncio.Event()
+
+        async def work():
+            try:
+                started.set()
+                await asyncio.sleep(600)
+            finally:
+                stopped.set()
+
+        async def handler(context, call):
+            return Unary(work)
+
+        async with running([endpoint("/s", handler)]) as (port, context):
+            await leave(port, post("/s", b"x" * 100)[:-50], False, started)
+            await asyncio.wait_for(stopped.wait(), 60)
+            while not context.metrics.requests:
+                await asyncio.sleep(0.005)
+            return context.metrics.requests
+
+    assert asyncio.run(go()) == [("/s", 499)]
+
+
+def test_request_counts_as_given_up_when_its_work_ends_otherwise_than_by_being_cancelled():
+    def make(started, stopped):
+        async def work():
+            try:
+                started.set()
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                stopped.set()
+                raise ValueError from None
+
+        return Unary(work)
+
+    assert stopped_by_leaving(make, wait_for_answer=False) == [("/s", 499)]
+
+
+async def answer_with_path(context, call):
+    return Ready(msgspec.json.encode({"path": call.route, "asked": dict(call.path_params)}))
+
+
+@pytest.mark.parametrize(
+    "path, route, asked",
+    [("/a/b", "/a/b", {}), ("/a/c", "/a/{name}", {"name": "c"}), ("/a/b?x=1", "/a/b", {})],
+)
+def test_endpoint_is_that_of_the_path_when_another_has_parameters(path, route, asked):
+    endpoints = [endpoint("/a/b", answer_with_path), endpoint("/a/{name}", answer_with_path)]
+    status, _, body, context = ask(post(path), endpoints)
+    assert (status, body) == (200, {"path": route, "asked": asked})
+    assert context.metrics.requests == [(route, 200)]
+
+
+def test_endpoint_is_that_of_the_method_when_a_path_has_two():
+    async def name(context, call):
+        return Ready(b'"got"')
+
+    endpoints = [endpoint("/x", echo), endpoint("/x", name, method="GET")]
+    assert ask(b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n", endpoints)[2] == "got"
+    assert ask(post("/x", b'{"text":"hi"}'), endpoints)[2]["text"] == "hi"
+
+
 def test_connection_is_cut_when_its_answer_is_not_read():
     async def go():
         stopped = asyncio.Event()
@@ -349,9 +492,94 @@ def test_second_request_on_a_connection_is_served():
     assert asyncio.run(go()) == ["a", "b"]
 
 
+ORIGIN = "https://app.example"
+
+
+def from_page(request, **options):
+    return ask(request, allowed_origins=(ORIGIN,), api_keys=(ApiKey("ann", hash_key("k")),), **options)
+
+
+def test_page_of_an_allowed_origin_may_send_what_official_clients_send():
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,anthropic-version,idempotency-key"
+    lines = ["OPTIONS /echo HTTP/1.1", "host: localhost", "connection: close", f"origin: {ORIGIN}",
+             "access-control-request-method: POST", f"access-control-request-headers: {asked}", "", ""]  # fmt: skip
+    status, headers, _, _ = from_page("\r\n".join(lines).encode(), is_text=True)
+    assert status == 200
+    assert headers["access-control-allow-origin"] == ORIGIN
+    assert set(asked.split(",")) <= set(headers["access-control-allow-headers"].replace(" ", "").split(","))
+
+
+@pytest.mark.parametrize(("key", "status"), [("k", 200), ("wrong", 401)])
+def test_page_of_an_allowed_origin_reads_answers_and_errors(key, status):
+    request = post("/echo", b'{"text":"a","odd":1}', f"origin: {ORIGIN}", f"authorization: Bearer {key}")
+    got, headers, _, _ = from_page(request)
+    assert got == status
+    assert headers["access-control-allow-origin"] == ORIGIN
+    assert {"x-request-id", "x-quire-ignored-params"} <= set(headers["access-control-expose-headers"].split(", "))
+
+
+def test_page_of_another_origin_reads_nothing():
+    _, headers, _, _ = from_page(post("/echo", b"{}", "origin: https://evil.example", "authorization: Bearer k"))
+    assert "access-control-allow-origin" not in headers
+    _, headers, _, _ = ask(post("/echo", b"{}", f"origin: {ORIGIN}"))
+    assert "access-control-allow-origin" not in headers
+
+
+async def timed(context, call):
+    return Ready(msgspec.json.encode(call.deadline_s(is_streaming=False) - call.received_s))
+
+
+@pytest.mark.parametrize("header", ["x-request-timeout", "x-stainless-read-timeout"])
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "1e9", ""])
+def test_header_is_named_when_it_is_no_timeout(header, value):
+    status, _, body, _ = ask(post("/timed", b"{}", f"{header}: {value}"), [endpoint("/timed", timed)])
+    assert (status, body["error"]["param"]) == (400, header)
+    assert header in body["error"]["message"]
+
+
+def test_own_header_is_the_timeout_when_the_client_library_states_another():
+    request = post("/timed", b"{}", "x-request-timeout: 5", "x-stainless-read-timeout: 600")
+    _, _, body, _ = ask(request, [endpoint("/timed", timed)])
+    assert body == pytest.approx(5)
+
+
+class Nested(msgspec.Struct):
+    inner: Body = msgspec.field(default_factory=Body)
+
+
+async def echo_nested(context, call):
+    await call.body(Nested)
+    return Ready(b"{}")
+
+
+def test_unknown_fields_are_listed_by_their_paths():
+    endpoints = [endpoint("/nested", echo_nested)]
+    sent = b'{"inner":{"text":"a","odd":1,"gone":null,"not safe\\r\\n":2},"other":[]}'
+    _, headers, _, context = ask(post("/nested", sent), endpoints)
+    assert headers["x-quire-ignored-params"] == "inner.odd,inner.not%20safe%0d%0a,other"  # in lower case as all headers here
+    assert context.metrics.ignored[0] == "odd"
+    status, _, body, _ = ask(post("/nested", sent), endpoints, strict=True)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "unknown_parameter", "inner.odd")
+
+
+def test_list_of_unknown_fields_ends_with_a_whole_name_when_it_is_long():
+    names = [f"field_number_{n}" for n in range(60)]
+    _, headers, _, _ = ask(post("/echo", json.dumps(dict.fromkeys(names, 1)).encode()))
+    told = headers["x-quire-ignored-params"].split(",")
+    assert told.pop() == "..."
+    assert told == names[: len(told)]
+    assert len(told) >= 25
+
+
 def test_unknown_fields_are_listed_or_refused():
     _, headers, _, context = ask(post("/echo", b'{"text":"a","nonsense":1}'))
     assert headers["x-quire-ignored-params"] == "nonsense"
     assert context.metrics.ignored == ["nonsense"]
     status, _, body, _ = ask(post("/echo", b'{"nonsense":1}'), strict=True)
     assert (status, body["error"]["param"]) == (400, "nonsense")
+
+
+def test_clients_are_told_different_times_to_come_back_when_the_engine_is_away():
+    told = {engine_unavailable("it starts").headers()["retry-after-ms"] for _ in range(50)}
+    assert len(told) > 25
+    assert all(5000 <= int(ms) <= 6251 for ms in told)

@@ -1,6 +1,7 @@
 """EngineClient and Supervisor against an engine process that fails as it is told."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -14,8 +15,11 @@ from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.link.client import EngineClient
+from quire.serving.link.messages import ChoiceDelta, RequestDelta, StepOutputs
+from quire.serving.link.subscription import Subscription
 from quire.serving.link.supervisor import LinkOptions
 from tests.unit.serving.link import fake_engine as fake
 
@@ -25,7 +29,7 @@ WATCHDOG_S = 1.2  # the fake engine beats 20 times a second: on a busy machine i
 
 def options(**changes):
     fast = {"first_delay_s": 0.02, "watchdog_timeout_s": 30.0, "start_timeout_s": 60.0, "log_level": "CRITICAL"}
-    return LinkOptions(command=COMMAND, **{**fast, **changes})
+    return LinkOptions(**{"command": COMMAND, **fast, **changes})
 
 
 def request(name="a", code=1, max_tokens=5, **changes):
@@ -401,3 +405,43 @@ def test_engine_ends_when_the_server_is_killed(code):
     while is_alive(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_what_waits_for_a_reader_goes_to_it_in_one_piece_when_the_loop_is_late():
+    async def main():
+        client, taken = EngineClient(EngineConfig(model="fake"), options()), {}
+        for n in range(64):
+            found = client._subscriptions[f"r{n}"] = Subscription(f"r{n}", n, 10**6, 60.0)
+            found.divert(lambda delta: taken.setdefault(delta.request_id, []).append(text_of([delta])) is None)
+        readers = [asyncio.create_task(one.next()) for one in client._subscriptions.values()]
+        await asyncio.sleep(0)
+        for step in (1, 2, 3):  # no turn of the loop comes between
+            deltas = [RequestDelta(f"r{n}", [ChoiceDelta(0, f"{step} ", [step])], False) for n in range(64)]
+            client.on_message(StepOutputs(deltas), 0.0)
+        while client._undelivered:
+            await asyncio.sleep(0)
+        for reader in readers:
+            reader.cancel()
+        assert taken == {f"r{n}": ["1 ", "2 3 "] if n < 32 else ["1 2 3 "] for n in range(64)}
+
+    asyncio.run(main())
+
+
+RAISING = """
+import sys
+from quire.serving.link.process import run
+def load(config): raise RuntimeError("cannot load")
+sys.exit(run(load))
+"""
+
+
+def test_the_engines_log_has_one_object_a_line_when_the_server_logs_json(capfd):
+    async def scenario(client):
+        raise AssertionError
+
+    server = LinkOptions.of(ServerConfig(log_format="json"))
+    command = (sys.executable, "-c", RAISING)
+    with pytest.raises(WorkerError):
+        with_client(scenario, command=command, log_format=server.log_format, log_level="INFO", max_restarts=0)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert "RuntimeError: cannot load" in lines[0]["exception"]

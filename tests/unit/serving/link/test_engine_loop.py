@@ -1,5 +1,6 @@
 """EngineLoop in this process: a small model, and a port that plays the server."""
 
+import collections
 import itertools
 import time
 
@@ -149,6 +150,15 @@ def test_reports_add_up(engine):
     assert reports[-1].num_cached_blocks == len(engine.scheduler.kv.cached_block_ids()) > 0
 
 
+def test_report_counts_all_and_names_few_when_a_step_has_many_parts(engine, monkeypatch):
+    monkeypatch.setattr("quire.serving.link.engine_loop.MAX_STEP_PARTS", 1)
+    port = run(engine, [submit(engine, "a", [5, 6, 7]), submit(engine, "b", [5, 6, 8])])
+    reports = port.reports()
+    assert [(part.request_id, part.is_prefill) for part in reports[0].parts] == [("a", True), ("b", True)]
+    assert [part.request_id for part in reports[1].parts] == ["a"]
+    assert {report.num_decode_tokens for report in reports[1:]} == {2}
+
+
 def test_refused_requests_answer_once_and_leave_the_others_alone(engine):
     good = submit(engine, "good", [1, 2, 3])
 
@@ -263,9 +273,19 @@ def test_heartbeat_counts_and_watch_reports_the_holders(engine):
     reports = [message for message in port.sent if isinstance(message, KvReport)]
     assert all(report.num_blocks == 100 for report in reports)
     held = [report.blocks["a"] for report in reports if "a" in report.blocks]
-    assert all(len(set(blocks)) == len(blocks) for blocks in held)
     assert held
     assert not any(set(report.cached) & set(report.blocks.get("a", ())) for report in reports)
+
+
+def test_report_shows_the_blocks_of_the_prompt_with_every_choice_that_holds_them(engine):
+    engine.submit(submit(engine, "a", [1] * 9, n=3).request(), "delta")
+    while engine.scheduler.num_running < 3:
+        engine.step()
+    held = EngineLoop(engine, ScriptedPort([]))._kv_report(0.0).blocks["a"]
+    engine.abort_request("a")
+    counts = sorted(collections.Counter(held).values())
+    assert counts[-2:] == [3, 3]  # the prompt fills two blocks of 4 tokens
+    assert len(counts) > 2
 
 
 def test_info_tells_the_engine(engine):

@@ -73,7 +73,6 @@ requests = st.builds(
     seed=st.integers(0, 2**64 - 1),
     prompt=st.none() | texts,
     eos_token_ids=st.frozensets(token_ids, max_size=4),
-    bad_word_token_ids=st.lists(few_ids.map(tuple), max_size=3).map(tuple),
     arrival_time_s=reals,
     cache_salt=st.just("") | texts,
     pooling=st.none()

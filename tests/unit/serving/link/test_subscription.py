@@ -88,6 +88,53 @@ def test_nothing_is_lost_or_out_of_order_at_any_reading_speed(seed):
     assert len(got) < len(sent)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_order_is_kept_when_some_deltas_are_taken_on_their_way(seed):
+    rng = random.Random(seed)
+    sent = random_deltas(rng)
+
+    async def main():
+        target, got, num_taken = subscription(10**9), [], 0
+
+        def take(one):
+            nonlocal num_taken
+            assert not one.finished
+            if is_taking := rng.random() < 0.7:
+                got.append(one)
+                num_taken += 1
+            return is_taking
+
+        async def reader():
+            while not got or not got[-1].finished:
+                got.append(await target.next())
+                for _ in range(rng.randint(0, 3)):
+                    await asyncio.sleep(0)
+
+        target.divert(take)
+        task = asyncio.create_task(reader())
+        for one in sent:
+            target.deliver(one, 0.0)
+            for _ in range(rng.randint(0, 4)):
+                await asyncio.sleep(0)
+        await task
+        return got, num_taken
+
+    got, num_taken = asyncio.run(main())
+    assert num_taken > 0
+    assert [whole(got, index) for index in range(3)] == [whole(sent, index) for index in range(3)]
+
+
+def test_nothing_is_taken_when_nobody_waits():
+    async def main():
+        target = subscription()
+        target.divert(lambda one: pytest.fail("the reader has not come back for it"))
+        target.deliver(delta("x"), 0.0)
+        target.deliver(delta("y"), 0.0)
+        return await target.next()
+
+    assert asyncio.run(main()).choices[0].text == "xy"
+
+
 def test_coalescing_keeps_what_only_one_delta_has():
     prompt_logprobs = [None, [TokenLogprob(1, -1.0, 1)]]
     merged = coalesce([delta(prompt_logprobs=prompt_logprobs), delta("y"), delta("", True, error="broken")])

@@ -2,7 +2,9 @@
 
 import asyncio
 import bisect
+import math
 import random
+from collections import Counter as Counting
 
 import msgspec
 import pytest
@@ -12,9 +14,9 @@ from quire.base.errors import InvariantError
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited
+from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited, shutting_down
 from quire.serving.link.messages import ChoiceDelta, RequestDelta, StepOutputs, StepPart, StepReport
-from quire.serving.metrics.definitions import length_buckets
+from quire.serving.metrics.definitions import LENGTH_BUCKETS
 from quire.serving.metrics.engine_load import EngineLoad, step_work
 from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
 from quire.serving.metrics.loop_lag import watch_loop
@@ -31,7 +33,7 @@ class Clock:
 
 def make_metrics(**config):
     clock = Clock()
-    return ServerMetrics(ServerConfig(**config), "demo", clock=clock, max_model_len=4096), clock
+    return ServerMetrics(ServerConfig(**config), "demo", clock=clock), clock
 
 
 def samples(metrics, compat=None):
@@ -91,6 +93,16 @@ def test_one_sample_is_as_defined_when_a_request_has_known_times(name, value):
     found = samples(metrics)
     assert found[(f"quire:{name}_sum", *labels)] == pytest.approx(value)
     assert found[(f"quire:{name}_count", *labels)] == 1
+
+
+def test_times_count_from_the_head_of_the_request_when_its_body_and_prompt_took_time():
+    metrics, clock = make_metrics(slo_ttft_s=2.5)
+    record = run_request(metrics, clock, received_s=98.0)
+    found = samples(metrics)
+    names = ("time_to_first_token", "e2e_request_latency", "request_queue_time")
+    assert [found[(f"quire:{name}_seconds_sum",)] for name in names] == pytest.approx([3.0, 4.5, 2.6])
+    assert (record.ttft_s, record.e2e_s) == (3.0, 4.5)
+    assert (found[("quire:slo_requests_total",)], found[("quire:slo_requests_met_total",)]) == (1, 0)
 
 
 def test_counters_and_gaps_are_those_of_the_tokens_when_a_request_ends():
@@ -169,10 +181,40 @@ def test_embedding_counts_its_prompt_and_no_output_when_it_ends():
 
 def test_rejections_are_counted_by_reason_when_refused():
     metrics, _ = make_metrics()
-    for error in (overloaded("", 1), rate_limited("", 1), engine_unavailable(""), ApiError(400, "", code="x" * 99)):
+    by_status = [(400, "x" * 99, "invalid"), (401, None, "unauthorized"), (404, "model_not_found", "not_found"),
+                 (413, "request_too_large", "too_large"), (431, "y", "too_large"), (500, "internal_error", "failed"),
+                 (503, "too_many_body_bytes", "body_bytes"), (503, "too_many_connections", "connections"),
+                 (503, "storage_full", "storage"), (503, "engine_error", "failed"), (503, "z", "unavailable"),
+                 (504, "deadline_exceeded", "deadline"), (529, "overloaded", "overloaded"), (429, "z", "rate_limited"),
+                 (408, "slow_reader", "slow_reader"), (408, "request_timeout", "deadline")]  # fmt: skip
+    expected = Counting(reason for _, _, reason in by_status)
+    for error in (overloaded("", 1), rate_limited("", 1), engine_unavailable(""), shutting_down()):
         metrics.rejected(error)
-    reasons = {key[1][1] for key in samples(metrics) if key[0] == "quire:admission_rejections_total"}
-    assert reasons == {"overloaded", "rate_limited", "engine_unavailable", "invalid"}
+    expected.update(["overloaded", "rate_limited", "engine_unavailable", "draining"])
+    for status, code, _ in by_status:
+        metrics.rejected(ApiError(status, "", code=code))
+    found = {key[1][1]: value for key, value in samples(metrics).items() if key[0] == "quire:admission_rejections_total"}
+    assert found == expected
+    assert all(reason in metrics.defined.rejections.text for reason in found)
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_error_is_a_rejection_and_not_the_servers_when_the_request_is_at_fault(is_refused):
+    metrics, clock = make_metrics(slo_ttft_s=1.0)
+    ended = []
+    metrics.on_end.append(ended.append)
+    record = metrics.opened(make_job("r", 10, 16))
+    metrics.dispatched(record)
+    clock.now += 0.1
+    metrics.step(StepOutputs([RequestDelta("r", [], True, error="no regex", error_param="regex", is_refused=is_refused)]))
+    found = samples(metrics)
+    assert ("quire:admission_rejections_total", ("reason", "invalid")) not in found  # its answer is what counts
+    assert found.get(("quire:request_success_total", ("finished_reason", "error")), 0) == (not is_refused)
+    assert found[("quire:slo_requests_total",)] == (not is_refused)
+    assert found[("quire:slo_requests_met_total",)] == 0
+    assert ended == [record]
+    assert (record.error, record.finish_reasons) == ("no regex", ["error"])
+    assert not metrics.records
 
 
 def test_engine_gauges_show_the_last_step_when_it_reports():
@@ -199,8 +241,22 @@ def test_totals_go_on_growing_when_the_engine_starts_again():
     metrics.step(StepOutputs([], report(totals=(2, 10, 5))))
     found = samples(metrics)
     assert found[("quire:num_preemptions_total",)] == 7
-    assert found[("quire:engine_restarts_total",)] == 1
     assert {key[1][1]: value for key, value in found.items() if key[0] == "quire:engine_state"} == {"restarting": 0, "ready": 1}
+
+
+def test_restarts_are_those_of_the_engines_client_when_it_never_gets_ready():
+    num_restarts = 0
+    metrics = ServerMetrics(ServerConfig(), "demo", num_restarts=lambda: num_restarts)
+    metrics.engine_state("restarting")  # it died; whether it is started again is not decided
+    assert samples(metrics)[("quire:engine_restarts_total",)] == 0
+    num_restarts = 4
+    assert samples(metrics)[("quire:engine_restarts_total",)] == 4
+
+
+@pytest.mark.parametrize(("age_s", "shown"), [(math.inf, None), (None, None), (0.5, 0.5)])
+def test_heartbeat_has_an_age_only_when_there_is_an_engine(age_s, shown):
+    metrics = ServerMetrics(ServerConfig(), "demo", heartbeat_age_s=lambda: age_s)
+    assert samples(metrics).get(("quire:engine_heartbeat_age_seconds",)) == shown
 
 
 def test_drafts_are_counted_by_position_when_steps_report_them():
@@ -228,14 +284,21 @@ def test_drafts_are_counted_by_position_when_steps_report_them():
 
 
 def test_step_work_is_the_sum_by_hand_when_prompt_and_decoding_mix():
-    info = make_info(num_active_parameters=1000, weight_bytes=2000, kv_bytes_per_token=64)
+    info = make_info(num_active_parameters=1000, weight_bytes=2000, kv_bytes_per_token=64, num_query_elements=48)
     parts = [StepPart("a", 0, 10, True), StepPart("b", 0, 1, False)]
     work = step_work(info, report(prefill=10, decode=1, context=10 + 30, parts=parts))
     pairs = 40 + 10 * 9 // 2
-    assert work.flops == 2 * 1000 * 11 + 4 * (64 / 2 / 2) * pairs
+    assert work.flops == 2 * 1000 * 11 + 4 * 48 * pairs
     assert work.read_bytes == 2000 + 64 * 40
     assert work.written_bytes == 64 * 11
     assert step_work(info, report()).read_bytes == 0
+
+
+def test_cache_shows_its_own_dtype_when_it_is_not_the_models():
+    metrics, _ = make_metrics()
+    metrics.engine_ready(make_info(dtype="bfloat16", kv_cache_dtype="int8"))
+    shapes = [dict(key[1:]) for key in samples(metrics) if key[0] == "quire:cache_config_info"]
+    assert [shape["cache_dtype"] for shape in shapes] == ["int8"]
 
 
 def test_shares_are_of_step_time_and_end_when_the_engine_idles():
@@ -329,17 +392,15 @@ def test_wrong_number_of_labels_is_an_error_when_used():
         Counter("quire:c", "text", {}, ("a",)).labels()
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, (1,)), (7, (1, 2, 5, 7)), (100, (1, 2, 5, 10, 20, 50, 100)), (150, (1, 2, 5, 10, 20, 50, 100, 150))],
-)
-def test_length_buckets_end_at_the_models_length_when_it_is_any(length, expected):
-    assert length_buckets(length) == expected
+def test_length_buckets_are_those_of_every_model_when_servers_are_added_up():
+    assert LENGTH_BUCKETS[:6] == (1, 2, 5, 10, 20, 50)
+    assert LENGTH_BUCKETS[-1] == 1_000_000
+    assert list(LENGTH_BUCKETS) == sorted(set(LENGTH_BUCKETS))
 
 
 def test_loop_lag_is_what_a_blocking_call_took_when_it_blocks():
     loop, found = VirtualLoop(), []
-    task = loop.create_task(watch_loop(found.append, 0.25))
+    task = loop.create_task(watch_loop(found.append))
     loop.call_at(0.6, lambda: setattr(loop._jumping, "now", loop.time() + 1.0))
     loop.run_until_complete(_sleep(3))
     task.cancel()

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,6 +12,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.contracts.outputs import RequestMetrics
+from quire.serving.link.engine_log import EngineLog
 from quire.serving.metrics.log_format import JsonFormatter, log_ended, setup_log_format
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.metrics.tracing import RequestTracing
@@ -148,8 +151,9 @@ def test_line_stays_one_line_when_there_is_an_exception_or_odd_value():
 
 
 def test_handlers_get_the_format_when_it_is_json():
-    logger, handler = logging.getLogger("quire"), logging.NullHandler()
+    logger, handler, root = logging.getLogger("quire"), logging.NullHandler(), logging.getLogger()
     logger.addHandler(handler)
+    others, hooks = list(root.handlers), (sys.excepthook, threading.excepthook)
     try:
         setup_log_format("text")
         assert handler.formatter is None
@@ -157,3 +161,42 @@ def test_handlers_get_the_format_when_it_is_json():
         assert isinstance(handler.formatter, JsonFormatter)
     finally:
         logger.removeHandler(handler)
+        logging.captureWarnings(False)
+        root.handlers[:] = others
+        sys.excepthook, threading.excepthook = hooks
+
+
+def test_every_line_of_the_engine_is_one_object_when_some_are_written_below_python(capsys, caplog):
+    own = json.dumps({"time": "t", "level": "INFO", "logger": "quire.x", "message": "a", "request_id": "req_1"})
+    odd = ["panicked at 'x'", '{"half', '{"level": 1}', "[1]", "\xff", " "]
+    reading, writing = os.pipe()
+    log = EngineLog(os.fdopen(reading, "rb"))
+    with caplog.at_level(logging.WARNING, logger="quire"), os.fdopen(writing, "wb") as pipe:
+        pipe.write(f"{own}\n".encode() + "\n".join(odd).encode("latin-1") + b"\n" + b"x" * 70_000 + b"\nno end")
+        pipe.close()
+        log.join(60)
+    assert capsys.readouterr().err == f"{own}\n"
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [*odd[:4], "\ufffd", "x" * 65_536, "x" * (70_000 - 65_536), "no end"]
+    assert {record.name for record in caplog.records} == {"quire.engine.output"}
+
+
+@pytest.mark.parametrize(
+    ("code", "logger", "told"),
+    [
+        ("raise ValueError('bad')", "quire.serving.metrics.log_format", "ValueError"),
+        ("threading.Thread(target=int, args=('x',)).start()", "quire.serving.metrics.log_format", "ValueError"),
+        ("warnings.warn('old\\nthing')", "py.warnings", "old"),
+        ("logging.getLogger('another').warning('a\\nb')", "another", "a\\nb"),
+        ("logging.getLogger('quire.x').warning('once')", "quire.x", "once"),
+    ],
+)
+def test_every_line_is_one_object_when_others_write_to_the_log(code, logger, told):
+    begin = (
+        "import logging, threading, warnings; from quire.base.logging import setup_logging; setup_logging();"
+        "from quire.serving.metrics.log_format import setup_log_format; setup_log_format('json')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["logger"] == logger
+    assert told in line

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 
 import pytest
 
 from quire.serving.link.messages import ChoiceDelta, TokenLogprob
+from quire.serving.openai import chat_answers
+from quire.serving.openai.chat_answers import ChatFold
 from tests.unit.serving.fakes import pieces
 from tests.unit.serving.openai.asking import ask_chat, chunks_of, fix
 from tests.unit.serving.openai.chatting import (
@@ -248,3 +251,19 @@ def test_reasoning_is_left_out_and_counted_when_not_wanted():
     assert answer["choices"][0]["message"]["content"] == "Yes"
     assert "reasoning_content" not in answer["choices"][0]["message"]
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 3
+
+
+@pytest.mark.parametrize("many", [1, 1000])
+def test_answer_is_written_in_a_thread_when_it_has_many_log_probabilities(monkeypatch, many):
+    threads = []
+    body = ChatFold.body
+
+    def note(fold):
+        threads.append(threading.current_thread())
+        return body(fold)
+
+    monkeypatch.setattr(ChatFold, "body", note)
+    expected = fix(ask_chat(say("Hi there"), logprobs=True))
+    monkeypatch.setattr(chat_answers, "MANY_POSITIONS", many)
+    assert fix(ask_chat(say("Hi there"), logprobs=True)) == expected
+    assert [thread is not threading.main_thread() for thread in threads] == [False, many == 1]

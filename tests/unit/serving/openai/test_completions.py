@@ -207,11 +207,31 @@ def test_best_of_reaches_the_engine_and_is_copied_when_greedy():
         whole(say("Hi"), best_of=1, n=2)
 
 
+def test_field_at_fault_is_named_when_best_of_asks_for_too_much():
+    where = say("Hi")
+    with pytest.raises(RequestError) as caught:
+        whole(where, best_of=where.config.max_n + 1)
+    assert caught.value.param == "best_of"
+    num_prompts = where.config.max_queued_requests // 8 + 1
+    with pytest.raises(RequestError, match="8 choices"):
+        whole(where, prompt=["a"] * num_prompts, n=1, best_of=8)
+
+
 def test_defaults_of_the_api_are_taken():
     where = say("Hi")
     whole(where)
     params = where.gateway.jobs[0].request.params
     assert (params.max_tokens, params.logprobs, params.temperature) == (16, None, 1.0)
+
+
+def test_limit_reaches_the_engine_by_either_name():
+    for name in ("max_tokens", "max_completion_tokens"):
+        context = say("Hi")
+        ask_completion(context, **{name: 7})
+        assert context.gateway.jobs[0].request.params.max_tokens == 7
+        with pytest.raises(RequestError) as caught:
+            ask_completion(context, **{name: 100_000})
+        assert caught.value.param == name
 
 
 def test_text_after_a_stop_string_has_no_logprobs():

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from quire.api.decode import decode_body
+from quire.api.decode import BodyError, decode_body
 from quire.api.openai.embeddings import EmbeddingRequest
-from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.api.openai.tokenize import MAX_TOKENS, DetokenizeRequest, TokenizeRequest
 from quire.base.errors import RequestError
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, engine_unavailable
+from quire.serving.errors import ApiError, engine_unavailable, rate_limited
 from quire.serving.http.openapi import document
 from quire.serving.link.messages import RequestDelta
+from quire.serving.openai import tokenize as tokenize_route
 from quire.serving.openai.embeddings import embed
 from quire.serving.openai.endpoints import ENDPOINTS
 from quire.serving.openai.models import get_model, list_models
@@ -77,6 +80,80 @@ def test_token_id_that_does_not_exist_is_refused():
     with pytest.raises(RequestError) as caught:
         detokenize(SERVED, body_of(DetokenizeRequest, tokens=[1, 4096]))
     assert caught.value.param == "tokens[1]"
+
+
+def test_many_tokens_come_back_as_they_were():
+    rng = random.Random(5)
+    tokens = [rng.randrange(TOKENIZER.vocab_size) for _ in range(20_000)]
+    expected = TOKENIZER.decode(tokens, skip_special_tokens=False)
+    assert detokenize(SERVED, body_of(DetokenizeRequest, tokens=tokens)).prompt == expected
+
+
+def test_answer_is_made_in_a_thread_when_tokens_are_asked_for(monkeypatch):
+    threads = []
+
+    def note(encode, value):
+        threads.append(threading.current_thread())
+        return encode(value)
+
+    real = tokenize_route.encode_json
+    monkeypatch.setattr(tokenize_route, "encode_json", lambda value: note(real, value))
+    context = make_context(FakeGateway(lambda job: []), SERVED)
+
+    async def run(kind, post, **fields):
+        body = body_of(kind, **fields)
+
+        async def read(_kind, **_limits):
+            return body
+
+        await post(context, SimpleNamespace(body=read, ignore=lambda names: None, owner=CALLER.owner, request_id="req"))
+
+    asyncio.run(run(TokenizeRequest, tokenize_route.post_tokenize, prompt="x"))
+    asyncio.run(run(DetokenizeRequest, tokenize_route.post_detokenize, tokens=[5]))
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("kind", "post", "fields"),
+    [
+        (TokenizeRequest, tokenize_route.post_tokenize, {"prompt": "x"}),
+        (DetokenizeRequest, tokenize_route.post_detokenize, {"tokens": [5]}),
+    ],
+)
+def test_call_counts_against_its_key_when_it_only_tokenises(kind, post, fields):
+    held = []
+
+    class Full(FakeGateway):
+        def holding(self, owner, call_id):
+            held.append((owner, call_id))
+            raise rate_limited("one is in flight", 1)
+
+    async def read(_kind, **_limits):
+        return body_of(kind, **fields)
+
+    call = SimpleNamespace(body=read, ignore=lambda names: None, owner=CALLER.owner, request_id="req")
+    with pytest.raises(ApiError, match="in flight"):
+        asyncio.run(post(make_context(Full(lambda job: []), SERVED), call))
+    assert held == [(CALLER.owner.name, "req")]
+
+
+@pytest.mark.parametrize(("count", "param"), [(MAX_TOKENS + 1, "tokens"), (3 * MAX_TOKENS, None)])
+def test_too_many_tokens_are_refused(count, param):
+    with pytest.raises(BodyError) as caught:
+        body_of(DetokenizeRequest, tokens=[1] * count)
+    assert caught.value.param == param
+
+
+def test_variable_is_unused_when_the_template_does_not_read_it():
+    found = SERVED.unused_variables({"enable_thinking": True, "enable_thinkin": True, "assistant": 1, "x" * 500: 1})
+    assert found[:2] == ("chat_template_kwargs.enable_thinkin", "chat_template_kwargs.assistant")
+    assert len(found) == 3
+    assert len(found[2]) < 100
+
+
+def test_model_is_served_when_its_chat_template_is_damaged():
+    assert make_served("{% if %}").unused_variables({"x": 1}) == ("chat_template_kwargs.x",)
 
 
 def test_embedding_parameters_reach_the_engine():

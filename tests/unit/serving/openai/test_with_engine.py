@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.gateway.stream import error_of
 from quire.serving.generation.served_model import load_served_model
+from quire.serving.interfaces import Taker
 from quire.serving.link.deltas import DeltaWriter
 from quire.serving.link.engine_info import describe_engine
 from tests.unit.serving.fakes import DEMO, make_context
@@ -27,22 +29,28 @@ class EngineStream:
     request_id: str
     waiting: dict[str, list]
     writer: DeltaWriter = field(default_factory=DeltaWriter)
+    take: Taker | None = None
 
     def abort(self, reason):
         self.engine.abort_request(self.request_id)
+
+    def divert(self, take):
+        self.take = take
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
         mine = self.waiting[self.request_id]
-        while not mine:
-            for output in self.engine.step():
-                self.waiting[output.request_id].append(self.writer.write(output))
-        delta = mine.pop(0)
-        if (error := error_of(delta)) is not None:
-            raise error
-        return delta
+        while True:
+            while not mine:
+                for output in self.engine.step():
+                    self.waiting[output.request_id].append(self.writer.write(output))
+            delta = mine.pop(0)
+            if (error := error_of(delta)) is not None:
+                raise error
+            if delta.finished or self.take is None or not self.take(delta):
+                return delta
 
     async def __aenter__(self):
         return self
@@ -57,6 +65,9 @@ class EngineGateway:
 
     engine: LLMEngine
     waiting: dict[str, list] = field(default_factory=dict)
+
+    def holding(self, owner, call_id):
+        return nullcontext()
 
     def open(self, job):
         request_id = job.request.request_id

@@ -56,7 +56,8 @@ class Setting:
 
     def add_request(self, request_id, num_prompt=5):
         request = SimpleNamespace(request_id=request_id, prompt_token_ids=(1,) * num_prompt, prompt="a secret")
-        record = RequestRecord(SimpleNamespace(request=request, priority="default"), self.clock_s, self.clock_s)
+        job = SimpleNamespace(request=request, priority="default", owner=SimpleNamespace(name="ann"))
+        record = RequestRecord(job, self.clock_s, self.clock_s)
         self.metrics.records[request_id] = record
         return record
 

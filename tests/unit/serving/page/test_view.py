@@ -15,7 +15,7 @@ def test_ids_are_random_and_prompts_absent_unless_the_viewer_is_admin():
         of_plain, of_admin = (await take(plain))[2], (await take(admin))[2]
         assert of_admin["requests"][0][1] == "req-visible"
         assert of_plain["requests"][0][1] != "req-visible"
-        assert of_plain["requests"][0][2:] == of_admin["requests"][0][2:]
+        assert of_plain["requests"][0][2:-1] == of_admin["requests"][0][2:-1]
         assert "req-visible" not in json.dumps(of_plain)
         assert "secret" not in json.dumps([of_plain, of_admin])
         s.add_request("req-next")
@@ -55,12 +55,12 @@ def test_request_is_shown_with_its_times_and_its_end():
         s.clock_s += 0.99
         s.step(0, ("r", 5, True))
         s.feed.tick()
-        assert (await take(frames))[2]["requests"][0][3:] == ["prefill", 5, 0, 0, 0.0, 1000.0, None, None, None]
+        assert (await take(frames))[2]["requests"][0][3:] == ["prefill", 5, 0, 0, 0.0, 1000.0, None, None, None, None]
         s.clock_s += 0.5
         record.first_output_s, record.num_output_tokens = s.clock_s, 1
         s.feed.tick()
         row = (await take(frames))[2]["requests"][0]
-        assert row[3:] == ["decode", 5, 1, 0, 0.0, 1000.0, 1500.0, None, None]
+        assert row[3:] == ["decode", 5, 1, 0, 0.0, 1000.0, 1500.0, None, None, None]
         s.clock_s += 0.25
         s.end(record, "length")
         s.feed.tick()
@@ -70,6 +70,20 @@ def test_request_is_shown_with_its_times_and_its_end():
         assert (await take(late))[2]["requests"] == [row]
         await frames.aclose()
         await late.aclose()
+
+    run(scenario)
+
+
+def test_only_an_admin_is_told_whose_a_request_is():
+    async def scenario(s):
+        s.add_request("a")
+        shown = []
+        for is_admin in (False, True):
+            frames = s.feed.frames(10, is_admin)
+            row = (await take(frames))[2]["requests"][0]
+            shown.append((row[1] == "a", row[-1]))
+            await frames.aclose()
+        assert shown == [(False, None), (True, "ann")]
 
     run(scenario)
 
@@ -97,6 +111,22 @@ def test_kv_cells_show_owners_shared_and_cached_blocks():
         s.step(0)
         s.feed.tick()
         assert "kv" not in (await take(frames))[2]
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_blocks_are_shared_when_several_choices_of_one_request_hold_them():
+    async def scenario(s):
+        s.add_request("a")
+        frames = s.feed.frames(10, True)
+        await take(frames)
+        s.kv({"a": [0, 1, 2, 0, 1, 3, 0, 4]})
+        s.feed.tick()
+        kv = (await take(frames))[2]["kv"]
+        number = kv["holders"][0][0]
+        assert (kv["used"], kv["shared"], kv["holders"]) == (5, 2, [[number, 5, 2]])
+        assert kv["runs"] == [[0, 1, number, 3], [1, 1, number, 2], [2, 3, number, 1]]
         await frames.aclose()
 
     run(scenario)

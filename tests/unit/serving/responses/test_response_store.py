@@ -123,7 +123,7 @@ def test_routes_of_a_stored_response():
                     for rest in ("?stream=true", "/input_items?limit=0", "/input_items?order=up")
                 ]
                 assert [answer.status_code for answer in refused] == [400] * 3
-                assert (await plain.get(f"/v1/responses/{first.id}/input_items?after=x")).status_code == 404
+                assert (await plain.get(f"/v1/responses/{first.id}/input_items?after=x")).status_code == 400
                 deleted = await plain.delete(f"/v1/responses/{first.id}")
                 assert deleted.json() == {"id": first.id, "object": "response", "deleted": True}
             with pytest.raises(openai.NotFoundError):
@@ -196,6 +196,42 @@ def test_oldest_responses_go_when_memory_is_full():
 
     clock = Clock()
     assert asyncio.run(with_store(use, clock=clock, max_memory_bytes=310)) == [False] * 3 + [True] * 3
+
+
+def test_oldest_responses_of_the_owner_go_that_has_more_than_its_share(tmp_path):
+    async def use(store):
+        for number in range(4):
+            clock.now += 1
+            await store.put("ann", record(number, size=100))
+            await store.put("bob", record(10 + number, size=100))
+        await store.delete("bob", record(13).id)
+        await store.put("bob", record(14, size=100))
+        await store.put("bob", record(15, size=10_000))  # the latest stays, whatever its size
+        return [
+            [await is_there(store, number, owner) for number in numbers]
+            for owner, numbers in (("ann", range(4)), ("bob", range(10, 16)))
+        ]
+
+    clock = Clock()
+    limits = {"ann": 1 << 20, "bob": 210}.__getitem__
+    for _ in range(2):  # what was stored before counts
+        found = asyncio.run(with_store(use, folder=tmp_path, clock=clock, limit_of=limits))
+        assert found == [[True] * 4, [False] * 5 + [True]]
+        with sqlite3.connect(tmp_path / "responses.sqlite") as database:
+            assert database.execute("SELECT COUNT(*) FROM response").fetchone() == (5,)
+            database.execute("DELETE FROM response WHERE owner='ann'")
+
+
+def test_one_owner_cannot_push_out_what_another_has_when_memory_is_full():
+    async def use(store):
+        await store.put("ann", record(0, size=100))
+        for number in range(1, 10):
+            clock.now += 1
+            await store.put("bob", record(number, size=100))
+        return await is_there(store, 0, "ann"), await is_there(store, 9, "bob"), await is_there(store, 1, "bob")
+
+    clock = Clock()
+    assert asyncio.run(with_store(use, clock=clock, max_memory_bytes=410)) == (True, True, False)
 
 
 def test_folder_of_another_version_is_refused(tmp_path):

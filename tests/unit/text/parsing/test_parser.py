@@ -11,6 +11,7 @@ from quire.base.errors import ConfigError
 from quire.text.parsing.events import CallArguments, CallEnd, CallStart, ReasoningPiece, TextPiece, fold
 from quire.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, markers_of
 from quire.text.parsing.parser import OutputParser, Tool
+from quire.text.token_streams import Utf8Stream
 from tests.unit.text.parsing.outputs import CASES, TOOLS, hermes
 
 # Formats whose arguments are not JSON when the model writes them.
@@ -52,6 +53,35 @@ def cuts(text, seed):
 def test_the_message_is_the_same_when_the_text_is_cut_anywhere(case):
     for pieces in cuts(case.text, seed=5):
         assert parse_case(case, pieces) == case.message, pieces
+
+
+def decoded(parts):
+    """Return the text that each part of an output's bytes makes certain, as the detokenizer does; the last has the rest."""
+    stream = Utf8Stream(parts.__getitem__, strips_first_space=False)
+    return [*(stream.push(number) for number in range(len(parts))), stream.finish()]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_message_is_the_same_when_the_bytes_are_cut_anywhere(case):
+    data = case.text.encode()
+    # Between characters the test above has cut already: what is left are the places within one, which begin with bits 10.
+    within = [i for i in range(1, len(data)) if data[i] & 0xC0 == 0x80]
+    ways = [[data[i : i + 1] for i in range(len(data))], *([data[:i], data[i:]] for i in within)]
+    for parts in ways:
+        pieces = decoded(parts)
+        assert "".join(pieces) == case.text
+        assert parse_case(case, pieces) == case.message, parts
+
+
+def test_bytes_are_cut_within_characters_of_several_lengths():
+    assert decoded(["東".encode()[:2], "東".encode()[2:] + b"a", "😀".encode()[:1], "😀".encode()[1:]]) == [
+        "",
+        "東a",
+        "",
+        "😀",
+        "",
+    ]
+    assert {len(character.encode()) for case in CASES.values() for character in case.text} >= {1, 3, 4}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
