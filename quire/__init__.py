@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.base.errors import ConfigError, ModelFormatError, QuireError, RequestError, UnsupportedError
     from quire.contracts.config import EngineConfig
-    from quire.contracts.constraint import StructuredOutputsParams
+    from quire.contracts.constraint import GuidedDecodingParams, StructuredOutputsParams
     from quire.contracts.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
     from quire.contracts.pooling_params import PoolingParams
     from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
@@ -26,6 +26,7 @@ _HOMES = {
     "EmbeddingOutput": "quire.contracts.outputs",
     "EmbeddingRequestOutput": "quire.contracts.outputs",
     "EngineConfig": "quire.contracts.config",
+    "GuidedDecodingParams": "quire.contracts.constraint",
     "LLM": "quire.engine.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "ModelFormatError": "quire.base.errors",
@@ -47,6 +48,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "GuidedDecodingParams",
     "LLMEngine",
     "ModelFormatError",
     "PoolingParams",

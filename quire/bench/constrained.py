@@ -2,6 +2,9 @@
 
 Three ways take turns on the same prompts: free; constrained, every token with a pass of its own; constrained, with the tokens
 that the grammar forces drafted. The outputs of the last two are equal, which is checked.
+
+What constraints cost is told by steps in which every sequence gets one token: of each round the medians by way, of the rounds
+the quotients over free decoding. Drift is slower than a round, and computing time does not count what other programs take.
 """
 
 from __future__ import annotations
@@ -56,6 +59,9 @@ SCHEMA: dict[str, Any] = {
 """What is asked for where no schema is given: an order in a shop."""
 
 
+_WAYS = ("free", "constrained", "constrained, forced drafted")
+
+
 @dataclass(frozen=True, slots=True)
 class ConstrainedTrial:
     """What is measured, at every batch size.
@@ -81,12 +87,46 @@ class ConstrainedTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Medians over steps, in seconds: by the clock, computed by the thread that steps, and by all threads of the process."""
+
+    num_steps: int
+    clock_s: float
+    thread_s: float
+    process_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRatios:
+    """Quartiles, over the rounds, of step times over those of free decoding in the same round.
+
+    step_ms    by the clock, median
+    num_steps  that were measured
+    run        the same of whole runs by the clock, prompts and the last steps included
+    """
+
+    step_ms: float
+    num_steps: int
+    run: tuple[float, float, float]
+    clock: tuple[float, float, float]
+    thread: tuple[float, float, float]
+    process: tuple[float, float, float]
+
+    def describe(self) -> str:
+        """Return the quartiles as text."""
+        parts = (("run", self.run), ("clock", self.clock), ("its thread", self.thread), ("all threads", self.process))
+        shown = ", ".join(f"{name} {middle:.3f} ({low:.3f} to {high:.3f})" for name, (low, middle, high) in parts)
+        return f"{self.num_steps} steps of {self.step_ms:.2f} ms over free ones: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
 class ConstrainedLine:
     """One way at one batch size; times are medians of whole runs, each of as many tokens as the constrained one.
 
     us_per_json_character  time over the characters of the constrained outputs: free, what text of such tokens would take
     characters_per_token   of its own text
     forced_share           of the tokens that had no pass of their own
+    steps                  of one token for every sequence, over those of free decoding; None where there are none
     """
 
     way: str
@@ -96,6 +136,7 @@ class ConstrainedLine:
     characters_per_token: float
     forced_share: float
     share_ended: float
+    steps: StepRatios | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +156,9 @@ class ConstrainedRecord:
             f"{line.characters_per_token:>12.2f}{line.forced_share:>8.2f}{line.share_ended:>7.2f}"
             for line in self.lines
         ]
+        text += [
+            f"{line.way}, batch {line.batch_size}: {line.steps.describe()}" for line in self.lines if line.steps is not None
+        ]
         return "\n".join(text)
 
     def to_json(self) -> str:
@@ -127,6 +171,7 @@ class _Run:
     outputs: list[Any]
     duration_s: float
     num_accepted: int
+    steps: StepTimes | None
 
     @property
     def num_tokens(self) -> int:
@@ -138,22 +183,22 @@ def measure_constrained(config: EngineConfig, trial: ConstrainedTrial) -> Constr
     llm = LLM(config)
     lines: list[ConstrainedLine] = []
     for batch_size in trial.batch_sizes:
-        runs: dict[str, list[_Run]] = {"free": [], "constrained": [], "constrained, forced drafted": []}
-        for _ in range(trial.num_rounds + 1):
-            constrained = [_run(llm, trial, batch_size, drafts_forced) for drafts_forced in (False, True)]
-            if [one.token_ids for one in constrained[0].outputs] != [one.token_ids for one in constrained[1].outputs]:
-                raise InvariantError("drafting what is forced gave other tokens")
-            lengths = [len(output.token_ids) for output in constrained[0].outputs]
-            found = (_run(llm, trial, batch_size, False, lengths), *constrained)
-            for known, run in zip(runs.values(), found, strict=True):
-                known.append(run)
-        num_json = sum(len(output.text) for output in runs["constrained"][0].outputs)
-        lines += [_line(way, batch_size, known[1:], num_json) for way, known in runs.items()]
+        first = [_run(llm, trial, batch_size, drafts_forced) for drafts_forced in (False, True)]
+        if [one.token_ids for one in first[0].outputs] != [one.token_ids for one in first[1].outputs]:
+            raise InvariantError("drafting what is forced gave other tokens")
+        lengths = [len(output.token_ids) for output in first[0].outputs]
+        _run(llm, trial, batch_size, False, lengths)
+        runs: dict[str, list[_Run]] = {way: [] for way in _WAYS}
+        for number in range(trial.num_rounds):
+            for way in _WAYS if number % 2 else reversed(_WAYS):
+                runs[way].append(_run(llm, trial, batch_size, way == _WAYS[2], lengths if way == _WAYS[0] else None))
+        num_json = sum(len(output.text) for output in first[0].outputs)
+        lines += [_line(way, batch_size, known, runs[_WAYS[0]], num_json) for way, known in runs.items()]
     llm.close()
     return ConstrainedRecord(lines, config.model, trial.temperature, find_provenance())
 
 
-def _line(way: str, batch_size: int, runs: list[_Run], num_json_characters: int) -> ConstrainedLine:
+def _line(way: str, batch_size: int, runs: list[_Run], free: list[_Run], num_json_characters: int) -> ConstrainedLine:
     outputs = runs[0].outputs
     duration_s = statistics.median(run.duration_s for run in runs)
     return ConstrainedLine(
@@ -164,7 +209,30 @@ def _line(way: str, batch_size: int, runs: list[_Run], num_json_characters: int)
         characters_per_token=sum(len(output.text) for output in outputs) / runs[0].num_tokens,
         forced_share=runs[0].num_accepted / runs[0].num_tokens,
         share_ended=sum(output.finish_reason == "stop" for output in outputs) / len(outputs),
+        steps=None if way == _WAYS[0] else _step_ratios(runs, free),
     )
+
+
+def _step_ratios(runs: list[_Run], free: list[_Run]) -> StepRatios | None:
+    pairs = [(one.steps, other.steps) for one, other in zip(runs, free, strict=True)]
+    times = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if not times:
+        return None
+    return StepRatios(
+        num_steps=sum(one.num_steps for one, _ in times),
+        run=_quartiles([one.duration_s / other.duration_s for one, other in zip(runs, free, strict=True)]),
+        step_ms=1e3 * statistics.median(one.clock_s for one, _ in times),
+        clock=_quartiles([one.clock_s / other.clock_s for one, other in times]),
+        thread=_quartiles([one.thread_s / other.thread_s for one, other in times]),
+        process=_quartiles([one.process_s / other.process_s for one, other in times]),
+    )
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _run(llm: LLM, trial: ConstrainedTrial, batch_size: int, drafts_forced: bool, lengths: list[int] | None = None) -> _Run:
@@ -172,23 +240,34 @@ def _run(llm: LLM, trial: ConstrainedTrial, batch_size: int, drafts_forced: bool
     wanted = None
     if lengths is None:
         wanted = StructuredOutputsParams(json=trial.schema, disable_any_whitespace=trial.is_compact)
-    params = [
-        SamplingParams(
+    engine = llm.llm_engine
+    engine.draft_forced(drafts_forced)
+    before = engine.stats.num_accepted_tokens
+    salt = str(engine.stats.num_steps)  # no run finds the prefixes of another
+    begin = time.perf_counter()
+    for index in range(batch_size):
+        params = SamplingParams(
             temperature=trial.temperature,
             seed=index,
             max_tokens=trial.max_tokens if lengths is None else lengths[index],
             ignore_eos=lengths is not None,
             structured_outputs=wanted,
         )
-        for index in range(batch_size)
-    ]
-    engine = llm.llm_engine
-    engine.draft_forced(drafts_forced)
-    before = engine.stats.num_accepted_tokens
-    salt = str(engine.stats.num_steps)  # no run finds the prefixes of another
-    begin = time.perf_counter()
-    found = llm.generate(
-        [{"prompt": prompt, "cache_salt": salt} for prompt in trial.prompts[:batch_size]], params, use_tqdm=False
-    )
+        engine.add_request(f"{salt}-{index}", {"prompt": trial.prompts[index], "cache_salt": salt}, params, "final")
+    found: dict[str, Any] = {}
+    steps: list[tuple[float, ...]] = []
+    while engine.has_unfinished_requests():
+        num_alive, num_before, times = engine.num_unfinished_requests(), engine.stats.num_batched_tokens, _read_clocks()
+        for output in engine.step():
+            found[output.request_id] = output
+        if engine.stats.num_batched_tokens - num_before == batch_size == num_alive:
+            steps.append(tuple(after - earlier for after, earlier in zip(_read_clocks(), times, strict=True)))
     duration_s = time.perf_counter() - begin
-    return _Run([output.outputs[0] for output in found], duration_s, engine.stats.num_accepted_tokens - before)
+    outputs = [found[f"{salt}-{index}"].outputs[0] for index in range(batch_size)]
+    medians = [statistics.median(values) for values in zip(*steps, strict=True)]
+    accepted = engine.stats.num_accepted_tokens - before
+    return _Run(outputs, duration_s, accepted, StepTimes(len(steps), *medians) if medians else None)
+
+
+def _read_clocks() -> tuple[float, float, float]:
+    return time.perf_counter(), time.thread_time(), time.process_time()

@@ -18,9 +18,11 @@ _ROWS_AT_ONCE = 4096
 _MAX_OUT_BYTES = 256 << 20
 """Results larger than this are left out: no step computes logits of so many rows."""
 _NOISE_ELEMENTS = 1 << 20
-_INT8_GROUP, _INT4_GROUP = 128, 32
+_INT8_GROUP, _INT4_GROUP, _INPUT_GROUP = 256, 64, 256
+_SHORT_UNIT = 8
+"""Columns of a bf12 weight come in units of so many."""
 _INT4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_LINEAR_FORMATS = {"bf16": "bf16", "f32": "f32", "int8": "u8", "int4": "u4"}
+_LINEAR_FORMATS = {"bf16": "bf16", "bf12": "bf12", "f32": "f32", "int8": "u8", "int4": "u4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def _linear_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     for number_format in _LINEAR_FORMATS:
         for name, (n, k) in shapes.linears.items():
             rows = [m for m in setup.rows if 4 * m * n <= _MAX_OUT_BYTES]
-            if not rows:
+            if not rows or (number_format == "bf12" and k % _SHORT_UNIT):
                 continue
             weights = [_pack(setup, number_format, n, k)]
             weights += [_pack(setup, number_format, n, k) for _ in range(setup.copies_for(weights[0].num_bytes) - 1)]
@@ -154,15 +156,18 @@ def _linear_case(setup: Setup, number_format: str, name: str, weights: list, m: 
             weights[copy], None, x.data_ptr(), k, m, out.data_ptr(), n, num_threads=setup.num_threads, isa=setup.isa
         )
 
-    kind = "u8" if number_format.startswith("int") else number_format
+    kind = {"int8": "u8", "int4": "u8", "bf12": "bf16"}.get(number_format, number_format)
     num_bytes = weights[0].num_bytes + 4 * m * (n + k)
     return KernelCase("linear", number_format, f"M={m} {name}", num_bytes, 2 * m * n * k, kind, len(weights), run)
 
 
 def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
-    """Return a packed weight as the engine makes it: int8 with a scale per row, int4 in groups of 32 with uneven levels."""
+    """Return a packed weight as the engine makes it.
+
+    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 64 with uneven levels.
+    """
     group = {"int8": min(_INT8_GROUP, k), "int4": min(_INT4_GROUP, k)}.get(number_format, 0)
-    weight = setup.native.Weight(_LINEAR_FORMATS[number_format], n, k, group)
+    weight = setup.native.Weight(_LINEAR_FORMATS[number_format], n, k, group, min(_INPUT_GROUP, k) if group else 0)
     levels = torch.tensor(_INT4_LEVELS, dtype=torch.int8)
     count = min(n, _ROWS_AT_ONCE)
     if number_format == "int4":
@@ -170,7 +175,7 @@ def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
     elif number_format == "int8":
         source = (_noise(count, k) * 40).clamp(-127, 127).to(torch.int8)
     else:
-        source = _noise(count, k, dtype=torch.bfloat16 if number_format == "bf16" else torch.float32).contiguous()
+        source = _noise(count, k, dtype=torch.bfloat16 if number_format.startswith("bf") else torch.float32).contiguous()
     options = {"levels": levels.data_ptr(), "num_levels": len(levels)} if number_format == "int4" else {}
     for first in range(0, n, _ROWS_AT_ONCE):
         weight.pack(source.data_ptr(), k, first, min(count, n - first), num_threads=setup.num_threads, **options)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
 import quire
+from quire.bench.machine import cpu_fields, find_commit, machine_name
 from quire.kernels.native import load_native
-
-_CPU_LIST = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +35,20 @@ class Provenance:
 
 def find_provenance() -> Provenance:
     """Return the provenance of what is measured now, in this process."""
-    cpu, native = _cpu_fields(), load_native()
-    name = cpu.get("model name") or platform.processor() or platform.machine()
+    cpu, native = cpu_fields(), load_native()
     family, model, stepping = (_number(cpu.get(field)) for field in ("cpu family", "model", "stepping"))
     return Provenance(
-        machine=f"{name}, {os.cpu_count()} logical cores",
+        machine=machine_name(),
         cpu_family=family,
         cpu_model=model,
         cpu_stepping=stepping,
         isa=None if native is None else native.isa(),
         num_threads=torch.get_num_threads(),
         version=quire.__version__,
-        commit=_commit(),
+        commit=find_commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def _cpu_fields() -> dict[str, str]:
-    """Return what the system says of the first processor, by its own names; nothing where it has no list of them."""
-    if not _CPU_LIST.exists():
-        return {}
-    first = _CPU_LIST.read_text().partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
-
-
-def _commit() -> str | None:
-    root = Path(quire.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None  # an installed package, perhaps inside a checkout of something else
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

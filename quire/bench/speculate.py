@@ -1,7 +1,8 @@
 """Speculation: acceptance by position, tokens per step and speed against plain decoding, by method and batch size.
 
-The engines with and without drafts take turns on the same prompts, so that a machine that slows down slows both. That their
-tokens are equal is checked on the way.
+One engine runs the same prompts with drafts and without them in turn, so that a machine that slows down slows both, and both
+read the same memory. That their tokens are equal is checked on the way. What is learnt in the runs that do not count is kept:
+it is the steady state that is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quire.base.errors import ConfigError, InvariantError
@@ -20,6 +21,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.speculative import SpeculativeConfig
 from quire.engine.llm import LLM
+from quire.engine.llm_engine import EngineStats
 from quire.speculate.replay import ReplayProposer
 
 _REPLAY = "replay:"
@@ -31,7 +33,8 @@ class Trial:
 
     methods      JSON of a speculative_config each, or replay:P, drafts of which a share P is right, with num_tokens of them
     prompts      texts or token ids; a batch takes the first so many
-    num_rounds   runs of each that are counted, after one that is not
+    num_rounds   pairs of runs that are counted
+    warm_up_len  tokens that a sequence gets with drafts before, at least: as many runs as that takes are not counted
     """
 
     methods: tuple[str, ...]
@@ -42,6 +45,7 @@ class Trial:
     num_tokens: int
     num_rounds: int
     is_adaptive: bool
+    warm_up_len: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -62,7 +66,9 @@ class Trial:
 class Line:
     """One method at one batch size; times are medians of whole runs.
 
-    speed_up         median of the ratios of runs that followed each other, which a machine that slows down slows both
+    speed_up         median of the ratios of runs that followed each other
+    spread           lower and upper quartile of these ratios
+    best             ratio of the fastest runs, which others disturbed least
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
     """
@@ -70,6 +76,8 @@ class Line:
     method: str
     batch_size: int
     speed_up: float
+    spread: tuple[float, float]
+    best: float
     plain_s: float
     speculative_s: float
     tokens_per_step: float
@@ -89,12 +97,14 @@ class SpeculationRecord:
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
-        text = [f"{'method':<44}{'batch':>6}{'speed-up':>10}{'tok/step':>10}{'drafts':>8}  acceptance by position"]
+        ratios = f"{'speed-up':>10}{'quartiles':>12}{'best':>6}"
+        text = [f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"]
         for line in self.lines:
             shares = " ".join(f"{share:.2f}" for share in line.acceptance)
+            spread = f"{line.spread[0]:.2f} {line.spread[1]:.2f}"
             text.append(
-                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{line.tokens_per_step:>10.2f}"
-                f"{line.drafts_per_step:>8.2f}  {shares}"
+                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.best:>6.2f}"
+                f"{line.tokens_per_step:>10.2f}{line.drafts_per_step:>8.2f}  {shares}"
             )
         return "\n".join(text)
 
@@ -116,58 +126,83 @@ def _share_of(method: str) -> float:
 
 def measure_speculation(config: EngineConfig, trial: Trial) -> SpeculationRecord:
     """Measure every method at every batch size. Raises InvariantError where a token differs from plain decoding."""
-    plain = LLM(replace(config, speculative_config=None))
     lines: list[Line] = []
     for method in trial.methods:
         is_replay = method.startswith(_REPLAY)
         text = json.dumps({"method": "ngram", "num_speculative_tokens": trial.num_tokens}) if is_replay else method
         wanted = replace(SpeculativeConfig.read(text), adaptive=trial.is_adaptive)
-        speculating = LLM(replace(config, speculative_config=wanted))
-        lines += [_measure(plain, speculating, method, size, trial) for size in trial.batch_sizes]
-        speculating.close()
-    plain.close()
+        llm = LLM(replace(config, speculative_config=wanted))
+        lines += [_measure(llm, method, size, trial) for size in trial.batch_sizes]
+        llm.close()
     return SpeculationRecord(lines, config.model, trial.output_len, trial.temperature, find_provenance())
 
 
-def _measure(plain: LLM, speculating: LLM, method: str, batch_size: int, trial: Trial) -> Line:
+@dataclass(slots=True)
+class _Counts:
+    """What the engine counted in runs with drafts."""
+
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list[int])
+
+    def add(self, before: EngineStats, after: EngineStats) -> None:
+        """Count what came between two readings."""
+        self.num_steps += after.num_steps - before.num_steps
+        self.num_drafts += after.num_drafts - before.num_drafts
+        self.num_draft_tokens += after.num_draft_tokens - before.num_draft_tokens
+        now, then = after.accepted_per_pos, before.accepted_per_pos
+        self.accepted_per_pos += [0] * (len(now) - len(self.accepted_per_pos))
+        for position, count in enumerate(now):
+            self.accepted_per_pos[position] += count - (then[position] if position < len(then) else 0)
+
+
+def _measure(llm: LLM, method: str, batch_size: int, trial: Trial) -> Line:
     prompts: list[dict[str, Any]] = [
         {"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in trial.prompts[:batch_size]
     ]
-    expected, _ = _run(plain, prompts, trial)
+    engine = llm.llm_engine
+    expected, _ = _run(llm, prompts, trial, with_drafts=False)
     if method.startswith(_REPLAY):
         outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in expected}
-        share = _share_of(method)
-        speculating.llm_engine.draft_with(ReplayProposer(outputs, share, speculating.llm_engine.report.spec.vocab_size))
-    _run(speculating, prompts, trial)
-    stats = speculating.llm_engine.stats
-    before = (stats.num_steps, stats.num_drafts, stats.num_draft_tokens, list(stats.accepted_per_pos))
+        engine.pause_drafts(False)
+        engine.draft_with(ReplayProposer(outputs, _share_of(method), engine.report.spec.vocab_size))
+    for _ in range(max(1, -(-trial.warm_up_len // trial.output_len))):
+        _run(llm, prompts, trial, with_drafts=True)
     plain_s: list[float] = []
     speculative_s: list[float] = []
-    for _ in range(trial.num_rounds):
-        plain_s.append(_run(plain, prompts, trial)[1])
-        found, duration_s = _run(speculating, prompts, trial)
-        speculative_s.append(duration_s)
-        if [o.outputs[0].token_ids for o in found] != [o.outputs[0].token_ids for o in expected]:
-            raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
-    num_steps = stats.num_steps - before[0]
+    counts = _Counts()
+    for index in range(trial.num_rounds):
+        for with_drafts in (index % 2 == 0, index % 2 == 1):
+            before = replace(engine.stats, accepted_per_pos=list(engine.stats.accepted_per_pos))
+            found, duration_s = _run(llm, prompts, trial, with_drafts=with_drafts)
+            if not with_drafts:
+                plain_s.append(duration_s)
+                continue
+            speculative_s.append(duration_s)
+            counts.add(before, engine.stats)
+            if [o.outputs[0].token_ids for o in found] != [o.outputs[0].token_ids for o in expected]:
+                raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in expected) * trial.num_rounds
-    old = before[3] + [0] * (len(stats.accepted_per_pos) - len(before[3]))
-    accepted = [now - then for now, then in zip(stats.accepted_per_pos, old, strict=True)]
-    times = statistics.median(plain_s), statistics.median(speculative_s)
+    ratios = [plain / drafted for plain, drafted in zip(plain_s, speculative_s, strict=True)]
+    quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Line(
         method=method,
         batch_size=batch_size,
-        speed_up=statistics.median(plain / drafted for plain, drafted in zip(plain_s, speculative_s, strict=True)),
-        plain_s=times[0],
-        speculative_s=times[1],
-        tokens_per_step=num_tokens / (num_steps * batch_size),
-        drafts_per_step=(stats.num_draft_tokens - before[2]) / (num_steps * batch_size),
-        acceptance=[count / max(1, stats.num_drafts - before[1]) for count in accepted],
+        speed_up=quarters[1],
+        spread=(quarters[0], quarters[2]),
+        best=min(plain_s) / min(speculative_s),
+        plain_s=statistics.median(plain_s),
+        speculative_s=statistics.median(speculative_s),
+        tokens_per_step=num_tokens / (counts.num_steps * batch_size),
+        drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
+        acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
     )
 
 
-def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial) -> tuple[list[Any], float]:
+def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_drafts: bool) -> tuple[list[Any], float]:
     """Run the batch once; return its outputs and the seconds it took, in which every sequence went to its full length."""
+    llm.llm_engine.pause_drafts(not with_drafts)
     params = [
         SamplingParams(temperature=trial.temperature, seed=index, max_tokens=trial.output_len, ignore_eos=True)
         for index in range(len(prompts))

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.cli import bench_serve, options
+from quire.cli import bench_overhead, bench_serve, options
+from quire.cli.figures import add_output_option, check_output, report
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,6 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     latency.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     latency.set_defaults(run=run_latency)
     bench_serve.add_parser(kinds)
+    bench_overhead.add_parser(kinds)
     perplexity = kinds.add_parser(
         "perplexity", **options.PARSER, help="how well a model predicts a text, in one or more precisions"
     )
@@ -46,6 +48,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_constrained(constrained)
     constrained.set_defaults(run=run_constrained)
+    schemas = kinds.add_parser(
+        "schemas", **options.PARSER, help="a sample of JSON schemas: how many are accepted, compile times, outputs that end"
+    )
+    _add_schemas(schemas)
+    schemas.set_defaults(run=run_schemas)
     kernels = kinds.add_parser("kernels", **options.PARSER, help="single native kernels beside what the machine can do")
     _add_kernels(kernels)
     kernels.set_defaults(run=run_kernels)
@@ -61,7 +68,7 @@ def _add_workload(parser: argparse.ArgumentParser, input_len: int, output_len: i
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="always to full length")
-    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
     options.add_common_options(parser)
@@ -80,7 +87,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
         metavar="PRECISION",
         help="also measure none, int8, int4, or another model with this tokenizer; may be given several times",
     )
-    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
     options.add_common_options(parser)
@@ -102,11 +109,14 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 4, 16), help="requests at once")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of an output")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
+    parser.add_argument("--num-iters", type=int, default=15, help="pairs of runs, with drafts and without, that are counted")
+    parser.add_argument(
+        "--warm-up-len", type=int, default=1024, help="tokens of an output before, with drafts, in runs that are not"
+    )
     parser.add_argument(
         "--adaptive", action=argparse.BooleanOptionalAction, default=True, help="draft as many tokens as pay; else always all"
     )
-    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    add_output_option(parser)
     options.add_engine_options(parser)
     options.add_common_options(parser)
 
@@ -123,7 +133,20 @@ def _add_constrained(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, default=384, help="tokens of an output at most")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
-    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    add_output_option(parser)
+    options.add_engine_options(parser)
+    options.add_common_options(parser)
+
+
+def _add_schemas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
+    parser.add_argument(
+        "--schemas", type=Path, required=True, help="JSON lines, a schema each, or an object with one in `schema`"
+    )
+    parser.add_argument("--output-len", type=int, default=512, help="tokens of an output at most")
+    parser.add_argument("--num-outputs", type=int, default=5, help="outputs of a schema; 0: only the tokenizer is loaded")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    add_output_option(parser)
     options.add_engine_options(parser)
     options.add_common_options(parser)
 
@@ -138,86 +161,121 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=(128, 1024, 4096), help="tokens of a context or prompt")
     parser.add_argument("--seconds", type=float, default=0.3, help="per kernel and shape")
     parser.add_argument("--working-set-bytes", type=int, help="data to rotate over; four times the largest cache, if not given")
-    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_common_options(parser)
 
 
 def run_throughput(args: argparse.Namespace) -> int:
     """Measure and print throughput."""
-    from quire.bench.throughput import measure_throughput
     from quire.bench.workload import Workload
 
-    _check_output(args.output_json)
+    config = options.engine_config(args)
+    check_output(args.output_json)
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
-    figures = measure_throughput(options.engine_config(args), workload, args.progress, args.repeat)
-    return _report(figures.describe(), figures.to_json(), args.output_json)
+    from quire.bench.throughput import measure_throughput
+
+    figures = measure_throughput(config, workload, args.progress, args.repeat)
+    return report(figures.describe(), figures.to_json(), args.output_json)
 
 
 def run_latency(args: argparse.Namespace) -> int:
     """Measure and print latency."""
-    from quire.bench.latency import measure_latency
     from quire.bench.workload import Workload
 
-    _check_output(args.output_json)
+    config = options.engine_config(args)
+    check_output(args.output_json)
     workload = Workload(args.batch_size, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
-    figures = measure_latency(options.engine_config(args), workload, args.num_iters_warmup, args.num_iters, args.progress)
-    return _report(figures.describe(), figures.to_json(), args.output_json)
+    from quire.bench.latency import measure_latency
+
+    figures = measure_latency(config, workload, args.num_iters_warmup, args.num_iters, args.progress)
+    return report(figures.describe(), figures.to_json(), args.output_json)
 
 
 def run_perplexity(args: argparse.Namespace) -> int:
     """Measure and print perplexity."""
+    config = options.engine_config(args)
+    check_output(args.output_json)
+    text = _read_text(args.text)
     from quire.bench.perplexity import Windows, compare_perplexity
 
-    _check_output(args.output_json)
     windows = Windows(args.context, args.stride, args.max_tokens)
-    text = _read_text(args.text)
-    record = compare_perplexity(options.engine_config(args), text, args.text.name, windows, args.against, args.progress)
-    return _report(record.describe(), record.to_json(), args.output_json)
+    record = compare_perplexity(config, text, args.text.name, windows, args.against, args.progress)
+    return report(record.describe(), record.to_json(), args.output_json)
 
 
 def run_speculate(args: argparse.Namespace) -> int:
     """Measure and print what drafts gain."""
+    config = options.engine_config(args)
+    check_output(args.output_json)
+    text = _read_text(args.text)
     from quire.bench.speculate import Trial, continuing_prompts, measure_speculation, quoting_prompts
 
-    _check_output(args.output_json)
     make = quoting_prompts if args.task == "quote" else continuing_prompts
     trial = Trial(
         methods=tuple(args.methods),
         batch_sizes=tuple(args.batch_sizes),
-        prompts=make(_read_text(args.text), max(args.batch_sizes), args.words),
+        prompts=make(text, max(args.batch_sizes), args.words),
         output_len=args.output_len,
         temperature=args.temperature,
         num_tokens=args.num_speculative_tokens,
         num_rounds=args.num_iters,
         is_adaptive=args.adaptive,
+        warm_up_len=args.warm_up_len,
     )
-    record = measure_speculation(options.engine_config(args), trial)
-    return _report(record.describe(), record.to_json(), args.output_json)
+    record = measure_speculation(config, trial)
+    return report(record.describe(), record.to_json(), args.output_json)
 
 
 def run_constrained(args: argparse.Namespace) -> int:
     """Measure and print what constraints cost, and what the tokens save that they force."""
+    config = options.engine_config(args)
+    check_output(args.output_json)
+    text = _read_text(args.text)
+    schema = None if args.schema is None else _read_schema(args.schema)
     from quire.bench.constrained import SCHEMA, ConstrainedTrial, measure_constrained
     from quire.bench.speculate import continuing_prompts
 
-    _check_output(args.output_json)
     trial = ConstrainedTrial(
-        schema=SCHEMA if args.schema is None else _read_schema(args.schema),
+        schema=SCHEMA if schema is None else schema,
         batch_sizes=tuple(args.batch_sizes),
-        prompts=continuing_prompts(_read_text(args.text), max(args.batch_sizes), args.words),
+        prompts=continuing_prompts(text, max(args.batch_sizes), args.words),
         max_tokens=args.output_len,
         temperature=args.temperature,
         num_rounds=args.num_iters,
         is_compact=not args.white_space,
     )
-    record = measure_constrained(options.engine_config(args), trial)
-    return _report(record.describe(), record.to_json(), args.output_json)
+    record = measure_constrained(config, trial)
+    return report(record.describe(), record.to_json(), args.output_json)
+
+
+def run_schemas(args: argparse.Namespace) -> int:
+    """Measure and print what becomes of a sample of schemas."""
+    config = options.engine_config(args)
+    check_output(args.output_json)
+    if args.output_len < 1 or args.num_outputs < 0:
+        raise ConfigError(f"--output-len must be at least 1, --num-outputs 0, got {args.output_len} and {args.num_outputs}")
+    schemas = _read_schemas(args.schemas)
+    from quire.bench.schemas import SchemaTrial, measure_schemas
+
+    record = measure_schemas(config, SchemaTrial(schemas, args.output_len, args.num_outputs, args.temperature))
+    return report(record.describe(), record.to_json(), args.output_json)
+
+
+def _read_schemas(path: Path) -> tuple[Any, ...]:
+    lines = [line for line in _read_text(path, "--schemas").splitlines() if line.strip()]
+    try:
+        found = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ConfigError(f"--schemas {path} is not JSON lines: {error}") from error
+    if not found:
+        raise ConfigError(f"--schemas {path} holds no schema")
+    return tuple(one["schema"] if isinstance(one, dict) and "schema" in one else one for one in found)
 
 
 def _read_schema(path: Path) -> dict[str, Any]:
     try:
-        schema = json.loads(_read_text(path))
+        schema = json.loads(_read_text(path, "--schema"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(schema, dict):
@@ -227,9 +285,9 @@ def _read_schema(path: Path) -> dict[str, Any]:
 
 def run_kernels(args: argparse.Namespace) -> int:
     """Measure and print single kernels."""
+    check_output(args.output_json)
     from quire.bench.kernels import KernelOptions, measure_kernels
 
-    _check_output(args.output_json)
     wanted = KernelOptions(
         model=args.model,
         isa=args.isa,
@@ -241,24 +299,11 @@ def run_kernels(args: argparse.Namespace) -> int:
         working_set_bytes=args.working_set_bytes,
     )
     record = measure_kernels(wanted, args.progress)
-    return _report(record.describe(), record.to_json(), args.output_json)
+    return report(record.describe(), record.to_json(), args.output_json)
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, option: str = "--text") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--text {path} cannot be read as UTF-8 text ({error}); give a text file") from error
-
-
-def _check_output(path: Path | None) -> None:
-    """Find out before a long run that its figures cannot be written."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--output-json {path}: give a file in a folder that exists")
-
-
-def _report(text: str, json_text: str, path: Path | None) -> int:
-    print(text)
-    if path is not None:
-        path.write_text(json_text + "\n")
-    return 0
+        raise ConfigError(f"{option} {path} cannot be read as UTF-8 text ({error}); give a text file") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.cli import options
+from quire.cli.figures import check_output
 
 _NOT_ONLY_OF_THE_ENGINE = ("tokenizer", "seed")
 _METRICS = ("ttft", "tpot", "itl", "e2el", "ttft_first_event", "tpot_events", "tpot_with_ttft", "e2el_body")
@@ -46,6 +47,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--retry", type=int, default=0, help="attempts after status 429 or 503, each after Retry-After")
     group.add_argument("--request-timeout-sec", type=float, default=3600.0, help="of one attempt")
     group.add_argument("--ready-check-timeout-sec", type=float, default=30.0, help="how long to wait for the server")
+    group.add_argument("--server-lag", action="store_true", help="also report how late the server's event loop was (quire's)")
+    group.add_argument(
+        "--beside", type=Path, metavar="JSON", help="record of the same run with --in-process: report what the server adds"
+    )
     group.add_argument("--server-pid", type=int, action="append", default=[], help="also report this process's CPU time")
 
 
@@ -101,9 +106,9 @@ def run_serve(args: argparse.Namespace) -> int:
 
     wanted = _serve_options(args)
     for option, path in (("--output-json", args.output_json), ("--html-report", args.html_report)):
-        _check_output(option, path)
+        check_output(path, option)
     if args.save_result:
-        _check_output("--result-dir", args.result_dir / "result.json")
+        check_output(args.result_dir / "result.json", "--result-dir")
     report = run(wanted)
     print(report.describe())
     paths = [args.output_json] if args.output_json is not None else []
@@ -141,6 +146,8 @@ def _serve_options(args: argparse.Namespace) -> Any:
         ready_timeout_s=args.ready_check_timeout_sec,
         num_warmups=args.num_warmups,
         server_pids=tuple(args.server_pid),
+        server_lag=args.server_lag,
+        beside=args.beside,
         dataset=_dataset(args),
         arrivals=Arrivals(
             args.request_rate, args.arrival, args.burstiness, args.burst_size, args.max_concurrency, args.trace_speed
@@ -261,11 +268,6 @@ def _percentiles(text: str) -> tuple[float, ...]:
     if not found or not all(0 <= item <= 100 for item in found):
         raise ConfigError(f"--metric-percentiles takes numbers from 0 to 100, with commas between, got {text!r}")
     return found
-
-
-def _check_output(option: str, path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"{option} {path}: give a file in a folder that exists")
 
 
 def _file_name(model: str) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.cli import options
+from quire.cli.figures import add_output_option, report
+from quire.contracts.config import EngineConfig
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="as for serve")
     parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of the text to use")
-    parser.add_argument("--output-json", type=Path, help="also write the figures to this file")
+    add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_common_options(parser)
     parser.set_defaults(run=run)
@@ -30,9 +32,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate and print what was found."""
-    from quire.bench.layer_calibration import calibrate_layers
-    from quire.contracts.config import EngineConfig
-
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1, got {args.max_tokens}")
     try:
@@ -40,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{args.text} cannot be read as UTF-8 text ({error}); give a text file") from error
     config = EngineConfig(model=args.model, revision=args.revision, dtype=args.dtype)
+    from quire.bench.layer_calibration import calibrate_layers
+
     found = calibrate_layers(config, text, args.max_tokens, args.progress)
-    print(found.describe())
-    if args.output_json is not None:
-        args.output_json.write_text(found.to_json() + "\n")
-    return 0
+    return report(found.describe(), found.to_json(), args.output_json)

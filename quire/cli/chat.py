@@ -29,10 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer until the input ends."""
+    config = options.engine_config(args)
+    options.sampling_params(args, {})  # a bad option must not wait for what takes long to import, or for the model
     from quire.engine.llm_engine import LLMEngine
 
-    config = options.engine_config(args)
-    options.sampling_params(args, {})
     engine = LLMEngine(config)
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise RequestError(f"{config.model} has no chat template; use `quire generate`", "model")

@@ -23,12 +23,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, stream the continuation, and say on standard error how fast it was."""
+    config = options.engine_config(args)
+    options.sampling_params(args, {})  # a bad option must not wait for what takes long to import, or for the model
+    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     from quire.cli.stream import stream_to_terminal
     from quire.engine.llm_engine import LLMEngine
 
-    prompt = _read_standard_input() if args.prompt == "-" else args.prompt
-    config = options.engine_config(args)
-    options.sampling_params(args, {})  # a bad option must not wait for the model to load
     engine = LLMEngine(config)
     params = options.sampling_params(args, engine.report.generation_defaults)
     streamed = stream_to_terminal(engine, "generate", prompt, params, echo=prompt if args.echo else "")

@@ -29,9 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
+    config = options.engine_config(args)
     from quire.engine.inspect import inspect_model
 
-    report = inspect_model(options.engine_config(args))
+    report = inspect_model(config)
     print("\n".join(describe(report, args.parameters)))
     return 0
 

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import quire
 from quire.base.errors import QuireError
 from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
-from quire.cli import batch, bench, calibrate_layers, chat, generate, inspect, quantize, serve, train_draft
+from quire.cli import batch, bench, calibrate_layers, calibrate_tree, chat, generate, inspect, quantize, serve, train_draft
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Refuses what it does not know with its own usage, not with that of the command above; its subcommands do so too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Return what was parsed. Ends the program where something is left over."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            known = list(self._option_string_actions)
+            close = [match for one in left for match in difflib.get_close_matches(one.split("=")[0], known, 1)]
+            hint = f" (did you mean {', '.join(dict.fromkeys(close))}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+        return found, left
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
+    parser = CommandParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, train_draft, bench):
+    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, calibrate_tree, train_draft, bench):
         module.add_parser(commands)
     return parser
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
+from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.contracts.constraint import StructuredOutputsParams
 from quire.contracts.sampling_params import SamplingParams
 
 PARSER: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
@@ -33,11 +37,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the weights when they are loaded")
-    group.add_argument("--kv-cache-dtype", choices=("auto", "int8"), help="auto: the model's; int8: half of the memory")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help="auto: the model's; int8, fp8 (GPU): half")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
-    group.add_argument("--block-size", type=int, help="tokens in a KV block")
+    group.add_argument("--block-size", type=int, help="tokens in a KV block; None: 16, on a GPU 64")
     group.add_argument("--num-kv-blocks", type=int, help="size of the KV pool in blocks")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="size of the KV pool in bytes")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prefixes")
@@ -48,7 +52,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-logprobs", type=int, help="limit of what requests may ask for; -1: none")
     group.add_argument("--seed", type=int, help="same seed, same output")
-    group.add_argument("--device", help="auto or cpu")
+    group.add_argument("--device", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
+    group.add_argument("--gpu-memory-utilization", type=float, help="share of a GPU's memory that may be taken")
+    group.add_argument("--enforce-eager", action="store_true", help="record no steps on a GPU: start faster, decode slower")
+    group.add_argument("--attention-backend", choices=("auto", "triton"), help="who attends on a GPU")
+    group.add_argument("--deterministic", action="store_true", help="the same tokens in any batch; refused where it is not so")
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
     group.add_argument(
         "--speculative-config",
@@ -74,6 +82,20 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_DEFAULTS})
 
 
+def engine_arguments(args: argparse.Namespace) -> list[str]:
+    """Return the engine's options as words of a command line, without the model."""
+    words: list[str] = []
+    for name, default in _ENGINE_DEFAULTS.items():
+        value, option = getattr(args, name), name.replace("_", "-")
+        if value == default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return words
+
+
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Add the sampling options of a person at a terminal; those not given are the checkpoint's own."""
     group = parser.add_argument_group("sampling")
@@ -85,10 +107,68 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--repetition-penalty", type=float, help="above 1: repeat less")
     group.add_argument("--stop", action="append", help="string that ends the output; may be given several times")
     group.add_argument("--ignore-eos", action="store_true", help="do not end at end of sequence")
+    group.add_argument(
+        "--bad-words", action="append", metavar="TEXT", help="text that the output never contains; may be given several times"
+    )
+    _add_constraint_options(parser)
+
+
+def _add_constraint_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("structured outputs", "what the whole output has to look like; one of")
+    kinds = group.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--json-schema", "--guided-json", dest="json_schema", metavar="JSON", help="valid under a JSON schema: JSON, or a file"
+    )
+    kinds.add_argument("--json-object", action="store_true", help="any JSON object")
+    kinds.add_argument("--regex", "--guided-regex", dest="regex", help="matches a regular expression")
+    kinds.add_argument(
+        "--choice",
+        "--guided-choice",
+        dest="choice",
+        action="append",
+        metavar="TEXT",
+        help="one of some texts; given once for each",
+    )
+    kinds.add_argument(
+        "--grammar", "--guided-grammar", dest="grammar", help="matches a grammar, Lark's notation or GBNF: text, or a file"
+    )
 
 
 def sampling_params(args: argparse.Namespace, defaults: dict[str, float]) -> SamplingParams:
     """Return the checkpoint's defaults with the options over them. Raises RequestError."""
     given = {name: getattr(args, name) for name in _SAMPLING_FIELDS if getattr(args, name) is not None}
-    fixed = {"max_tokens": args.max_tokens, "stop": args.stop, "ignore_eos": args.ignore_eos}
+    fixed = {"max_tokens": args.max_tokens, "stop": args.stop, "ignore_eos": args.ignore_eos, "bad_words": args.bad_words}
+    fixed["structured_outputs"] = _structured_outputs(args)
     return SamplingParams(**{**defaults, **given, **fixed})  # type: ignore[arg-type]
+
+
+def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    if args.json_schema is not None:
+        return StructuredOutputsParams(json=_read_schema(args.json_schema))
+    if args.grammar is not None:
+        return StructuredOutputsParams(grammar=_read_file_or_text(args.grammar))
+    if args.json_object:
+        return StructuredOutputsParams(json_object=True)
+    if args.regex is not None:
+        return StructuredOutputsParams(regex=args.regex)
+    return None if args.choice is None else StructuredOutputsParams(choice=args.choice)
+
+
+def _read_schema(value: str) -> str:
+    text = _read_file_or_text(value)
+    try:
+        json.loads(text)
+    except ValueError as error:
+        kind = "the file is no JSON" if text is not value else "is neither JSON nor a file"
+        raise ConfigError(f"--json-schema {value[:200]}: {kind}: {error}") from None
+    return text
+
+
+def _read_file_or_text(value: str) -> str:
+    """Return what the file of that name holds, or the value itself where there is none."""
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8") if Path(value).expanduser().is_file() else value
+    except UnicodeError as error:
+        raise ConfigError(f"{value} cannot be read as UTF-8 text ({error}); give a text file") from error
+    except (OSError, ValueError):
+        return value  # too long for a name, or with a zero byte: text

@@ -52,7 +52,26 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--data-dir", type=Path, help="where files, batches and responses are kept; without: in memory")
     group.add_argument("--max-body-bytes", type=int, default=32 << 20, help="limit of a JSON body")
+    group.add_argument(
+        "--max-prompt-characters",
+        type=int,
+        help="limit of one prompt; without: 16 for each token of the context, but a million at least",
+    )
+    group.add_argument(
+        "--max-held-body-bytes",
+        type=int,
+        default=512 << 20,
+        help="limit of all bodies that arrive or are answered, of uploads what is in the memory",
+    )
     group.add_argument("--max-file-bytes", type=int, default=200 << 20, help="limit of an uploaded file")
+    group.add_argument("--max-stored-batches", type=int, default=10_000, help="batches that a key may have within 30 days")
+    group.add_argument("--max-stored-files", type=int, default=10_000, help="files that a key may store, outputs included")
+    group.add_argument(
+        "--max-stored-bytes",
+        type=int,
+        default=16 << 30,
+        help="bytes of these files; also of stored responses, whose oldest go beyond it",
+    )
     group.add_argument("--head-timeout", type=float, default=10.0, help="seconds for the head of a request to arrive")
     group.add_argument("--body-timeout", type=float, default=30.0, help="seconds for its body to arrive, and one for each MiB")
     group.add_argument(
@@ -124,7 +143,12 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         allowed_hosts=tuple(args.allowed_hosts),
         data_dir=args.data_dir,
         max_body_bytes=args.max_body_bytes,
+        max_prompt_characters=args.max_prompt_characters,
+        max_held_body_bytes=args.max_held_body_bytes,
         max_file_bytes=args.max_file_bytes,
+        max_stored_files=args.max_stored_files,
+        max_stored_bytes=args.max_stored_bytes,
+        max_stored_batches=args.max_stored_batches,
         max_n=args.max_n,
         head_timeout_s=args.head_timeout,
         body_timeout_s=args.body_timeout,

@@ -48,12 +48,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Train and print what came of it."""
-    from quire.training.loop import train_draft
-
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
     if chosen["tap_layers"] is not None:
         chosen["tap_layers"] = tuple(chosen["tap_layers"])
     wanted = DraftTraining(kind=args.kind, model=args.model, text=args.text.expanduser(), out=args.out.expanduser(), **chosen)
+    from quire.training.loop import train_draft
+
     trained = train_draft(wanted, args.progress)
     shares = " ".join(f"{share:.3f}" for share in trained.agreement)
     effort = f"{trained.num_steps:,} steps, {trained.seconds / 60:.1f} minutes"

@@ -31,16 +31,23 @@ class LagMeter:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Processor seconds: of this process, and of the server's processes where they are known."""
+    """Processor seconds: of this process, and of the server's processes where they are known.
+
+    server_s      of them and all that they started
+    front_end_s   of them alone: of quire, that is what is not the engine's
+    """
 
     client_s: float
     server_s: float | None = None
+    front_end_s: float | None = None
 
     def since(self, before: CpuTimes) -> CpuTimes:
         """Return what was used after `before`."""
-        has_server = self.server_s is not None and before.server_s is not None
-        server = self.server_s - before.server_s if has_server else None  # type: ignore[operator]
-        return CpuTimes(self.client_s - before.client_s, server)
+        return CpuTimes(
+            self.client_s - before.client_s,
+            _difference(self.server_s, before.server_s),
+            _difference(self.front_end_s, before.front_end_s),
+        )
 
 
 def read_cpu_times(server_pids: tuple[int, ...] = (), proc: Path = Path("/proc")) -> CpuTimes:
@@ -56,7 +63,12 @@ def read_cpu_times(server_pids: tuple[int, ...] = (), proc: Path = Path("/proc")
     if missing:
         raise ConfigError(f"--server-pid {missing[0]}: there is no such process in {proc}")
     family = _with_descendants(server_pids, {pid: parent for pid, (parent, _) in stats.items()})
-    return CpuTimes(time.process_time(), ticks_s * sum(stats[pid][1] for pid in family))
+    whole_s, front_end_s = (ticks_s * sum(stats[pid][1] for pid in pids) for pids in (family, dict.fromkeys(server_pids)))
+    return CpuTimes(time.process_time(), whole_s, front_end_s)
+
+
+def _difference(now: float | None, before: float | None) -> float | None:
+    return None if now is None or before is None else now - before
 
 
 def _read_stats(proc: Path) -> dict[int, tuple[int, int]]:

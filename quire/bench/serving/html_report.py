@@ -215,9 +215,9 @@ def _definitions() -> str:
 
 def _setup(figures: dict[str, Any]) -> str:
     names = ("backend", "base_url", "endpoint", "model", "tokenizer", "dataset", "arrival", "num_prompts", "max_concurrency")
-    names += ("ignore_eos", "seed", "event_loop", "json_parser", "quire_version", "platform", "date")
+    names += ("ignore_eos", "seed", "event_loop", "json_parser", "quire_version", "platform", "machine", "commit", "date")
     rows: list[tuple[str, Any]] = [(name, figures[name]) for name in names]
-    client = {**figures["client"], **{f"loop_lag_ms_{k}": v for k, v in figures["client"]["loop_lag_ms"].items()}}
-    client.pop("loop_lag_ms")
-    rows += [(f"client: {name}", value) for name, value in client.items()]
+    for name, value in figures["client"].items():
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        rows += [(f"client: {name} {part}".rstrip(), number) for part, number in parts]
     return f"<section><h2>Setup and load generator</h2>{_table('What ran', ('Name', 'Value'), rows)}</section>"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.bench.serving.beside import InProcessRecord
 from quire.bench.serving.caveats import find_warnings
 from quire.bench.serving.metrics import (
     DEFINITIONS,
@@ -36,6 +37,7 @@ class Report:
 
     percentile_metrics  printed in the table; the JSON has all
     percentiles         of 0 to 100
+    beside              the same in one process; it says what the server adds
     """
 
     setup: Setup
@@ -44,6 +46,7 @@ class Report:
     goals: Goals
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
+    beside: InProcessRecord | None = None
 
     def distributions(self) -> dict[str, Distribution | None]:
         """Return every metric's distribution over the successful requests."""
@@ -58,8 +61,13 @@ class Report:
         for name, found in self.distributions().items():
             figures |= _flat(name, found)
         cost = cost_figures(self.result, self.cost)
+        differences = "" if self.beside is None else self.beside.differences(figures)
+        if self.beside is not None and self.cost.cpu.server_s is not None and not differences:
+            cost["beside_in_process"] = self.beside.added(figures, self.cost)
         figures |= {"client": cost, "definitions": DEFINITIONS | {"sending": SENDING, "goodput": GOODPUT_RULE}}
         figures["warnings"] = find_warnings(self.result, self.cost.lags_s, cost, self.setup)
+        if differences:
+            figures["warnings"].append(f"the record of --beside is of another run, and nothing is compared: {differences}")
         return figures
 
     def to_json(self, is_detailed: bool = False) -> str:
@@ -155,7 +163,12 @@ def cost_figures(result: LoadResult, cost: Cost) -> dict[str, Any]:
         },
         "num_connections": cost.num_connections,
     }
-    for who, seconds in (("cpu", cost.cpu.client_s), ("server_cpu", cost.cpu.server_s)):
+    if cost.server_lag is not None:
+        figures["server_loop_lag_ms"] = cost.server_lag.figures()
+    if cost.engine_steps is not None:
+        figures["engine_steps"] = cost.engine_steps
+    times = (("cpu", cost.cpu.client_s), ("server_cpu", cost.cpu.server_s), ("front_end_cpu", cost.cpu.front_end_s))
+    for who, seconds in times:
         if seconds is not None:
             figures[f"{who}_s"] = seconds
             figures[f"{who}_ms_per_request"] = _share(seconds * 1e3, num_sent)
@@ -239,6 +252,17 @@ def _cost_rows(cost: dict[str, Any]) -> list[str]:
     if "server_cpu_s" in cost:
         rows.append(("Server CPU time per request (ms):", cost["server_cpu_ms_per_request"]))
         rows.append(("Server CPU time per output token (us):", cost["server_cpu_us_per_token"]))
+    if "front_end_cpu_s" in cost:
+        rows.append(("  of it, without the engine's process:", cost["front_end_cpu_us_per_token"]))
+    if "beside_in_process" in cost:
+        rows.append(("  of it, not taken in one process:", cost["beside_in_process"]["added_cpu_us_per_token"]))
+        rows.append(("  the same per request (ms):", cost["beside_in_process"]["added_cpu_ms_per_request"]))
+        rows.append(("    by the HTTP process:", cost.get("front_end_cpu_ms_per_request")))
+        rows.append(("    by the engine's process:", cost["beside_in_process"]["added_engine_cpu_ms_per_request"]))
+        rows.append(("Steps of the engine, here:", cost.get("engine_steps")))
+        rows.append(("  in one process:", cost["beside_in_process"]["in_process_engine_steps"]))
+    if "server_loop_lag_ms" in cost:
+        rows.append(("Server event loop lag, P99 at most (ms):", cost["server_loop_lag_ms"]["p99_at_most"]))
     return [_row(label, value) for label, value in rows]
 
 

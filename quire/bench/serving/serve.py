@@ -19,7 +19,9 @@ from tqdm import tqdm
 
 import quire
 from quire.base.errors import ConfigError
+from quire.bench.machine import find_commit, machine_name
 from quire.bench.serving.arrivals import Arrivals
+from quire.bench.serving.beside import InProcessRecord
 from quire.bench.serving.client_cost import LagMeter, read_cpu_times
 from quire.bench.serving.http_client import HttpClient, Target
 from quire.bench.serving.http_sender import Api, HttpSender
@@ -30,6 +32,7 @@ from quire.bench.serving.readiness import find_model
 from quire.bench.serving.records import RequestRecord
 from quire.bench.serving.report import Report
 from quire.bench.serving.runner import LoadResult, Sender, run_load
+from quire.bench.serving.server_lag import LagCounts, read_server_lag, read_server_steps
 from quire.bench.serving.setup import Cost, Setup
 from quire.bench.serving.workload import Dataset, Request, make_requests, random_requests
 from quire.contracts.config import EngineConfig
@@ -49,6 +52,8 @@ class ServeOptions:
     prompt_form   "ids": token ids; "text": words that are one token each; "auto": ids for completions, text for chat
     vocab_size    ids are drawn below this; None: the tokenizer's model says, else 1000
     server_pids   processes whose processor time is read, with their descendants
+    beside        a record of the same with `engine`, to tell what HTTP adds
+    server_lag    the lag of the server's event loop is read from its /metrics
     """
 
     base_url: str = "http://127.0.0.1:8000"
@@ -67,6 +72,8 @@ class ServeOptions:
     ready_timeout_s: float = 30.0
     num_warmups: int = 0
     server_pids: tuple[int, ...] = ()
+    server_lag: bool = False
+    beside: Path | None = None
     dataset: Dataset = field(default_factory=Dataset)
     arrivals: Arrivals = field(default_factory=Arrivals)
     goals: Goals = field(default_factory=lambda: Goals({}))
@@ -88,8 +95,14 @@ class ServeOptions:
                 raise ConfigError(f"{option} must be at least 0, got {number}")
         if self.backend == "openai-chat" and self.prompt_form == "ids":
             raise ConfigError("--prompt-form ids is for --backend openai: chat messages are text")
-        if self.engine is not None and (self.backend != "openai" or self.extra_body or self.headers or self.server_pids):
-            raise ConfigError("--in-process takes no --backend, --extra-body, --header or --server-pid: there is no server")
+        if self.beside is not None and not self.server_pids:
+            raise ConfigError("--beside needs --server-pid: the processor time of a server is what is compared")
+        if self.engine is not None and (
+            self.backend != "openai" or self.extra_body or self.headers or self.server_pids or self.server_lag
+        ):
+            raise ConfigError(
+                "--in-process takes no --backend, --extra-body, --header, --server-pid or --server-lag: there is no server"
+            )
 
     @property
     def path(self) -> str:
@@ -106,10 +119,11 @@ class ServeOptions:
 def run_serve(options: ServeOptions) -> Report:
     """Return the report of one run; after Ctrl-C that of what had been done. Raises ConfigError."""
     read_cpu_times(options.server_pids)  # a wrong process is told before the run and not after it
+    beside = None if options.beside is None else InProcessRecord.read(options.beside)
     loop_name, loop_factory = find_event_loop()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         if options.engine is None:
-            return runner.run(_run_http(options, loop_name))
+            return replace(runner.run(_run_http(options, loop_name)), beside=beside)
         from quire.engine.async_llm import AsyncLLM
 
         engine = AsyncLLM(options.engine)
@@ -145,7 +159,14 @@ async def _run_http(options: ServeOptions, loop_name: str) -> Report:
         await _warm_up(options, alphabet, sender)
         sender.keeps_text = tokenizer is not None
         sender.prepare(requests)
+        lag_before = await _read_lag(client) if options.server_lag else None
+        steps_before = await read_server_steps(client) if options.beside is not None else None
         result, cost = await _measure(options, requests, sender)
+        if steps_before is not None:
+            steps = await read_server_steps(client)
+            cost = replace(cost, engine_steps=None if steps is None else steps - steps_before)
+        if lag_before is not None:
+            cost = replace(cost, server_lag=(await _read_lag(client)).since(lag_before))
         count_text(result, sender.texts, tokenizer)
         setup = make_setup(replace(options, model=model), requests, options.backend, loop_name)
         return _report(options, setup, result, replace(cost, num_connections=client.num_connections))
@@ -153,10 +174,11 @@ async def _run_http(options: ServeOptions, loop_name: str) -> Report:
         client.close()
 
 
-def _body_options(options: ServeOptions) -> dict[str, Any]:
-    """Return the fields of every request; ignore_eos is an extension that is only sent where it is wanted."""
-    known = {"ignore_eos": True} if options.ignore_eos else {}
-    return {"temperature": options.temperature, **known, **options.extra_body}
+async def _read_lag(client: HttpClient) -> LagCounts:
+    found = await read_server_lag(client)
+    if found is None:
+        raise ConfigError("--server-lag: the server's /metrics do not tell quire:event_loop_lag_seconds")
+    return found
 
 
 async def _run_in_process(options: ServeOptions, config: EngineConfig, engine: Any, loop_name: str) -> Report:
@@ -170,7 +192,9 @@ async def _run_in_process(options: ServeOptions, config: EngineConfig, engine: A
         raise ConfigError("--in-process takes prompts of text or token ids, not messages")
     sender = EngineSender(engine, CLOCK, {"temperature": options.temperature, "ignore_eos": options.ignore_eos})
     await _warm_up(options, alphabet, sender)
+    steps_before = engine.engine.stats.num_steps
     result, cost = await _measure(options, requests, sender)
+    cost = replace(cost, engine_steps=engine.engine.stats.num_steps - steps_before)
     named = replace(options, model=config.model, base_url="", endpoint="")
     return _report(options, make_setup(named, requests, "in-process", loop_name), result, cost)
 
@@ -288,6 +312,8 @@ def make_setup(options: ServeOptions, requests: list[Request], backend: str, loo
         json_parser=JSON_PARSER,
         quire_version=quire.__version__,
         platform=f"{platform.platform()}, Python {platform.python_version()}",
+        machine=machine_name(),
+        commit=find_commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

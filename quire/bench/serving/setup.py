@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.bench.serving.client_cost import CpuTimes
+from quire.bench.serving.server_lag import LagCounts
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was run, in words and numbers that go into the report as they are."""
+    """What was run, in words and numbers that go into the report as they are.
+
+    machine, commit  of the load generator: its processor with the logical cores; the checkout, None for an installed package
+    """
 
     backend: str
     base_url: str
@@ -28,13 +32,21 @@ class Setup:
     json_parser: str
     quire_version: str
     platform: str
+    machine: str
+    commit: str | None
     date: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the run cost: processor seconds, the event loop's lags in seconds, connections opened."""
+    """What the run cost: processor seconds, the event loop's lags in seconds, connections opened.
+
+    server_lag    of the server's event loop, where it was asked for
+    engine_steps  that the engine made, where that is known
+    """
 
     cpu: CpuTimes
     lags_s: tuple[float, ...]
     num_connections: int = 0
+    server_lag: LagCounts | None = None
+    engine_steps: int | None = None

@@ -18,7 +18,7 @@ def trial(**options):
         "prompts": ("a b c", "d e f"),
         "max_tokens": 60,
         "temperature": 1.0,
-        "num_rounds": 1,
+        "num_rounds": 2,
         "is_compact": True,
     }
     return ConstrainedTrial(**{**defaults, **options})
@@ -33,7 +33,13 @@ def test_forced_tokens_are_counted_where_they_are_drafted(tiny_model):
         assert free.forced_share == plain.forced_share == 0 < drafted.forced_share < 1
         assert plain.characters_per_token == drafted.characters_per_token > 0
         assert all(line.us_per_token > 0 for line in (free, plain, drafted))
+        assert free.steps is None
+        assert all(
+            0 < value < 100 for value in (*plain.steps.run, *plain.steps.clock, *plain.steps.thread, *plain.steps.process)
+        )
+        assert plain.steps.clock[0] <= plain.steps.clock[1] <= plain.steps.clock[2]
     assert "forced drafted" in record.describe()
+    assert "constrained, batch 2: " in record.describe()
     assert json.loads(record.to_json())["model"] == str(tiny_model)
 
 

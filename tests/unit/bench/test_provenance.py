@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from quire.bench import provenance
+from quire.bench import machine, provenance
 from quire.bench.provenance import find_provenance
 from quire.kernels.native import load_native
 
@@ -25,7 +25,7 @@ cpu family\t: 26
 def test_processor_is_told_by_its_numbers_when_its_name_hides_them(tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
     path.write_text(CPUINFO)
-    monkeypatch.setattr(provenance, "_CPU_LIST", path)
+    monkeypatch.setattr(machine, "_CPU_LIST", path)
     found = find_provenance()
     assert found.machine.startswith("AMD EPYC, ")
     assert (found.cpu_family, found.cpu_model, found.cpu_stepping) == (25, 17, 1)
@@ -36,7 +36,7 @@ def test_numbers_are_absent_when_the_system_does_not_say(tmp_path, monkeypatch, 
     path = tmp_path / "cpuinfo"
     if content is not None:
         path.write_text(content)
-    monkeypatch.setattr(provenance, "_CPU_LIST", path)
+    monkeypatch.setattr(machine, "_CPU_LIST", path)
     found = find_provenance()
     assert found.machine
     assert (found.cpu_family, found.cpu_model, found.cpu_stepping) == (None, None, None)

@@ -1,6 +1,7 @@
 """What a run needs, counted by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -47,3 +48,11 @@ def test_weights_are_counted_as_they_are_run(tiny_model):
     assert report.is_quantized
     assert not report_of(tiny_model).is_quantized
     assert needed_bytes(report, 1) < needed_bytes(report_of(tiny_model), 1) / 2
+
+
+def test_bytes_are_those_of_the_packed_weights_when_they_are_loaded(tiny_model):
+    report = report_of(tiny_model)
+
+    assert needed_bytes(replace(report, packed_weight_bytes=report.memory.weight_bytes // 2), 2) == pytest.approx(
+        needed_bytes(report, 2) / 2, rel=1e-6
+    )

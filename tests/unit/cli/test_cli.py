@@ -253,6 +253,84 @@ def test_bad_usage_exits_with_2(capsys, argv):
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    "argv, command, hint",
+    [
+        (("generate", "x", "--max-token", "5"), "generate", "--max-tokens"),
+        (("generate", "x", "--guided-jsn={}"), "generate", "--guided-json"),
+        (("bench", "throughput", "--num-prompt", "5"), "bench throughput", "--num-prompts"),
+        (("batch", "run", "-i", "a", "-o", "b", "--zzz"), "batch run", None),
+        (("serve", "--prot", "3"), "serve", "--port"),
+    ],
+)
+def test_unknown_option_is_answered_by_its_own_command(capsys, argv, command, hint):
+    with pytest.raises(SystemExit):
+        main(list(argv))
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: quire {command} ")
+    assert f"quire {command}: error: unrecognized arguments: {argv[-1] if hint is None else ''}" in err
+    assert ("did you mean" in err) is (hint is not None)
+    assert hint is None or f"did you mean {hint}?" in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("generate", "x", "--max-num-seqs", "0"),
+        ("generate", "x", "--temperature", "nan"),
+        ("generate", "x", "--json-schema", '{"a'),
+        ("generate", "x", "--speculative", '{"method": "none"}'),
+        ("chat", "--max-model-len", "0"),
+        ("inspect", "--block-size", "0"),
+        ("bench", "throughput", "--max-num-seqs", "0"),
+        ("bench", "latency", "--batch-size", "0"),
+        ("bench", "speculate", "--text", "/nowhere.txt"),
+        ("bench", "constrained", "--text", "/nowhere.txt"),
+        ("bench", "perplexity", "--text", "/nowhere.txt"),
+        ("bench", "kernels", "--output-json", "/nowhere/x.json"),
+        ("calibrate-layers", "demo", "/nowhere.txt"),
+        ("train-draft", "--kind", "medusa", "demo", "text", "out", "--minutes", "-1"),
+    ],
+    ids=" ".join,
+)
+def test_bad_option_is_refused_before_torch_is_imported(argv):
+    code = f"import sys; from quire.cli.main import main; print(main({list(argv)!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 False\n"
+    assert done.stderr.startswith("error: ")
+
+
+def test_generate_keeps_to_a_constraint(capsys, tmp_path):
+    pytest.importorskip("llguidance")
+    plain = ("--no-echo", "--max-num-seqs", 2, "--log-level", "error")
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": false}'
+    )
+    for flag, value in (("--json-schema", schema), ("--guided-json", schema.read_text())):
+        out = run(capsys, "generate", "As JSON:", flag, value, *plain)[1]
+        assert json.loads(out)["n"] in (1, 2)
+    assert run(capsys, "generate", "The", "--regex", "a{3}b", *plain)[1] == "aaab\n"
+    assert run(capsys, "generate", "The", "--choice", "left", "--choice", "right", *plain)[1] in ("left\n", "right\n")
+    assert run(capsys, "generate", "The", "--grammar", 'root ::= "yes" | "no"', *plain)[1] in ("yes\n", "no\n")
+    assert isinstance(json.loads(run(capsys, "generate", "The", "--json-object", "--max-tokens", 60, *plain)[1]), dict)
+
+
+def test_generate_leaves_out_bad_words(capsys):
+    pytest.importorskip("llguidance")
+    plain = ("--max-num-seqs", 2, "--log-level", "error", "--no-echo", "--max-tokens", 40)
+    free = run(capsys, "generate", "It was", *plain)[1]
+    words = [word for word in dict.fromkeys(free.split()) if word.isalpha()][:2]
+    out = run(capsys, "generate", "It was", "--bad-words", words[0], "--bad-words", words[1], *plain)[1]
+    assert not any(word in out for word in words)
+
+
+def test_constraints_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "x", "--regex", "a", "--choice", "b"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
 def test_help_and_version_load_no_torch():
     code = (
         "import sys; from quire.cli.main import main\n"

@@ -19,7 +19,8 @@ OPTIONS = (
     "--keep-alive-comments 1 --no-page --no-metrics --metric-labels zone=a rack=b --log-format json --otlp-endpoint http://t "
     "--goodput ttft:1 tpot:1 e2el:1 --max-queued-requests 1 --max-queued-tokens 1 --max-queue-wait 1 --request-timeout 1 "
     "--drain-grace 1 --drain-timeout 1 --watchdog-timeout 1 --start-timeout 1 --max-restarts 1 --restart-window 1 "
-    "--tool-call-parser hermes --reasoning-parser qwen3 --max-n 1 --strict"
+    "--tool-call-parser hermes --reasoning-parser qwen3 --max-n 1 --strict --max-stored-files 1 --max-stored-batches 3 "
+    "--max-stored-bytes 1 --max-held-body-bytes 1 --max-prompt-characters 1"
 )
 
 
@@ -47,12 +48,27 @@ def test_label_is_refused_when_it_cannot_be_one(label):
 
 
 def test_labels_of_all_metrics_are_refused_as_names_of_others():
-    defined = Definitions({}, 1024, GaugeSources(*[lambda: None for _ in range(5)]))
+    defined = Definitions({}, GaugeSources(*[lambda: None for _ in range(5)]))
     names = {name for metric in defined.all for name in metric.label_names}
     assert len(names) > 10
     for name in names:
         with pytest.raises(ConfigError, match=name):
             ServerConfig(metric_labels={name: "x"})
+
+
+def test_key_of_a_file_stores_what_it_says_else_what_the_server_does(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps([{"name": "a", "key": "1", "max_stored_files": 0}, {"name": "b", "key": "2"}]))
+    config = config_of("--api-key-file", str(path), "--max-stored-bytes", "7")
+    found = [config.stored_limits(name) for name in ("a", "b", "one that is gone")]
+    assert found == [(0, 7), (10_000, 7), (10_000, 7)]
+
+
+def test_key_of_a_file_has_as_many_batches_as_it_says_else_as_the_server_does(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps([{"name": "a", "key": "1", "max_stored_batches": 0}, {"name": "b", "key": "2"}]))
+    config = config_of("--api-key-file", str(path), "--max-stored-batches", "7")
+    assert [config.max_batches_of(name) for name in ("a", "b", "one that is gone")] == [0, 7, 7]
 
 
 def test_key_of_the_command_line_may_hurry_and_one_of_a_file_where_it_says_so(tmp_path):

@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from quire.base.errors import ConfigError
+from quire.bench.serving.beside import InProcessRecord
 from quire.bench.serving.client_cost import CpuTimes, read_cpu_times
 from quire.bench.serving.html_report import render_html
 from quire.bench.serving.metrics import DEFINITIONS, Goals
@@ -36,6 +38,8 @@ SETUP = Setup(
     json_parser="json",
     quire_version="0",
     platform="p",
+    machine="m",
+    commit="c",
     date="d",
 )
 
@@ -260,3 +264,53 @@ def test_server_time_is_that_of_its_processes_and_their_descendants(tmp_path):
 
     with pytest.raises(ConfigError, match="--server-pid 99"):
         read_cpu_times((99,), tmp_path)
+
+
+def in_process_record(folder, **changes):
+    report = make_report([good(0, 0.0, [1.0, 1.1]), good(1, 0.5, [1.0, 2.0])], backend="in-process", num_prompts=2)
+    path = folder / "in-process.json"
+    path.write_text(json.dumps({**report.to_dict(), **changes}))
+    return path
+
+
+def test_what_the_server_adds_is_told_when_there_is_a_record_of_the_same_in_one_process(tmp_path):
+    beside = InProcessRecord.read(in_process_record(tmp_path))
+    report = make_report([good(0, 0.0, [1.0, 1.2]), good(1, 0.5, [1.5, 2.0])], num_prompts=2)
+    report = dataclasses.replace(report, beside=beside)
+    figures = report.to_dict()["client"]["beside_in_process"]  # 2.0 s of the server, 0.4 s in one process
+    assert figures["added_cpu_ms_per_request"] == pytest.approx(800)
+    assert figures["added_cpu_us_per_token"] == pytest.approx(400_000)
+    assert "not taken in one process" in report.describe()
+    assert figures["added_engine_cpu_ms_per_request"] is None
+    in_front = dataclasses.replace(report.cost, cpu=dataclasses.replace(report.cost.cpu, front_end_s=0.5))
+    figures = dataclasses.replace(report, cost=in_front).to_dict()["client"]["beside_in_process"]
+    assert figures["added_engine_cpu_ms_per_request"] == pytest.approx(800 - 250)
+
+
+def test_steps_of_both_runs_are_told_when_they_are_known(tmp_path):
+    path = in_process_record(tmp_path)
+    stored = json.loads(path.read_text())
+    stored["client"]["engine_steps"] = 7
+    path.write_text(json.dumps(stored))
+    report = make_report([good(0, 0.0, [1.0, 1.2]), good(1, 0.5, [1.5, 2.0])], num_prompts=2)
+    report = dataclasses.replace(
+        report, beside=InProcessRecord.read(path), cost=dataclasses.replace(report.cost, engine_steps=19)
+    )
+    figures = report.to_dict()["client"]
+    assert (figures["engine_steps"], figures["beside_in_process"]["in_process_engine_steps"]) == (19, 7)
+
+
+def test_nothing_is_compared_when_the_record_is_of_another_run(tmp_path):
+    beside = InProcessRecord.read(in_process_record(tmp_path))
+    report = make_report([good(0, 0.0, [1.0, 1.2]), good(1, 0.5, [1.5, 2.0])], num_prompts=2, model="x")
+    figures = dataclasses.replace(report, beside=beside).to_dict()
+    assert "beside_in_process" not in figures["client"]
+    assert "and 'x' here" in figures["warnings"][-1]
+
+
+@pytest.mark.parametrize("changes", [{"backend": "openai"}, {"interrupted": True}, {"completed": 1}])
+def test_record_is_refused_when_it_is_not_of_a_whole_run_in_one_process(tmp_path, changes):
+    with pytest.raises(ConfigError, match="--beside"):
+        InProcessRecord.read(in_process_record(tmp_path, **changes))
+    with pytest.raises(ConfigError, match="--beside"):
+        InProcessRecord.read(tmp_path / "none.json")
