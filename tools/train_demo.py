@@ -1,12 +1,15 @@
 """Train the bundled demo models on public-domain prose, resumably, on a CPU.
 
     python tools/train_demo.py tokenizer --text classic_prose.txt --work build/train
-    python tools/train_demo.py train demo --minutes 80 --threads 1 --text classic_prose.txt --work build/train
+    python tools/train_demo.py train demo --minutes 80 --threads 1 --work build/train
+    python tools/train_demo.py copies demo --minutes 25 --threads 1 --work build/train
     python tools/train_demo.py export demo --work build/train --out quire/demo_models/demo
 
 `train` may be stopped at any time and started again with the same arguments: it resumes from its last checkpoint. The
 learning rate follows the share of the time budget that is spent, so a slower machine trains on fewer tokens, not on a
 broken schedule. Whole books are held out; the loss that `export` writes into the model card is measured on them.
+`copies` trains further, resumably too, with a share of windows that quote, copy and edit a passage of the same books, so
+that the model can go on with a text that its prompt holds.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ from torch import Tensor, nn
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_BOOKS = ("The Yellow Face", "Lady Susan", "The Prince and the Pauper")
+SEPARATORS = ("\n\n", "\n", " ", "\n\n---\n\n")
+"""What stands between a passage and its copy."""
+COPY_SHARE = 0.5
+"""Of the windows of `copies`."""
+COPIES_LR = 0.3
+"""Share of the learning rate of `train` at which `copies` begins."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] | trim }}\n\n{% endfor %}"
 
 
@@ -88,6 +97,46 @@ def batch_at(ids: Tensor, step: int, num_tokens: int, length: int) -> tuple[Tens
     return window[:, :-1], window[:, 1:]
 
 
+def copy_window(ids: Tensor, separators: list[Tensor], length: int, generator: torch.Generator) -> Tensor:
+    """Return [length] tokens in which a passage of the books is quoted again and again, now and then with some words edited.
+
+    An edit is kept in the copies behind it, so that the last copy, not the first, is what to go on with.
+    """
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    size = round(8 * 25 ** float(torch.rand((), generator=generator)))
+    begin = draw(0, len(ids) - 2 * size)
+    passage = ids[begin : begin + size].clone()
+    if draw(0, 4) == 0:  # words without a sense: nothing but the copy says what comes next
+        passage = ids[torch.randint(0, len(ids), (size,), generator=generator)]
+    between = separators[draw(0, len(separators))]
+    pieces: list[Tensor] = []
+    total = 0
+    while total < length:
+        is_edited = draw(0, 3) == 0
+        if is_edited:
+            edits = torch.rand(size, generator=generator) < 0.03
+            others = torch.randint(0, len(ids), (size,), generator=generator)
+            passage = torch.where(edits, ids[others], passage)
+        cut = draw(0, size // 2) if pieces and draw(0, 4) == 0 else 0
+        pieces += [passage[cut:], between]
+        total += size - cut + len(between)
+    return torch.cat(pieces)[:length]
+
+
+def batch_with_copies(ids: Tensor, separators: list[Tensor], step: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return a batch as `batch_at` does, in which a share of the windows copies."""
+    inputs, targets = batch_at(ids, step, num_tokens, length)
+    generator = torch.Generator().manual_seed(2_000_003 * 17 + step)
+    for row in range(len(inputs)):
+        if float(torch.rand((), generator=generator)) < COPY_SHARE:
+            window = copy_window(ids, separators, length + 1, generator).long()
+            inputs[row], targets[row] = window[:-1], window[1:]
+    return inputs, targets
+
+
 @torch.no_grad()
 def held_out_loss(model: DemoModel, ids: Tensor, length: int, max_windows: int | None = None) -> float:
     """Return the mean loss in nats a token over consecutive windows of the held-out books."""
@@ -104,14 +153,23 @@ def held_out_loss(model: DemoModel, ids: Tensor, length: int, max_windows: int |
     return total / len(starts)
 
 
+def state_file(work: Path, name: str, stage: str) -> Path:
+    """Return where the state of a stage of the training is kept."""
+    return work / (f"{name}.state.pt" if stage == "train" else f"{name}.{stage}.state.pt")
+
+
 def train(args: argparse.Namespace) -> None:
+    """Train, or go on with a trained model on copies, until the minutes are spent."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     work: Path = args.work
     ids, held_out = torch.load(work / "train.pt"), torch.load(work / "held_out.pt")
     model = DemoModel(SHAPES[args.name])
     optimizers = make_optimizers(model)
-    state_path = work / f"{args.name}.state.pt"
+    state_path = state_file(work, args.name, args.command)
+    copies = args.command == "copies"
+    separators = read_separators(work) if copies else []
+    lr_share = COPIES_LR if copies else 1.0
     step, seconds, num_tokens = 0, 0.0, 0
     if state_path.exists():
         state = torch.load(state_path)
@@ -120,6 +178,8 @@ def train(args: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
         step, seconds, num_tokens = state["step"], state["seconds"], state["num_tokens"]
         print(f"resumed at step {step}, {seconds / 60:.1f} minutes", flush=True)
+    elif copies:
+        model.load_state_dict(torch.load(state_file(work, args.name, "train"))["model"])
     print(f"{args.name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     budget_s = args.minutes * 60
     smoothed = None
@@ -145,8 +205,11 @@ def train(args: argparse.Namespace) -> None:
         length = 512 if progress < 0.8 else MAX_POSITIONS
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * min(1.0, (step + 1) / 50) * (1 - progress)
-        inputs, targets = batch_at(ids, step, args.batch_tokens, length)
+                group["lr"] = group["base_lr"] * lr_share * min(1.0, (step + 1) / 50) * (1 - progress)
+        if copies:
+            inputs, targets = batch_with_copies(ids, separators, step, args.batch_tokens, length)
+        else:
+            inputs, targets = batch_at(ids, step, args.batch_tokens, length)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(inputs, targets)
         (loss + 0.01 * model.balance_loss()).backward()
@@ -160,10 +223,29 @@ def train(args: argparse.Namespace) -> None:
         smoothed = float(loss.detach()) if smoothed is None else 0.95 * smoothed + 0.05 * float(loss.detach())
         if step % 20 == 0:
             print(f"step {step} {seconds / 60:.1f} min {num_tokens / seconds:,.0f} tokens/s loss {smoothed:.3f}", flush=True)
-        if step % 200 == 0:
-            print(f"held-out loss {held_out_loss(model, held_out, 512, 32):.3f}", flush=True)
+        if step % 100 == 0:
+            report(model, held_out, separators)
             save()
+    report(model, held_out, separators)
     save()
+
+
+def read_separators(work: Path) -> list[Tensor]:
+    """Return the token ids of what stands between copies."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    return [torch.tensor(tokenizer.encode(text).ids, dtype=torch.int16) for text in SEPARATORS]
+
+
+def report(model: DemoModel, held_out: Tensor, separators: list[Tensor]) -> None:
+    """Print the loss on held-out prose, and on copies of it where copies are trained."""
+    line = f"held-out loss {held_out_loss(model, held_out, 512, 32):.3f}"
+    if separators:
+        generator = torch.Generator().manual_seed(7)
+        copied = torch.cat([copy_window(held_out, separators, 513, generator) for _ in range(24)])
+        line += f", on copies {held_out_loss(model, copied, 512):.3f}"
+    print(line, flush=True)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -171,7 +253,7 @@ def export(args: argparse.Namespace) -> None:
     from safetensors.torch import save_file
 
     shape, work, out = SHAPES[args.name], args.work, args.out
-    state = torch.load(work / f"{args.name}.state.pt")
+    state = torch.load(state_file(work, args.name, args.stage))
     held_out = torch.load(work / "held_out.pt")
     model = DemoModel(shape)
     model.load_state_dict(state["model"])
@@ -266,23 +348,24 @@ Held out, and never seen in training: {", ".join(HELD_OUT_BOOKS)}.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("tokenizer", "train", "export"):
+    for command in ("tokenizer", "train", "copies", "export"):
         sub = commands.add_parser(command)
         sub.add_argument("--work", type=Path, required=True)
         if command != "tokenizer":
             sub.add_argument("name", choices=sorted(SHAPES))
         if command == "tokenizer":
             sub.add_argument("--text", type=Path, required=True)
-        if command == "train":
+        if command in ("train", "copies"):
             sub.add_argument("--minutes", type=float, required=True)
             sub.add_argument("--threads", type=int, default=1)
             sub.add_argument("--batch-tokens", type=int, default=4096)
         if command == "export":
             sub.add_argument("--out", type=Path, required=True)
+            sub.add_argument("--stage", choices=("train", "copies"), default="train")
     args = parser.parse_args()
     if args.command == "tokenizer":
         train_tokenizer(args.text, args.work)
-    elif args.command == "train":
+    elif args.command in ("train", "copies"):
         train(args)
     else:
         export(args)
