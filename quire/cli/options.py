@@ -55,6 +55,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     group.add_argument("--gpu-memory-utilization", type=float, help="share of a GPU's memory that may be taken")
     group.add_argument("--enforce-eager", action="store_true", help="record no steps on a GPU: start faster, decode slower")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before runs; None: on a GPU, where alone it is possible",
+    )
     group.add_argument("--attention-backend", choices=("auto", "triton"), help="who attends on a GPU")
     group.add_argument("--deterministic", action="store_true", help="the same tokens in any batch; refused where it is not so")
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")

@@ -93,6 +93,7 @@ class EngineConfig:
                             code on the CPU, for tests
     gpu_memory_utilization  share of a GPU's memory that may be taken, what others take included
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
+    async_scheduling        plan and launch a step while the one before still runs, on a GPU alone; None: where that is possible
     attention_backend       "auto" or "triton", which are the same
     deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU
     num_threads             threads that torch computes with, in the whole process; None: torch's own choice
@@ -121,6 +122,7 @@ class EngineConfig:
     device: str = "auto"
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     attention_backend: Literal["auto", "triton"] = "auto"
     deterministic: bool = False
     num_threads: int | None = None
@@ -160,6 +162,8 @@ class EngineConfig:
             "deterministic",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        is_known = self.async_scheduling is None or isinstance(self.async_scheduling, bool)
+        _require(is_known, "async_scheduling", self.async_scheduling, "None, True or False")
         _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
         _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
         self._check_device()

@@ -3,12 +3,15 @@
 The worker keeps a row per sequence (its tokens, its block table, its sampling state). A plan describes a sequence in full
 once, when it is new or comes back from preemption, and later only what changed. The worker appends the tokens that it
 samples to its rows by itself; the scheduler does the same when it commits the result, so that both agree.
+
+Where a worker can, a step is planned and launched while the one before still runs: each of its sequences has one token more by
+then, which only the worker knows. What a sequence computes that has ended meanwhile is passed over.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.request import Request
@@ -112,4 +115,27 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release what the runner holds; it cannot be used afterwards."""
+        ...
+
+
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    @property
+    def allows_next(self) -> bool:
+        """Whether the next step may be launched before this one is collected: it then finds the tokens that this one samples,
+        one for each sequence, by itself."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the step, and return what it did; once, and steps in their order. Raises WorkerError."""
+        ...
+
+
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """A runner whose steps run while its caller goes on: execute(plan) is launch(plan).collect()."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step, behind one that is not collected at most; plans come in order, see execute. Raises WorkerError."""
         ...

@@ -28,8 +28,8 @@ def choose_device(config: EngineConfig) -> torch.device | None:
         _refuse(config)
         if config.kv_cache_dtype == "fp8" and device.type == "cuda":
             _check_capability(device, _LEAST_OF_FP8, "with kv_cache_dtype 'fp8' (choose 'auto' or 'int8')")
-    elif config.kv_cache_dtype == "fp8":
-        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto' or 'int8'")
+    else:
+        _refuse_on_cpu(config)
     return device
 
 
@@ -71,6 +71,15 @@ def _check_capability(device: torch.device, least: tuple[int, int], reason: str)
     if capability < least:
         got, needed = (".".join(map(str, version)) for version in (capability, least))
         raise ConfigError(f"{device} has compute capability {got}, at least {needed} is needed {reason}".rstrip())
+
+
+def _refuse_on_cpu(config: EngineConfig) -> None:
+    if config.kv_cache_dtype == "fp8":
+        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto' or 'int8'")
+    if config.async_scheduling:
+        raise ConfigError(
+            "async_scheduling needs a GPU: on the CPU the model and whoever plans its steps want the same cores; leave it out"
+        )
 
 
 def _refuse(config: EngineConfig) -> None:

@@ -97,6 +97,15 @@ def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):
         choose("auto", kv_cache_dtype="fp8")
 
 
+def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
+    machine(1)
+    for wish in (None, False):
+        assert choose("cpu", async_scheduling=wish) is None
+    with pytest.raises(ConfigError, match="async_scheduling needs a GPU"):
+        choose("cpu", async_scheduling=True)
+    assert choose("cuda", async_scheduling=True) == torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,6 +115,7 @@ def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):
         {"gpu_memory_utilization": 1.2},
         {"attention_backend": "flash"},
         {"enforce_eager": 1},
+        {"async_scheduling": "yes"},
         {"block_size": 0},
     ],
 )
