@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
+from quire.base.errors import ConfigError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
@@ -27,7 +27,8 @@ from quire.engine.request_factory import PromptLike, RequestFactory, RequestRule
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.scheduling.step_record import StepRecord, describe_plan
+from quire.engine.scheduling.step_loop import StepLoop
+from quire.engine.scheduling.step_record import StepRecord
 from quire.grammar.compiler import Compilation, GrammarCompiler, Use
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.proposer import Proposer
@@ -105,6 +106,7 @@ class LLMEngine:
             )
         )
         self._runner = runner
+        self._steps = StepLoop(self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False)
         self._factory = RequestFactory(RequestRules.of(report.spec, config), tokenizer)
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
         self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))
@@ -114,8 +116,20 @@ class LLMEngine:
         self._is_closed = False
         self.interrupts = Interrupts()
         self.stats = EngineStats()
-        self.is_recording = False  # whether last_step is wanted
-        self.last_step: StepRecord | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether last_step is wanted."""
+        return self._steps.is_recording
+
+    @is_recording.setter
+    def is_recording(self, is_wanted: bool) -> None:
+        self._steps.is_recording = is_wanted
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The last step that was committed; None where none is recorded."""
+        return self._steps.last_step
 
     def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
         """Tokenise and validate without adding; raises RequestError. May be called from other threads."""
@@ -187,7 +201,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step has anything left to do."""
-        return self.scheduler.has_unfinished or bool(self._undelivered) or bool(self._compiling)
+        return self.scheduler.has_unfinished or bool(self._undelivered) or bool(self._compiling) or not self._steps.is_drained
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -196,6 +210,8 @@ class LLMEngine:
     def step(self) -> list[EngineOutput]:
         """Run one step and return the outputs of the requests that it moved, in the form each one asked for.
 
+        With async_scheduling the next step is launched before this one's outputs are made, so that when the last request has
+        ended one step may be left, which the next call waits for; it then returns nothing.
         Where all requests wait for their constraints to be compiled, it waits for a moment, too.
         A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
         Ctrl-C is raised when the step is complete, and its outputs are returned by the next call.
@@ -207,31 +223,13 @@ class LLMEngine:
 
     def _step(self) -> None:
         self._admit_compiled()
-        started_s = time.monotonic()
-        plan = self.scheduler.schedule(started_s)
-        if plan is None:
-            return
-        shares, num_context_tokens = describe_plan(self.scheduler, plan) if self.is_recording else ([], 0)
-        self.stats.num_steps += 1
-        self.stats.num_batched_tokens += plan.num_tokens
-        try:
-            result = self._runner.execute(plan)
-        except Exception as error:
-            logger.exception("step %d failed", plan.step_id)
-            result = _failed(plan, str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}")
-        except BaseException as error:  # a second Ctrl-C, or a signal handler that ends the program
-            self._commit(plan, _failed(plan, type(error).__name__))
-            raise
-        self._commit(plan, result)
-        if self.is_recording:
-            duration_s = time.monotonic() - started_s
-            self.last_step = StepRecord(plan.step_id, started_s, duration_s, num_context_tokens, shares)
+        self._steps.run()
 
     def _admit_compiled(self) -> None:
         """Hand the requests to the scheduler whose constraints are compiled; end those whose could not be."""
         if not self._compiling:
             return
-        if not self.scheduler.has_unfinished and not self._undelivered:
+        if not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
             self._compiling.wait(_COMPILE_WAIT_S)
         for request, compilation in self._compiling.take_done():
             try:
@@ -249,6 +247,8 @@ class LLMEngine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = time.monotonic()
+        self.stats.num_steps += 1
+        self.stats.num_batched_tokens += plan.num_tokens
         for num_drafts, num_accepted in result.verified.values():
             self.stats.note_verified(num_drafts, num_accepted)
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
@@ -335,6 +335,7 @@ class LLMEngine:
         self._undelivered.clear()
         if not self._is_closed:
             self._is_closed = True
+            self._steps.drain()
             self.grammars.close()
             self._runner.close()
 
@@ -343,8 +344,3 @@ def _read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary
     if tokenizer is None:
         raise RequestError("constraints on outputs need a tokenizer, and the model has none", "structured_outputs")
     return read_vocabulary(tokenizer, vocab_size)
-
-
-def _failed(plan: StepPlan, reason: str) -> StepResult:
-    """Return the result of a step that failed as a whole."""
-    return StepResult(plan.step_id, {}, {}, {}, dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}"))

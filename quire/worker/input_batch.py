@@ -20,12 +20,15 @@ from quire.worker.pooling import Pooler
 
 _NONE = Draft()
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
+UNKNOWN = -1
+"""In place of a token that is not on the host yet."""
 
 
 @dataclass(slots=True)
 class Row:
     """One sequence as the worker knows it.
 
+    token_ids    all known tokens; UNKNOWN stands for one that a step on its way samples
     table        its line of the batch's block tables; block_table [max_blocks] i64 is that line, of which the first num_blocks
                  hold, and address where it lies
     pooler       of a request that asks for a pooled hidden state: nothing is sampled then

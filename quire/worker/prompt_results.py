@@ -20,17 +20,18 @@ def prompt_logprobs(
 ) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
     """Return the log probabilities of the prompt tokens that follow those computed in a step, where they are asked for.
 
-    To be called before the step's tokens count as computed. logits_at returns the logits of tokens [first, last) of the step.
+    logits_at returns the logits of tokens [first, last) of the step.
     """
     found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
     max_rows = max(1, MAX_LOGIT_ELEMENTS // vocab_size)
+    starts, ends = step.runs.starts, step.runs.ends
     for index, row in enumerate(step.rows):
-        first = row.num_computed_tokens
-        last = min(step.runs.ends[index], row.num_prompt_tokens - 1)
+        first = ends[index] - (starts[index + 1] - starts[index])
+        last = min(ends[index], row.num_prompt_tokens - 1)
         num_top = row.num_prompt_logprobs
         if num_top is None or last <= first:
             continue
-        offset = step.runs.starts[index] - first
+        offset = starts[index] - first
         entries: list[TokenLogprobs] = []
         for begin in range(first, last, max_rows):
             end = min(begin + max_rows, last)

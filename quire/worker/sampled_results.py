@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult, TokenLogprobs
 from quire.sampling.sampler import Sampled
-from quire.worker.input_batch import Row
+from quire.worker.input_batch import UNKNOWN, Row
 
 PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
 
@@ -20,6 +20,37 @@ def take_best(step_id: int, rows: Sequence[Row], token_ids: Sequence[int], promp
         row.sampling.append(token_id)
         sampled[row.start.sequence_id] = (token_id,)
     return StepResult(step_id, sampled, {}, dict(prompt_logprobs), {})
+
+
+def expect_tokens(rows: Sequence[Row]) -> None:
+    """Give every row the place of a token that a step on its way samples."""
+    for row in rows:
+        row.token_ids.append(UNKNOWN)
+
+
+def take_expected(
+    step_id: int,
+    rows: Sequence[Row],
+    places: Sequence[int],
+    token_ids: Sequence[int],
+    failures: Mapping[int, str],
+    prompt_logprobs: PromptLogprobs,
+) -> StepResult:
+    """Put the tokens of a step into the places that rows have for them; rows ask for nothing else.
+
+    failures: why there is none, by index. A row may have one more place by then, for the next step's token.
+    """
+    sampled: dict[SequenceId, tuple[int, ...]] = {}
+    for row, place, token_id in zip(rows, places, token_ids, strict=True):
+        row.token_ids[place] = token_id
+        row.sampling.append(token_id)
+        sampled[row.start.sequence_id] = (token_id,)
+    errors: dict[SequenceId, str] = {}
+    for index, error in failures.items():  # the row ends with that, whatever stands in its place
+        sequence_id = rows[index].start.sequence_id
+        del sampled[sequence_id]
+        errors[sequence_id] = error
+    return StepResult(step_id, sampled, {}, dict(prompt_logprobs), errors)
 
 
 def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], prompt_logprobs: PromptLogprobs) -> StepResult:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import FinishReason
 from quire.contracts.step import TokenLogprobs
+from quire.engine.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,17 @@ class SequenceStats:
     first_token_s: float | None
     num_cached_tokens: int
     num_preemptions: int
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> SequenceStats:
+        """Return those of a sequence as it stands."""
+        return cls(
+            added_s=sequence.added_s,
+            first_scheduled_s=sequence.first_scheduled_s,
+            first_token_s=sequence.first_token_s,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_preemptions=sequence.num_preemptions,
+        )
 
 
 class SequenceUpdate(NamedTuple):

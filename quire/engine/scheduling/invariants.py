@@ -51,7 +51,7 @@ def _check_queue(name: str, queue: SequenceQueue, expected: list[Sequence]) -> N
 
 def _check_pool(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
-    num_refs: Counter[BlockId] = Counter()
+    num_refs: Counter[BlockId] = Counter(scheduler.in_flight.retired_block_ids)
     for sequence in scheduler.running:
         num_refs.update(sequence.block_ids)
         _require(len(set(sequence.block_ids)) == len(sequence.block_ids), "a block table holds a block twice")
@@ -121,8 +121,11 @@ def _find_problem(sequence: Sequence, scheduler: Scheduler) -> str | None:
             return "does not run, but the worker is thought to know it"
     if not 0 <= sequence.num_computed_tokens < sequence.num_tokens:
         return "has nothing left to compute"
-    if len(sequence.block_ids) * size < sequence.num_computed_tokens:
+    num_launched = sum(plan.num_scheduled_tokens.get(sequence.sequence_id, 0) for plan in scheduler.in_flight)
+    if len(sequence.block_ids) * size < sequence.num_computed_tokens + num_launched:
         return "has tokens computed outside its blocks"
+    if sequence.num_published_blocks * size > sequence.num_computed_tokens:
+        return "has published what is not computed yet"
     if (sequence.last_entry is None) != (sequence.num_published_blocks == 0):
         return "has lost its last index entry"
     for index, content in enumerate(sequence.block_contents):

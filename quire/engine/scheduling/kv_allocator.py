@@ -5,13 +5,15 @@ One rule keeps shared KV intact: a sequence writes only into blocks that it alon
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.base.errors import InvariantError
-from quire.base.ids import BlockId
+from quire.base.ids import BlockId, SequenceId
 from quire.engine.scheduling.block_pool import BlockPool
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex, block_key, root_key
 from quire.engine.scheduling.sequence import Sequence
+from quire.engine.scheduling.sequence_queue import SequenceQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +72,17 @@ class KvAllocator:
         sequence.last_entry = hits[-1] if hits else None
         return sequence.num_computed_tokens
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> BlockGrowth | None:
-        """Make the slots of the next num_tokens >= 1 tokens writable; None, and no change, when too few blocks are free."""
-        table, start = sequence.block_ids, sequence.num_computed_tokens
+    def grow(self, sequence: Sequence, num_tokens: int, num_launched: int = 0) -> BlockGrowth | None:
+        """Make the slots of the next num_tokens >= 1 tokens writable; None, and no change, when too few blocks are free.
+
+        num_launched: tokens behind the computed ones that a step in flight computes.
+        """
+        table, start = sequence.block_ids, sequence.num_computed_tokens + num_launched
         first = start // self.block_size
         is_one_block = first < len(table) and start + num_tokens <= (first + 1) * self.block_size
         if is_one_block and self._is_writable(table[first]):  # almost every token of a decoding sequence
             return NO_GROWTH
-        num_blocks = self._num_blocks_for(start + num_tokens)
-        touched = range(first, min(num_blocks, len(table)))
-        locked = [index for index in touched if not self._is_writable(table[index])]
-        num_appended = max(0, num_blocks - len(table))
+        num_appended, locked = self._missing(table, start, num_tokens)
         if num_appended == 0 and not locked:
             return NO_GROWTH
         new_ids = self.pool.allocate(num_appended + len(locked))
@@ -91,11 +93,31 @@ class KvAllocator:
         for index, new_id in replaced:
             if index * self.block_size < start:  # tokens before the first written one are in it
                 copies.append((table[index], new_id))
-            self._free([table[index]])
+            self.free([table[index]])
             table[index] = new_id
         appended = new_ids[len(locked) :]
         table.extend(appended)
         return BlockGrowth(appended, replaced, tuple(copies))
+
+    def has_room_behind(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
+        """Return whether all running sequences can go on behind a step in flight, which computes `launched` tokens of them."""
+        num_free = self.pool.num_free
+        if num_free >= len(running):  # whose tables cover their known tokens: one more takes at most a block
+            return True
+        for sequence in running:
+            num_launched = launched.get(sequence.sequence_id, 0)
+            num_tokens = sequence.num_tokens_behind(num_launched)
+            if num_tokens > 0:
+                start = sequence.num_computed_tokens + num_launched
+                num_appended, locked = self._missing(sequence.block_ids, start, num_tokens)
+                num_free -= num_appended + len(locked)
+        return num_free >= 0
+
+    def _missing(self, table: list[BlockId], start: int, num_tokens: int) -> tuple[int, list[int]]:
+        """Return how many blocks a table lacks for tokens from `start` on, and the indices of those that must be replaced."""
+        num_blocks = self._num_blocks_for(start + num_tokens)
+        touched = range(start // self.block_size, min(num_blocks, len(table)))
+        return max(0, num_blocks - len(table)), [index for index in touched if not self._is_writable(table[index])]
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks the table lacks for the next num_tokens tokens."""
@@ -112,12 +134,16 @@ class KvAllocator:
         target.num_computed_tokens = target.num_prompt_tokens - 1
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence; published ones can be found until they are reused."""
-        self._free(sequence.block_ids)
-        sequence.block_ids = []
+        """Free all blocks of a sequence; published ones can be found until they are reused."""
+        self.free(self.detach(sequence))
+
+    def detach(self, sequence: Sequence) -> list[BlockId]:
+        """Take all blocks from a sequence, and return them in order, to be freed later."""
+        block_ids, sequence.block_ids = sequence.block_ids, []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
         sequence.last_entry = None
+        return block_ids
 
     def publish(self, sequence: Sequence) -> None:
         """Enter the full blocks of a sequence, up to its computed tokens, into the prefix index."""
@@ -153,7 +179,8 @@ class KvAllocator:
     def _is_writable(self, block_id: BlockId) -> bool:
         return self.pool.num_refs(block_id) == 1 and block_id not in self.index
 
-    def _free(self, block_ids: list[BlockId]) -> None:
+    def free(self, block_ids: list[BlockId]) -> None:
+        """Drop a reference of each block of a table given in order."""
         self.pool.free(block_ids)
         self._num_cached_blocks += sum(self.pool.num_refs(block_id) == 0 and block_id in self.index for block_id in block_ids)
 

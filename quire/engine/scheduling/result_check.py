@@ -6,8 +6,15 @@ from quire.contracts.step import StepResult
 from quire.engine.scheduling.sequence import Sequence
 
 
-def find_mistake(sequence: Sequence, num_tokens: int, num_draft_slots: int, result: StepResult) -> str | None:
-    """Return what is wrong with the worker's result for a sequence that computes num_tokens in the step."""
+def find_mistake(
+    sequence: Sequence, num_tokens: int, num_draft_slots: int, result: StepResult, goes_on: bool = False
+) -> str | None:
+    """Return what is wrong with the worker's result for a sequence that computes num_tokens in the step.
+
+    goes_on: the next step is planned already, so that this one may bring one token at most.
+    """
+    if goes_on and len(result.sampled.get(sequence.sequence_id, ())) > 1:
+        return "the worker returned several tokens where the next step was planned for one"
     if result.verified:
         num_drafts, num_accepted = result.verified.get(sequence.sequence_id, (0, 0))
         num_sampled = len(result.sampled.get(sequence.sequence_id, ()))

@@ -22,11 +22,14 @@ prompt, then forked from it where there is a seat and a free block for each; a f
 costs next to nothing then. Otherwise, or when choice 0 ends before, they wait like others, and the prefix cache serves them.
 
 A request with pooling params is a sequence like any other, which ends when its prompt is computed.
+
+While a step runs, the next may be planned (schedule_ahead): from what the sequences will have then, one token more each. That
+preempts nobody. Who turns out to have ended meanwhile has computed a token for nothing, in blocks that are its own until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 from quire.base.errors import InvariantError, RequestError
@@ -35,18 +38,25 @@ from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import check_servable, max_total_tokens
+from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.ending import append_sampled
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.policy import order_key
+from quire.engine.scheduling.prompt_logprobs import take_prompt_logprobs
 from quire.engine.scheduling.result_check import find_mistake
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 from quire.engine.scheduling.step_draft import StepDraft
 
+_NOTHING: Mapping[SequenceId, int] = {}
+
 
 class Scheduler:
-    """Holds every unfinished sequence. schedule() and commit() alternate; add, finish and abort may come at any time.
+    """Holds every unfinished sequence. add, finish and abort may come at any time.
+
+    schedule() and commit() alternate; or schedule_ahead() comes between them, and then commits in the order of the plans.
 
     Not thread-safe. When a step fails as a whole, commit a StepResult that has an error for each of its sequences.
     """
@@ -59,7 +69,7 @@ class Scheduler:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._choices: dict[RequestId, list[Sequence]] = {}  # unfinished ones only, in order
         self._ended: list[SequenceId] = []  # rows that the worker still has
-        self._plan_in_flight: StepPlan | None = None
+        self.in_flight = StepsInFlight()
         self._sequence_ids = count()
         self._arrivals = count()
         self._step_ids = count()
@@ -128,40 +138,64 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Return the next step; None exactly when nothing is unfinished. The plan must be executed and committed."""
-        if self._plan_in_flight is not None:
-            raise InvariantError(f"step {self._plan_in_flight.step_id} must be committed before the next is scheduled")
+        step = self.in_flight.first
+        if step is not None:
+            raise InvariantError(f"step {step.step_id} must be committed before the next is scheduled")
+        return self._plan(_NOTHING, now)
+
+    def schedule_ahead(self, now: float = 0.0) -> StepPlan | None:
+        """Return the step behind the one in flight; None where that must be committed first.
+
+        Who gets a token there is taken to go on with it, unless it must be its last.
+        """
+        step = self.in_flight.first
+        if step is None or len(self.in_flight) > 1:
+            raise InvariantError(f"{len(self.in_flight)} steps are in flight: exactly one can be followed by a step ahead")
+        launched = step.num_scheduled_tokens
+        return self._plan(launched, now) if self.kv.has_room_behind(self.running, launched) else None
+
+    def _plan(self, launched: Mapping[SequenceId, int], now: float) -> StepPlan | None:
+        """Return the step behind one that computes `launched` tokens of sequences."""
         draft = StepDraft(self.config.max_num_batched_tokens)
         num_preempted_before = self._num_preemptions
         decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
+        prefilling: list[tuple[Sequence, int]] = []
         for sequence in self.running:
-            is_decoding = len(sequence.token_ids) - sequence.num_computed_tokens == 1
-            (decoding if is_decoding else prefilling).append(sequence)
+            num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+            if launched:
+                num_left = sequence.num_tokens_behind(launched.get(sequence.sequence_id, 0))
+            if num_left == 1:
+                decoding.append(sequence)
+            elif num_left > 1:
+                prefilling.append((sequence, num_left))
         for sequence in decoding:
-            self._schedule_running(draft, sequence, 1)
-        for sequence in prefilling:
-            self._schedule_running(draft, sequence, self._chunk(draft, sequence))
+            self._schedule_running(draft, sequence, 1, launched)
+        for sequence, num_left in prefilling:
+            self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
         if self._num_preemptions == num_preempted_before:
             self._schedule_waiting(draft)
-        self._schedule_drafts(draft)
+        if not launched:  # what drafts follow is not known before
+            give_draft_slots(draft, self.kv, len(self.running))
         if draft.is_empty:
             return None
-        self._plan_in_flight = draft.build(next(self._step_ids), tuple(self._ended))
+        plan = draft.build(next(self._step_ids), tuple(self._ended))
+        self.in_flight.begin(plan)
         self._ended.clear()
         for sequence in draft.unknown_sequences:
             sequence.is_known = True
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
-        return self._plan_in_flight
+        return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[SequenceUpdate]:
-        """Record what the worker did in the plan of the last schedule(); return the news, in batch order.
+        """Record what the worker did in the oldest plan in flight; return the news, in batch order.
 
         Sequences that ended while the plan was in flight are passed over. A mid-prompt chunk makes no news.
         """
-        if plan is not self._plan_in_flight or result.step_id != plan.step_id:
-            raise InvariantError(f"result of step {result.step_id} and plan of step {plan.step_id} are not those in flight")
-        self._plan_in_flight = None
+        for block_ids in self.in_flight.end(plan, result):
+            self.kv.free(block_ids)
+        behind = self.in_flight.first
+        launched = _NOTHING if behind is None else behind.num_scheduled_tokens
         updates: list[SequenceUpdate] = []
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             sequence = self._sequences.get(sequence_id)
@@ -170,7 +204,7 @@ class Scheduler:
             error = result.errors.get(sequence_id)
             if error is None:
                 num_slots = plan.num_draft_slots.get(sequence_id, 0) if plan.num_draft_slots else 0
-                error = find_mistake(sequence, num_tokens, num_slots, result)
+                error = find_mistake(sequence, num_tokens, num_slots, result, goes_on=sequence_id in launched)
             if error is not None:
                 updates.append(self._end(sequence, "error", error=error))
                 continue
@@ -206,15 +240,17 @@ class Scheduler:
             status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
         )
 
-    def _chunk(self, draft: StepDraft, sequence: Sequence) -> int:
-        """Return how many tokens the sequence may compute in this step, 0 when the budget is spent."""
-        threshold = self.config.long_prefill_token_threshold or sequence.num_uncomputed_tokens
-        return min(sequence.num_uncomputed_tokens, threshold, draft.num_tokens_left)
+    def _chunk(self, draft: StepDraft, num_left: int) -> int:
+        """Return how many of its uncomputed tokens a sequence may compute in this step, 0 when the budget is spent."""
+        return min(num_left, self.config.long_prefill_token_threshold or num_left, draft.num_tokens_left)
 
-    def _schedule_running(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
+    def _schedule_running(
+        self, draft: StepDraft, sequence: Sequence, num_tokens: int, launched: Mapping[SequenceId, int]
+    ) -> None:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
             return
-        while (growth := self.kv.grow(sequence, num_tokens)) is None:
+        num_launched = launched.get(sequence.sequence_id, 0) if launched else 0
+        while (growth := self.kv.grow(sequence, num_tokens, num_launched)) is None:
             victim = self.running.last
             draft.remove(victim)
             self._preempt(victim)
@@ -234,25 +270,7 @@ class Scheduler:
                 if self.config.enable_prefix_caching and sequence.max_cached_tokens == sequence.num_tokens - 1:
                     self._num_queried_tokens += sequence.num_tokens
                     self._num_hit_tokens += num_cached
-            draft.add(sequence, self._chunk(draft, sequence), NO_GROWTH)
-
-    def _schedule_drafts(self, draft: StepDraft) -> None:
-        for sequence in draft.sequences:
-            if sequence.num_draft_wish == 0 or sequence.num_uncomputed_tokens != 1:
-                continue
-            # With every draft accepted one more token follows, and the KV of the last one is never computed.
-            num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - sequence.num_tokens - 1, draft.num_tokens_left)
-            if num_slots <= 0:
-                continue
-            num_spare = self.kv.num_missing_blocks(sequence, 1 + num_slots)
-            if num_spare == 0:  # blocks behind that of the next token, which it can write now, are its own
-                draft.add_draft_slots(sequence, num_slots, NO_GROWTH)
-                continue
-            if self.kv.pool.num_free - num_spare < len(self.running):
-                continue
-            growth = self.kv.grow(sequence, 1 + num_slots)
-            if growth is not None:
-                draft.add_draft_slots(sequence, num_slots, growth)
+            draft.add(sequence, self._chunk(draft, sequence.num_uncomputed_tokens), NO_GROWTH)
 
     def _start_running(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:
@@ -267,6 +285,8 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
+        if len(self.in_flight) > 0:
+            raise InvariantError(f"sequence {sequence.sequence_id} is preempted while a step is in flight")
         self.kv.release(sequence)
         self._forget_row(sequence)
         self._start_waiting(sequence)
@@ -284,7 +304,7 @@ class Scheduler:
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         prompt_logprobs_start = 0
         if sequence.next_prompt_logprob < num_prompt:
-            prompt_logprobs, prompt_logprobs_start = _take_prompt_logprobs(sequence, result)
+            prompt_logprobs, prompt_logprobs_start = take_prompt_logprobs(sequence, result)
         sequence.num_computed_tokens += num_tokens
         if result.verified:
             sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
@@ -314,7 +334,7 @@ class Scheduler:
             finish_reason=None if ending is None else ending.finish_reason,
             stop_reason=None if ending is None else ending.stop_reason,
             is_ended_by_token=ending is not None and ending.is_by_token,
-            start=_stats(sequence) if is_start else None,
+            start=SequenceStats.of(sequence) if is_start else None,
             stats=None if ending is None else self._drop(sequence),
         )
 
@@ -356,7 +376,11 @@ class Scheduler:
         """Take an ended sequence out of every structure; return what is left to say about it."""
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-            self.kv.release(sequence)
+            last = self.in_flight.last_with(sequence.sequence_id)
+            if last is None:
+                self.kv.release(sequence)
+            else:
+                self.in_flight.retire(last, self.kv.detach(sequence))
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -368,28 +392,4 @@ class Scheduler:
             del self._choices[request_id]
         elif sequence.choice == 0:
             self._release_held(request_id, source=None)
-        return _stats(sequence)
-
-
-def _stats(sequence: Sequence) -> SequenceStats:
-    return SequenceStats(
-        added_s=sequence.added_s,
-        first_scheduled_s=sequence.first_scheduled_s,
-        first_token_s=sequence.first_token_s,
-        num_cached_tokens=sequence.num_cached_tokens,
-        num_preemptions=sequence.num_preemptions,
-    )
-
-
-def _take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:
-    """Return the prompt log probabilities of a chunk that were not handed out before, and the position of the first.
-
-    For a sequence with some still to hand out.
-    To be called before num_computed_tokens advances: the worker's first one is of the token after the first computed.
-    """
-    due = sequence.num_prompt_tokens - sequence.next_prompt_logprob
-    first = sequence.num_computed_tokens + 1
-    start = max(first, sequence.next_prompt_logprob)
-    taken = result.prompt_logprobs.get(sequence.sequence_id, ())[start - first :][:due]
-    sequence.next_prompt_logprob = start + len(taken)
-    return taken, start if taken else 0
+        return SequenceStats.of(sequence)

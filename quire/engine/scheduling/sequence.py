@@ -83,6 +83,16 @@ class Sequence:
         """Known tokens whose KV is to be computed, at least one; exactly one while it decodes."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    def num_tokens_behind(self, num_launched: int) -> int:
+        """Return how many tokens are left to compute behind a step that computes num_launched of them.
+
+        Where that step brings the next token this is one, unless it is known to be the last; and none where there is no next.
+        """
+        num_left = len(self.token_ids) - self.num_computed_tokens - num_launched
+        if num_left > 0:
+            return num_left
+        return 0 if len(self.token_ids) + 1 >= self.max_total_tokens else 1
+
     @property
     def max_cached_tokens(self) -> int:
         """Tokens that may come from the prefix cache: one is left to compute, and every prompt log probability still due.

@@ -23,7 +23,8 @@ class StepShare(NamedTuple):
 class StepRecord:
     """One step that was made.
 
-    started_s, duration_s  of time.monotonic(), scheduling and committing included
+    started_s, duration_s  of time.monotonic(), scheduling and committing included; of a step that was launched behind another
+                           one, from the end of that one on
     num_context_tokens     tokens in the cache that its sequences attended to, those of the step included, summed
     """
 
@@ -40,7 +41,7 @@ def describe_plan(scheduler: Scheduler, plan: StepPlan) -> tuple[list[StepShare]
     num_context_tokens = 0
     for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
         sequence = scheduler.sequence(sequence_id)
-        num_computed = sequence.num_computed_tokens
+        num_computed = sequence.num_computed_tokens + scheduler.in_flight.num_tokens_before(plan, sequence_id)
         is_prefill = num_tokens > 1 or num_computed < sequence.num_prompt_tokens
         shares.append(StepShare(sequence.request.request_id, sequence.choice, num_tokens, is_prefill))
         num_context_tokens += num_computed + num_tokens

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.base.errors import ConfigError, WorkerError
+from quire.base.errors import ConfigError, InvariantError, WorkerError
 from quire.base.ids import SequenceId
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
@@ -17,38 +18,55 @@ from quire.grammar.masks import MaskFiller
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
 from quire.kernels.triton.sampling import row_options, sample_rows
 from quire.model.device_decoder import DeviceDecoder
-from quire.sampling.sampler import Sampled, error_of_status, sample
+from quire.sampling.sampler import error_of_status, sample
 from quire.speculate.speculator import Speculator
 from quire.worker.constrained import ConstrainedRows
 from quire.worker.device.host_step import host_step
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.peaks import measure_device_peaks
+from quire.worker.device.staging import NUM_READBACKS
 from quire.worker.device.stepper import DeviceStepper, Launched, TableChanges
 from quire.worker.input_batch import InputBatch, PooledRun, StepInput
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
-from quire.worker.sampled_results import PromptLogprobs, take_best, take_sampled
+from quire.worker.sampled_results import expect_tokens, take_expected, take_sampled
 
 _FINE = int(SampleStatus.FINE)
 
 
 @dataclass(frozen=True, slots=True)
 class _StepOnDevice:
-    """A step that was launched, and what is to be done with it."""
+    """A step that was launched, and what is to be done with it; implements contracts.step.LaunchedStep.
 
+    places               indices, in their rows, of the tokens that it samples on the device
+    has_prompt_logprobs  whether log probabilities of prompt tokens are asked for
+    """
+
+    runner: DeviceRunner
     plan: StepPlan
     step: StepInput
     launched: Launched
     constrained: ConstrainedRows
-    prompt_logprobs: PromptLogprobs
+    places: list[int]
+    has_prompt_logprobs: bool
     pooled_runs: list[PooledRun]
+
+    @property
+    def allows_next(self) -> bool:
+        """Whether all that is asked for is tokens, which the device keeps, and has sampled itself."""
+        return self.launched.logits is None and self.launched.hidden is None
+
+    def collect(self) -> StepResult:
+        """See contracts.step.LaunchedStep."""
+        return self.runner.collect(self)
 
 
 class DeviceRunner:
-    """Runs the model over the plans of one scheduler; implements contracts.step.Runner. It drafts nothing.
+    """Runs the model over the plans of one scheduler; implements contracts.step.AheadRunner. It drafts nothing.
 
     A step is launched as a whole before anything is read back. Its next tokens are sampled on the device, and stay there for
-    the next step; where a sequence asks for more than the device's sampler knows (log probabilities, penalties, constraints),
-    the logits of that step's sequences go through the ordinary sampler, with its tokens drawn on the device all the same.
+    the next step, which may be launched before they are read; where a sequence asks for more than the device's sampler knows
+    (log probabilities, penalties, constraints), the logits of that step's sequences go through the ordinary sampler, with its
+    tokens drawn on the device all the same, and the next step has to wait for it.
     """
 
     def __init__(self, decoder: DeviceDecoder, stepper: DeviceStepper, memory: MemoryPlan, max_num_seqs: int) -> None:
@@ -58,23 +76,42 @@ class DeviceRunner:
         self._batch = InputBatch(max_num_seqs, max_blocks, self._block_size, decoder.spec.vocab_size)
         self._is_on_device = np.zeros(max_num_seqs, np.bool_)  # whether a line's last token is the device's own
         self._masks = MaskFiller()
+        self._num_on_their_way = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner. Raises WorkerError, which says what to lower, when memory ends."""
+        return self.launch(plan).collect()
+
+    def launch(self, plan: StepPlan) -> _StepOnDevice:
+        """Start a step; see contracts.step.AheadRunner. Raises as execute does."""
+        if self._num_on_their_way == NUM_READBACKS:
+            raise InvariantError(f"step {plan.step_id} is launched while {NUM_READBACKS} steps are not collected")
+        with self._on_device():
+            launched = self._launch(plan)
+        self._num_on_their_way += 1
+        return launched
+
+    def collect(self, running: _StepOnDevice) -> StepResult:
+        """Wait for a step, and take in what it found."""
+        self._num_on_their_way -= 1
+        with self._on_device():
+            return self._collect(running)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
         try:
             with torch.inference_mode(), self._decoder.on_device():
-                launched = self._launch(plan)
-                return StepResult(plan.step_id, {}, {}, {}, {}) if launched is None else self._collect(launched)
+                yield
         except torch.OutOfMemoryError as error:
             raise WorkerError(f"the device has not enough memory for this step: {HOW_TO_SAVE} ({error})") from error
 
-    def _launch(self, plan: StepPlan) -> _StepOnDevice | None:
+    def _launch(self, plan: StepPlan) -> _StepOnDevice:
         self._batch.apply(plan)
         changes = self._changes(plan)
-        if not plan.num_scheduled_tokens:
-            self._stepper.launch(None, "none", changes)
-            return None
         step = self._batch.build(plan)
+        if not step.rows:
+            launched = self._stepper.launch(None, "none", changes)
+            return _StepOnDevice(self, plan, step, launched, ConstrainedRows((), {}, self._masks), [], False, [])
         has_prompt_logprobs = step.wants_prompt and any(_wants_logprobs(step, index) for index in range(len(step.rows)))
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
         host = host_step(step, self._batch.tables, self._block_size, self._is_on_device)
@@ -86,9 +123,14 @@ class DeviceRunner:
         except BaseException:
             constrained.wait()
             raise
+        # From here on the rows stand behind this step, whose tokens are to come.
         self._is_on_device[host.sampled_rows] = sampling != "none"
-        found = self._prompt_logprobs(step, launched.hidden) if has_prompt_logprobs else {}
-        return _StepOnDevice(plan, step, launched, constrained, found, pooled_runs)
+        self._batch.advance(step)
+        places: list[int] = []
+        if launched.num_sampled:
+            expect_tokens(step.ready)
+            places = host.sample_positions.tolist()
+        return _StepOnDevice(self, plan, step, launched, constrained, places, has_prompt_logprobs, pooled_runs)
 
     def _changes(self, plan: StepPlan) -> TableChanges:
         """Return what the plan changes about block tables, once the batch has taken it over."""
@@ -107,27 +149,20 @@ class DeviceRunner:
         return TableChanges(entries, plan.block_copies)
 
     def _collect(self, running: _StepOnDevice) -> StepResult:
-        """Wait for a step, and take in what it found."""
         plan, step, launched = running.plan, running.step, running.launched
         running.constrained.wait()
+        found = self._prompt_logprobs(step, launched.hidden) if running.has_prompt_logprobs else {}
         pooled, errors = self._pool(running.pooled_runs, launched.hidden)
-        self._batch.advance(step)
-        result = self._sample(plan, step, launched, running.prompt_logprobs)
-        return replace(result, pooled=pooled, errors={**result.errors, **errors}) if running.pooled_runs else result
-
-    def _sample(self, plan: StepPlan, step: StepInput, launched: Launched, found: PromptLogprobs) -> StepResult:
-        rows = step.ready
-        if launched.num_sampled:
-            token_ids, statuses = self._stepper.take_sampled(launched)
-            if all(status == _FINE for status in statuses):
-                return take_best(plan.step_id, rows, token_ids, found)
-            outcomes = [
-                Sampled(token_id) if status == _FINE else Sampled(None, error=error_of_status(SampleStatus(status)))
-                for token_id, status in zip(token_ids, statuses, strict=True)
-            ]
+        token_ids, statuses = self._stepper.take_sampled(launched)
+        if launched.logits is not None:
+            outcomes = sample(launched.logits, [row.sampling for row in step.ready], _draw)
+            result = take_sampled(plan.step_id, step.ready, outcomes, found)
         else:
-            outcomes = [] if launched.logits is None else sample(launched.logits, [row.sampling for row in rows], _draw)
-        return take_sampled(plan.step_id, rows, outcomes, found)
+            failures = {
+                index: error_of_status(SampleStatus(status)) for index, status in enumerate(statuses) if status != _FINE
+            }
+            result = take_expected(plan.step_id, step.ready, running.places, token_ids, failures, found)
+        return replace(result, pooled=pooled, errors={**result.errors, **errors}) if running.pooled_runs else result
 
     def _prompt_logprobs(self, step: StepInput, hidden: Tensor | None) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         if hidden is None:

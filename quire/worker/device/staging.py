@@ -78,26 +78,35 @@ class Staging:
             self._event.record()
 
 
+NUM_READBACKS = 2
+"""Steps that may be on their way at a time."""
+
+
 class Readback:
-    """Brings the first numbers of a device tensor [N] i64 to the host."""
+    """Brings the first numbers of a device tensor [N] i64 to the host, after each step: a ring of NUM_READBACKS buffers."""
 
     def __init__(self, source: Tensor) -> None:
         is_cuda = source.device.type == "cuda"
         self._source = source
-        self._host = torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_cuda)
-        self._event = torch.cuda.Event() if is_cuda else None
+        self._hosts = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_cuda) for _ in range(NUM_READBACKS)]
+        self._events = [torch.cuda.Event() for _ in range(NUM_READBACKS)] if is_cuda else []
+        self._num_started = 0
 
-    def start(self, count: int) -> None:
-        """Begin to copy, behind all that was launched so far."""
-        self._host[:count].copy_(self._source[:count], non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+    def start(self, count: int) -> int:
+        """Begin to copy, behind all that was launched so far, to the place that is returned; what was there before is lost."""
+        place = self._num_started % NUM_READBACKS
+        self._num_started += 1
+        if count:
+            self._hosts[place][:count].copy_(self._source[:count], non_blocking=True)
+        if self._events:
+            self._events[place].record()
+        return place
 
-    def wait(self, count: int) -> NDArray[np.int64]:
-        """Return what the last start copies, a view that the next one overwrites; waits for nothing launched after that."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host[:count].numpy()
+    def wait(self, place: int, count: int) -> NDArray[np.int64]:
+        """Return what `start` copied to a place, a view; waits for what was launched before that alone."""
+        if self._events:
+            self._events[place].synchronize()
+        return self._hosts[place][:count].numpy()
 
 
 def staged_bytes(parts: Sequence[Part]) -> int:

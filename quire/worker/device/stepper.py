@@ -48,12 +48,14 @@ class Launched(NamedTuple):
     num_rows     the same with the padding's
     logits       [R, vocab_size] in the model's dtype; of a recorded step until the next one
     hidden       [T, hidden_size] after the final norm; None where nobody asked for it
+    readback     where the tokens arrive
     """
 
     num_sampled: int = 0
     num_rows: int = 0
     logits: Tensor | None = None
     hidden: Tensor | None = None
+    readback: int = 0
 
 
 class _Frame(NamedTuple):
@@ -108,15 +110,18 @@ class DeviceStepper:
         self._staging.wait()
         if step is None:
             self._send(0, changes)
-            return Launched()
+            return self._read_back(Launched())
         if step.is_decode and not keeps_hidden and len(step.counts) <= self.grid.max_rows:
             return self._launch_decode(step, sampling, changes)
         return self._launch_mixed(step, sampling, changes, keeps_hidden)
 
     def take_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
-        """Wait for a step, and return its next tokens, -1 where there is none, and their statuses."""
+        """Wait for a step, and return its next tokens, -1 where there is none, and their statuses.
+
+        To be called before NUM_READBACKS more steps are launched. Another one may have been launched already.
+        """
         count, first_status = launched.num_sampled, _first_status(launched.num_rows)
-        found = self._readback.wait(_result_size(launched.num_rows))
+        found = self._readback.wait(launched.readback, _result_size(launched.num_rows))
         return found[:count].tolist(), found[first_status:].view(np.int32)[:count].tolist()
 
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
@@ -141,12 +146,11 @@ class DeviceStepper:
         self._send(frame.staged.end, changes)
         self._graphs.run(key, frame.run)
         if sampling == "none":
-            return Launched(logits=self._logits[:count])
+            return self._read_back(Launched(logits=self._logits[:count]))
         return self._read_back(Launched(count, key.num_rows))
 
     def _read_back(self, launched: Launched) -> Launched:
-        self._readback.start(_result_size(launched.num_rows))
-        return launched
+        return launched._replace(readback=self._readback.start(_result_size(launched.num_rows)))
 
     def _make_frame(self, key: GraphKey) -> _Frame:
         num_rows = key.num_rows
@@ -179,11 +183,11 @@ class DeviceStepper:
         hidden = self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
         kept = hidden if keeps_hidden else None
         if num_sampled == 0:
-            return Launched(hidden=kept)
+            return self._read_back(Launched(hidden=kept))
         logits = self._decoder.logits(hidden.index_select(0, arrays["logit_rows"]))
         self._sample(logits, arrays, sampling)
         if sampling == "none":
-            return Launched(logits=logits, hidden=kept)
+            return self._read_back(Launched(logits=logits, hidden=kept))
         return self._read_back(Launched(num_sampled, num_sampled, hidden=kept))
 
     def _mixed_step(self, step: HostStep, arrays: Mapping[str, Tensor], tables: Tensor, lists: list[TileLists]) -> DeviceStep:

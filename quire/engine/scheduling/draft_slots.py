@@ -1,0 +1,26 @@
+"""Slots for drafts: what budget and blocks leave, in the order of the batch, to sequences for which the worker has some."""
+
+from __future__ import annotations
+
+from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
+from quire.engine.scheduling.step_draft import StepDraft
+
+
+def give_draft_slots(draft: StepDraft, kv: KvAllocator, num_running: int) -> None:
+    """Give slots to the decoding sequences of a step; a block is left for each running one, so that nobody is preempted."""
+    for sequence in draft.sequences:
+        if sequence.num_draft_wish == 0 or sequence.num_uncomputed_tokens != 1:
+            continue
+        # With every draft accepted one more token follows, and the KV of the last one is never computed.
+        num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - sequence.num_tokens - 1, draft.num_tokens_left)
+        if num_slots <= 0:
+            continue
+        num_spare = kv.num_missing_blocks(sequence, 1 + num_slots)
+        if num_spare == 0:  # blocks behind that of the next token, which it can write now, are its own
+            draft.add_draft_slots(sequence, num_slots, NO_GROWTH)
+            continue
+        if kv.pool.num_free - num_spare < num_running:
+            continue
+        growth = kv.grow(sequence, 1 + num_slots)
+        if growth is not None:
+            draft.add_draft_slots(sequence, num_slots, growth)

@@ -1,0 +1,72 @@
+"""StepsInFlight: the steps that are planned and not committed, and the blocks that they may still write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.base.errors import InvariantError
+from quire.base.ids import BlockId, SequenceId
+from quire.contracts.step import StepPlan, StepResult
+
+_MAX_STEPS = 2
+
+
+class StepsInFlight:
+    """At most two: the one that runs, and the one behind it.
+
+    The blocks of a sequence that has ended are kept here until the last step that computes it is committed, as that may write
+    them until then.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[StepPlan] = []
+        self._retired: list[tuple[StepPlan, list[BlockId]]] = []
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[StepPlan]:
+        """Yield the plans, oldest first."""
+        return iter(self._plans)
+
+    @property
+    def first(self) -> StepPlan | None:
+        """The next to be committed; None where there is none."""
+        return self._plans[0] if self._plans else None
+
+    @property
+    def retired_block_ids(self) -> list[BlockId]:
+        """The blocks of ended sequences that are kept."""
+        return [block_id for _, block_ids in self._retired for block_id in block_ids]
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take in the plan of the step that follows those in flight."""
+        if len(self._plans) == _MAX_STEPS:
+            raise InvariantError(f"step {self._plans[0].step_id} must be committed before another one is scheduled")
+        self._plans.append(plan)
+
+    def end(self, plan: StepPlan, result: StepResult) -> list[list[BlockId]]:
+        """Let a step go, and return the tables whose blocks nothing writes any more. Raises InvariantError for a wrong one."""
+        if not self._plans or plan is not self._plans[0] or result.step_id != plan.step_id:
+            raise InvariantError(f"result of step {result.step_id} and plan of step {plan.step_id} are not those in flight")
+        del self._plans[0]
+        if not self._retired:
+            return []
+        tables = [block_ids for last, block_ids in self._retired if last is plan]
+        self._retired = [(last, block_ids) for last, block_ids in self._retired if last is not plan]
+        return tables
+
+    def last_with(self, sequence_id: SequenceId) -> StepPlan | None:
+        """Return the last step in flight that computes a sequence."""
+        for plan in reversed(self._plans):
+            if sequence_id in plan.num_scheduled_tokens:
+                return plan
+        return None
+
+    def retire(self, last: StepPlan, block_ids: list[BlockId]) -> None:
+        """Keep the blocks of a sequence that has ended until its last step is committed."""
+        self._retired.append((last, block_ids))
+
+    def num_tokens_before(self, plan: StepPlan, sequence_id: SequenceId) -> int:
+        """Return how many tokens of a sequence are computed by the steps in flight that come before a plan."""
+        return sum(other.num_scheduled_tokens.get(sequence_id, 0) for other in self._plans if other.step_id < plan.step_id)

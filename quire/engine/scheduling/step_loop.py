@@ -1,0 +1,141 @@
+"""StepLoop: plans go to the runner and results come back, one step after the other, or the next launched before one is back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.base.errors import QuireError
+from quire.base.logging import get_logger
+from quire.contracts.step import AheadRunner, LaunchedStep, Runner, StepPlan, StepResult
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.step_record import StepRecord, StepShare, describe_plan
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _AtOnce:
+    """A step of a runner that runs none ahead: it is executed when it is collected."""
+
+    runner: Runner
+    plan: StepPlan
+    allows_next: bool = False
+
+    def collect(self) -> StepResult:
+        return self.runner.execute(self.plan)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight; launched: None and failure says why, where it could not be launched."""
+
+    plan: StepPlan
+    started_s: float
+    shares: list[StepShare]
+    num_context_tokens: int
+    launched: LaunchedStep | None = None
+    failure: str = ""
+
+
+class StepLoop:
+    """Makes the steps of one scheduler and one runner.
+
+    With an AheadRunner, and is_ahead, the next step is planned and launched before the one that runs is collected, wherever the
+    runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first.
+
+    commit  takes in plan and result, in the order of the plans; of a step that failed as a whole, a result of errors
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, commit: Callable[[StepPlan, StepResult], None], is_ahead: bool = True
+    ) -> None:
+        self._scheduler, self._runner, self._commit = scheduler, runner, commit
+        self._ahead = runner if is_ahead and isinstance(runner, AheadRunner) else None
+        self._steps: list[_Step] = []  # in flight, oldest first
+        self._last_end_s = 0.0
+        self.is_recording = False  # whether last_step is wanted
+        self.last_step: StepRecord | None = None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether no step is in flight."""
+        return not self._steps
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps are launched ahead at all."""
+        return self._ahead is not None
+
+    def run(self) -> None:
+        """Commit one step, and leave at most one in flight; do nothing where there is nothing to do.
+
+        What is raised inside of the runner, and is no Exception, is raised when the books are right: the steps that it met are
+        failed, and committed now or by the next calls.
+        """
+        if not self._steps:
+            self._launch(self._scheduler.schedule)
+            if not self._steps:
+                return
+        running = self._steps[0].launched
+        if len(self._steps) == 1 and running is not None and running.allows_next:
+            self._launch(self._scheduler.schedule_ahead)
+        self._finish(self._steps[0])
+
+    def drain(self) -> None:
+        """Commit what is in flight, and launch nothing."""
+        while self._steps:
+            self._finish(self._steps[0])
+
+    def _launch(self, schedule: Callable[[float], StepPlan | None]) -> None:
+        started_s = time.monotonic()
+        plan = schedule(started_s)
+        if plan is None:
+            return
+        shares, num_context_tokens = describe_plan(self._scheduler, plan) if self.is_recording else ([], 0)
+        step = _Step(plan, started_s, shares, num_context_tokens)
+        self._steps.append(step)
+        if self._ahead is None:
+            step.launched = _AtOnce(self._runner, plan)
+            return
+        try:
+            step.launched = self._ahead.launch(plan)
+        except Exception as error:
+            logger.exception("step %d could not be launched", plan.step_id)
+            step.failure = _describe(error)
+        except BaseException as error:
+            step.failure = type(error).__name__
+            raise
+
+    def _finish(self, step: _Step) -> None:
+        """Wait for the oldest step in flight, and commit it."""
+        if step.launched is None:
+            self._end(step, _failed(step.plan, step.failure))
+            return
+        try:
+            result = step.launched.collect()
+        except Exception as error:
+            logger.exception("step %d failed", step.plan.step_id)
+            result = _failed(step.plan, _describe(error))
+        except BaseException as error:  # a second Ctrl-C, or a signal handler that ends the program
+            self._end(step, _failed(step.plan, type(error).__name__))
+            raise
+        self._end(step, result)
+
+    def _end(self, step: _Step, result: StepResult) -> None:
+        del self._steps[0]
+        self._commit(step.plan, result)
+        if self.is_recording:
+            started_s, now = max(step.started_s, self._last_end_s), time.monotonic()
+            self.last_step = StepRecord(step.plan.step_id, started_s, now - started_s, step.num_context_tokens, step.shares)
+            self._last_end_s = now
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+
+
+def _failed(plan: StepPlan, reason: str) -> StepResult:
+    """Return the result of a step that failed as a whole."""
+    return StepResult(plan.step_id, {}, {}, {}, dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}"))
