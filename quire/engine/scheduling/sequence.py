@@ -86,12 +86,16 @@ class Sequence:
     def num_tokens_behind(self, num_launched: int) -> int:
         """Return how many tokens are left to compute behind a step that computes num_launched of them.
 
-        Where that step brings the next token this is one, unless it is known to be the last; and none where there is no next.
+        Where that step brings the next token this is one, unless it is known to be the last. None, too, where that step computes
+        the prompt and further choices wait for it: they share its last block before anything is written behind it.
         """
-        num_left = len(self.token_ids) - self.num_computed_tokens - num_launched
+        num_computed = self.num_computed_tokens + num_launched
+        num_left = len(self.token_ids) - num_computed
         if num_left > 0:
             return num_left
-        return 0 if len(self.token_ids) + 1 >= self.max_total_tokens else 1
+        is_last = len(self.token_ids) + 1 >= self.max_total_tokens
+        is_forked = self.choice == 0 and self.num_computed_tokens < self.num_prompt_tokens <= num_computed
+        return 0 if is_last or (is_forked and self.request.params.num_sequences > 1) else 1
 
     @property
     def max_cached_tokens(self) -> int:

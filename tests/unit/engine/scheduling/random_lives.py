@@ -1,0 +1,57 @@
+"""Random pools, requests and mishaps, for tests that let a scheduler live through them."""
+
+from dataclasses import replace
+
+from scheduling_fakes import EOS, STOP_STRING, VOCAB_SIZE, make_config, make_request
+
+
+def random_config(rng):
+    max_num_seqs = rng.choice([1, 2, 3, 4, 8])
+    budget = max_num_seqs + rng.choice([0, 1, 3, 8, 40])
+    return make_config(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=rng.choice([0, 0, 1, 3, 7]),
+        max_model_len=rng.choice([12, 30, 48]),
+        block_size=rng.choice([1, 2, 3, 4, 8]),
+        num_kv_blocks=rng.choice([3, 6, 9, 12, 20, 40]),
+        enable_prefix_caching=rng.random() < 0.75,
+        policy=rng.choice(["fcfs", "priority"]),
+    )
+
+
+def random_request(rng, name, prefixes):
+    tail = [rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 5, 12]))]
+    prefix = rng.choice(prefixes)
+    prompt = (prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else prefix) + tail
+    n = rng.choice([1, 1, 1, 2, 3, 4])
+    max_tokens = rng.choice([None, 1, 2, 5, 12, 30])
+    if rng.random() < 0.2:
+        salt, pooling = rng.choice(["", "", "tenant"]), rng.choice(["last", "mean"])
+        return make_request(name, prompt, salt=salt, pooling=pooling, priority=rng.randint(-2, 2))
+    return make_request(
+        name,
+        prompt,
+        seed=rng.randrange(3),
+        salt=rng.choice(["", "", "tenant"]),
+        arrival=float(rng.randrange(100)) if rng.random() < 0.2 else 0.0,
+        eos={EOS} if rng.random() < 0.7 else frozenset(),
+        n=n,
+        best_of=n + 1 if rng.random() < 0.1 else None,
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, min(4, max_tokens or 4)),
+        ignore_eos=rng.random() < 0.1,
+        stop=STOP_STRING if rng.random() < 0.2 else None,
+        stop_token_ids=[rng.randrange(VOCAB_SIZE)] if rng.random() < 0.3 else None,
+        logprobs=rng.choice([None, None, 2]),
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+        priority=rng.randint(-2, 2),
+    )
+
+
+def fail_some(rng, result, plan):
+    """Let one sequence of the step fail, as a worker does when its logits are not finite."""
+    victim = rng.choice(list(plan.num_scheduled_tokens))
+    sampled = {key: tokens for key, tokens in result.sampled.items() if key != victim}
+    pooled = {key: vector for key, vector in result.pooled.items() if key != victim}
+    return replace(result, sampled=sampled, pooled=pooled, errors={victim: "logits are not finite"})
