@@ -43,3 +43,20 @@ def tiny_model(tmp_path_factory):
 def tiny_family(request, tmp_path_factory):
     """Random checkpoints that differ in what matters to caching: plain, windowed, alternating windows, experts."""
     return write_checkpoint(tmp_path_factory.mktemp("tiny") / request.param, request.param)
+
+
+@pytest.fixture
+def late_runners(monkeypatch):
+    """Let engines made in a test have a LateRunner; returns the list of them."""
+    from quire.engine import llm_engine
+    from tests.late_runner import LateRunner
+
+    build, found = llm_engine.build_runner, []
+
+    def build_late(config):
+        runner, report = build(config)
+        found.append(LateRunner(runner))
+        return found[-1], report
+
+    monkeypatch.setattr(llm_engine, "build_runner", build_late)
+    return found

@@ -1,0 +1,50 @@
+"""LateRunner: lets the engine step ahead of the CPU's runner, without a GPU: what is launched runs when it is collected."""
+
+from dataclasses import dataclass
+
+from quire.contracts.step import StepPlan, StepResult
+
+
+@dataclass
+class LateStep:
+    runner: "LateRunner"
+    plan: StepPlan
+    allows_next: bool
+
+    def collect(self) -> StepResult:
+        return self.runner.collect(self)
+
+
+class LateRunner:
+    """An AheadRunner around a runner whose rows know their tokens by themselves; all else is that runner's own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.launched = []
+        self.log = []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def launch(self, plan):
+        step = LateStep(self, plan, plan.num_draft_slots is None)
+        assert all(other.allows_next for other in self.launched)
+        assert len(self.launched) < 2
+        self.launched.append(step)
+        self.log.append(("launch", plan.step_id))
+        return step
+
+    def collect(self, step):
+        assert self.launched.pop(0) is step
+        self.log.append(("collect", step.plan.step_id))
+        result = self.inner.execute(step.plan)
+        for sequence_id in result.errors:  # the next step may be on its way with it
+            self.inner._batch.row(sequence_id).token_ids.append(0)
+        return result
+
+    def execute(self, plan):
+        return self.launch(plan).collect()
+
+    def close(self):
+        assert not self.launched
+        self.inner.close()
