@@ -1,0 +1,22 @@
+"""Read-backs of several steps at a time."""
+
+import torch
+
+from quire.worker.device.staging import NUM_READBACKS, Readback
+
+
+def test_what_a_step_read_back_stays_when_the_next_one_writes_the_same_tensor():
+    source = torch.zeros(5, dtype=torch.int64)
+    readback = Readback(source)
+    places = []
+    for step in range(NUM_READBACKS):
+        source.fill_(step)
+        places.append(readback.start(3))
+    source.fill_(-1)
+    assert [readback.wait(place, 3).tolist() for place in places] == [[step] * 3 for step in range(NUM_READBACKS)]
+
+
+def test_nothing_is_copied_when_a_step_has_no_tokens():
+    source = torch.ones(4, dtype=torch.int64)
+    readback = Readback(source)
+    assert readback.wait(readback.start(0), 0).tolist() == []
