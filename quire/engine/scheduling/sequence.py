@@ -86,8 +86,8 @@ class Sequence:
     def num_tokens_behind(self, num_launched: int) -> int:
         """Return how many tokens are left to compute behind a step that computes num_launched of them.
 
-        Where that step brings the next token this is one, unless it is known to be the last. None, too, where that step computes
-        the prompt and further choices wait for it: they share its last block before anything is written behind it.
+        Where that step brings the next token this is one, unless it is known to be the last. None, too, where the step computes
+        the prompt and further choices wait for that: they share its last block before anything is written behind it.
         """
         num_computed = self.num_computed_tokens + num_launched
         num_left = len(self.token_ids) - num_computed
