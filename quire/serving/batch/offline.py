@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -141,11 +142,14 @@ class _FileRun:
     async def work(self, queue: Iterator[LineSpan]) -> None:
         """Run lines until none is left."""
         for span in queue:
-            self.source.seek(span.offset)
-            line = self.source.read(span.num_bytes)
-            record = msgspec.structs.replace(self.record, endpoint=url_of(line))
-            answer = await run_body(self.execute, record, span.custom_id, body_of(line), _counter())
+            answer = await run_body(partial(self._run, span), repr(span.custom_id[:100]), _counter())
             self._save(span.custom_id, answer)
+
+    async def _run(self, span: LineSpan) -> Ready:
+        self.source.seek(span.offset)
+        line = self.source.read(span.num_bytes)
+        record = msgspec.structs.replace(self.record, endpoint=url_of(line))
+        return await self.execute(record, body_of(line))
 
     def _save(self, custom_id: str, answer: Ready) -> None:
         is_success = answer.status == 200

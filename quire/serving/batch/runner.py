@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +13,7 @@ import msgspec
 from quire.api.decode import LARGE_BYTES
 from quire.base.logging import get_logger
 from quire.serving.answers import Ready
+from quire.serving.batch.line_places import LinePlaces
 from quire.serving.batch.lines import body_of
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.store import NO_USAGE, BatchStore, LineResult, TodoLine, TokenUsage
@@ -103,17 +103,17 @@ def _request_id() -> str:
     return f"batch_req_{secrets.token_hex(12)}"
 
 
-async def run_body(
-    execute: Execute, record: BatchRecord, custom_id: str, body: bytes, count_try: Callable[[], Awaitable[int]]
-) -> Ready:
+async def run_body(run: Callable[[], Awaitable[Ready]], name: str, count_try: Callable[[], Awaitable[int]]) -> Ready:
     """Return the answer to one body, an error of its own included; what says "come back later" is tried until it is answered.
 
+    run        runs the body once
+    name       of the line, for the log
     count_try  notes that the engine died of, or during, this body, and returns how often that was
     """
     wait_s = FIRST_WAIT_S
     while True:
         try:
-            return await execute(record, body)
+            return await run()
         except ApiError as error:
             if error.code == ENGINE_DIED:
                 is_retried = await count_try() < MAX_TRIES
@@ -124,62 +124,87 @@ async def run_body(
             await asyncio.sleep(min(error.retry_after_s or wait_s, wait_s))
             wait_s = min(MAX_WAIT_S, 2 * wait_s)
         except Exception as error:  # noqa: BLE001 - one line that cannot be run must not keep the others from it
-            failure = as_api_error(error, f"{custom_id[:100]!r} of {record.id}")
+            failure = as_api_error(error, name)
             return Ready(msgspec.json.encode(failure.openai_body()), failure.status)
 
 
-@dataclass(slots=True)
+class _OwnersLines:
+    """The lines of one owner's batches that have begun and not ended, and whose turn it is to begin more."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.num_batches = 0
+        self._num_begun = 0
+        self._ended = asyncio.Event()
+
+    async def begin(self, max_lines: int) -> None:
+        """Count one more, when there are fewer than max_lines; only for whoever has the turn."""
+        while self._num_begun >= max_lines:
+            self._ended.clear()
+            await self._ended.wait()
+        self._num_begun += 1
+
+    def end(self) -> None:
+        """Count one less."""
+        self._num_begun -= 1
+        self._ended.set()
+
+
 class BatchRunner:
-    """Runs batches; one at a time fills the window, so that they end in the order in which they came.
+    """Runs batches: those of one owner in the order in which they came, those of several owners beside each other.
+
+    A batch of an owner begins when all lines of the one before have begun. As many lines of an owner are begun as might run
+    at once; a line holds one of the places that all owners share only while it runs, and not while it waits to be tried again.
 
     call_store   runs a method of the store in its thread
-    max_running  how many lines may be in flight, asked anew for each
+    max_running  how many lines may run at once, asked anew for each; see LinePlaces
     """
 
-    call_store: Callable[..., Awaitable[Any]]
-    execute: Execute
-    max_running: Callable[[], int]
-    _turn: asyncio.Lock | None = None
+    def __init__(self, call_store: Callable[..., Awaitable[Any]], execute: Execute, max_running: Callable[[], int]) -> None:
+        self._call_store = call_store
+        self._execute = execute
+        self._max_running = max_running
+        self._places = LinePlaces(max_running)
+        self._owners: dict[str, _OwnersLines] = {}
 
     async def run(self, record: BatchRecord) -> None:
         """Run every line of a batch that has not ended yet. When cancelled, what is running is aborted and stays to be run."""
-        if self._turn is None:
-            self._turn = asyncio.Lock()
-        async with self._turn:
-            saver = _Saver(self.call_store)
-            saving = asyncio.create_task(saver.run())
-            running: set[asyncio.Task[None]] = set()
-            try:
-                async for line in self._lines(record):
-                    while len(running) >= max(1, self.max_running()):
-                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                        _raise_failures(done)
-                    _raise_failures([saving] if saving.done() else [])
-                    running.add(asyncio.create_task(self._run_line(record, line, saver)))
-                if running:
-                    _raise_failures((await asyncio.wait(running))[0])
-                running = set()
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-                saver.finish()
-                await asyncio.shield(saving)
+        saver = _Saver(self._call_store)
+        saving = asyncio.create_task(saver.run())
+        owner = self._owners.setdefault(record.owner, _OwnersLines())
+        owner.num_batches += 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._begin_lines(record, owner, saver, group)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            owner.num_batches -= 1
+            if not owner.num_batches:
+                del self._owners[record.owner]
+            saver.finish()
+            await asyncio.shield(saving)
 
-    async def _lines(self, record: BatchRecord) -> AsyncIterator[TodoLine]:
+    async def _begin_lines(self, record: BatchRecord, owner: _OwnersLines, saver: _Saver, group: asyncio.TaskGroup) -> None:
         after = -1
-        while lines := await self.call_store(BatchStore.todo, record.id, after, 256):
-            for line in lines:
-                yield line
-            after = lines[-1].n
+        async with owner.turn:
+            while lines := await self._call_store(BatchStore.todo, record.id, after, 256):
+                for line in lines:
+                    await owner.begin(max(1, self._max_running()))
+                    task = group.create_task(self._run_line(record, line, saver))
+                    task.add_done_callback(lambda _task: owner.end())
+                after = lines[-1].n
 
     async def _run_line(self, record: BatchRecord, line: TodoLine, saver: _Saver) -> None:
-        body = body_of(await self.call_store(BatchStore.read_line, record.input_file_id, line))
+        async def run() -> Ready:
+            async with self._places.place(record.owner):
+                body = body_of(await self._call_store(BatchStore.read_line, record.input_file_id, line))
+                return await self._execute(record, body)
 
         async def count_try() -> int:
-            return await self.call_store(BatchStore.count_try, record.id, line.n)
+            return await self._call_store(BatchStore.count_try, record.id, line.n)
 
-        answer = await run_body(self.execute, record, line.custom_id, body, count_try)
+        answer = await run_body(run, f"{line.custom_id[:100]!r} of {record.id}", count_try)
         is_success = answer.status == 200
 
         def result() -> LineResult:
@@ -190,12 +215,6 @@ class BatchRunner:
         saver.add(await asyncio.to_thread(result) if is_large else result())
 
 
-def _raise_failures(tasks: Any) -> None:
-    for task in tasks:
-        if not task.cancelled() and task.exception() is not None:
-            raise task.exception()
-
-
 class _Saver:
     """Commits results in groups: at 64, or 50 ms after the first."""
 
@@ -204,9 +223,12 @@ class _Saver:
         self._pending: deque[LineResult] = deque()
         self._wake = asyncio.Event()
         self._is_finished = False
+        self._failure: BaseException | None = None
 
     def add(self, result: LineResult) -> None:
-        """Take a result in; it is on the disk within 50 ms, or run ends with the error."""
+        """Take a result in; it is on the disk within 50 ms, or run ends with the error, which the next call raises, too."""
+        if self._failure is not None:
+            raise self._failure
         self._pending.append(result)
         self._wake.set()
 
@@ -217,11 +239,15 @@ class _Saver:
 
     async def run(self) -> None:
         """Save until finish is called and nothing is left."""
-        while not self._is_finished or self._pending:
-            await self._wake.wait()
-            self._wake.clear()
-            if len(self._pending) < COMMIT_SIZE and not self._is_finished:
-                await asyncio.sleep(COMMIT_INTERVAL_S)
-            while self._pending:
-                group = [self._pending.popleft() for _ in range(min(COMMIT_SIZE, len(self._pending)))]
-                await self._call_store(BatchStore.save_results, group)
+        try:
+            while not self._is_finished or self._pending:
+                await self._wake.wait()
+                self._wake.clear()
+                if len(self._pending) < COMMIT_SIZE and not self._is_finished:
+                    await asyncio.sleep(COMMIT_INTERVAL_S)
+                while self._pending:
+                    group = [self._pending.popleft() for _ in range(min(COMMIT_SIZE, len(self._pending)))]
+                    await self._call_store(BatchStore.save_results, group)
+        except BaseException as error:
+            self._failure = error
+            raise

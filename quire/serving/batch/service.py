@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from quire.base.logging import get_logger
-from quire.serving.batch.lines import CheckBody, validate
+from quire.serving.batch.lines import CheckBody, Validation, validate
 from quire.serving.batch.records import (
     BATCH_LIFETIME_S,
     ENDED,
@@ -31,6 +32,7 @@ logger = get_logger(__name__)
 
 CHECK_INTERVAL_S = 60.0
 COUNT_INTERVAL_S = 5.0
+LINES_PER_CALL, BYTES_PER_CALL = 256, 1 << 20  # of the store, at the end of a batch
 WINDOW_S = 24 * 3600
 PURPOSES = ("batch", "user_data")
 NO_LIMIT = StoredAmount(1 << 62, 1 << 62)
@@ -68,6 +70,7 @@ class BatchService:
         self._report_lines = report_lines
         self._max_batches_of = max_batches_of
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._validating: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -287,19 +290,25 @@ class BatchService:
         await self._finalize(record, record.end_status or ("cancelled" if record.status == "cancelling" else "completed"))
 
     async def _validate(self, record: BatchRecord) -> BatchRecord | None:
-        def read(store: BatchStore) -> BatchRecord | None:
-            try:
-                with store.path_of(record.input_file_id).open("rb") as file:
-                    found = validate(file, (record.endpoint,), self._check_body)
-            except FileNotFoundError:
-                store.fail_batch(record.id, [BatchErrorItem("file_not_found", "the content of the input file is gone")])
-                return None
-            if found.errors:
-                store.fail_batch(record.id, found.errors)
-                return None
-            return store.start_batch(record.id, found.spans)
+        """Read the whole input, of an owner one at a time and beside the store's thread, which others wait for."""
+        path = self._thread.store.path_of(record.input_file_id)
 
-        return await self.call_store(read)
+        def read() -> Validation:
+            try:
+                with path.open("rb") as file:
+                    return validate(file, (record.endpoint,), self._check_body)
+            except FileNotFoundError:
+                return Validation([], [BatchErrorItem("file_not_found", "the content of the input file is gone")])
+            except OSError as error:
+                raise storage_failed(error) from error
+
+        turn = self._validating.setdefault(record.owner, asyncio.Lock())
+        async with turn:
+            found = await asyncio.to_thread(read)
+        if found.errors:
+            await self.call_store(BatchStore.fail_batch, record.id, found.errors)
+            return None
+        return await self.call_store(BatchStore.start_batch, record.id, found.spans)
 
     async def _run(self, record: BatchRecord) -> BatchStatus:
         """Run the lines that are left; return what the batch becomes."""
@@ -312,8 +321,57 @@ class BatchService:
         return "completed"
 
     async def _finalize(self, record: BatchRecord, end_status: BatchStatus) -> None:
-        await self.call_store(finalize, record, end_status)
+        """Write the output files of a batch and end it. What was interrupted is done again under the same names."""
+        if end_status in ("expired", "cancelled"):
+            await self._fail_rest(record, end_status)
+        now = int(time.time())
+        outputs: dict[str, str] = {}
+        files: list[FileRecord] = []
+        for field, is_success in (("output_file_id", True), ("error_file_id", False)):
+            if not await self.call_store(BatchStore.has_results, record.id, is_success):
+                continue
+            # The id follows from the batch's, so that a second attempt writes the same file.
+            file_id = output_file_id(record.id, is_success)
+            num_bytes = await self._write_parts(file_id, self._results(record.id, is_success))
+            lifetime_s = record.output_expires_after_s or BATCH_LIFETIME_S
+            outputs[field] = file_id
+            files.append(
+                FileRecord(
+                    id=file_id,
+                    owner=record.owner,
+                    purpose="batch_output",
+                    filename=f"{record.id}_{'output' if is_success else 'error'}.jsonl",
+                    num_bytes=num_bytes,
+                    created_at=now,
+                    expires_at=now + lifetime_s,
+                    status="processed",
+                )
+            )
+        changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
+        await self.call_store(BatchStore.end_batch, record.id, files, changes)
         logger.info("batch %s is %s", record.id, end_status)
+
+    async def _fail_rest(self, record: BatchRecord, end_status: BatchStatus) -> None:
+        """Enter what did not run as failed."""
+        code = f"batch_{end_status}"
+        message = "the batch expired before this line ran" if end_status == "expired" else "the batch was cancelled"
+
+        def fail_some(store: BatchStore) -> bool:
+            lines = store.todo(record.id, after=-1, limit=LINES_PER_CALL)
+            store.save_results(
+                [LineResult(record.id, line.n, False, error_line(line.custom_id, code, message)) for line in lines]
+            )
+            return bool(lines)
+
+        while await self.call_store(fail_some):
+            pass
+
+    async def _results(self, batch_id: str, is_success: bool) -> AsyncIterator[bytes]:
+        """Yield the lines of an output file, some at a time, so that others get at the store in between."""
+        after = -1
+        while rows := await self.call_store(BatchStore.results, batch_id, is_success, after, BYTES_PER_CALL):
+            after = rows[-1][0]
+            yield b"".join([result + b"\n" for _, result in rows])
 
     async def _keep_house(self) -> None:
         next_tidy_s = time.monotonic() + CHECK_INTERVAL_S
@@ -327,43 +385,6 @@ class BatchService:
                     await self.call_store(BatchStore.tidy, time.time())
             except ApiError as error:
                 logger.warning("the batch store could not be tidied: %s", error.message)
-
-
-def finalize(store: BatchStore, record: BatchRecord, end_status: BatchStatus) -> BatchRecord:
-    """Write the output files of a batch and end it. What was interrupted is done again under the same names."""
-    if end_status in ("expired", "cancelled"):
-        code = f"batch_{end_status}"
-        message = {"expired": "the batch expired before this line ran", "cancelled": "the batch was cancelled"}[end_status]
-        lines = store.todo(record.id, after=-1, limit=1 << 31)
-        store.save_results([LineResult(record.id, line.n, False, error_line(line.custom_id, code, message)) for line in lines])
-    now = int(time.time())
-    outputs: dict[str, str] = {}
-    files: list[FileRecord] = []
-    for field, is_success in (("output_file_id", True), ("error_file_id", False)):
-        if not store.has_results(record.id, is_success):
-            continue
-        # The id follows from the batch's, so that a second attempt writes the same file.
-        file_id = output_file_id(record.id, is_success)
-        num_bytes = 0
-        with store.writing(file_id) as file:
-            for result in store.iter_results(record.id, is_success):
-                num_bytes += file.write(result + b"\n")
-        lifetime_s = record.output_expires_after_s or BATCH_LIFETIME_S
-        outputs[field] = file_id
-        files.append(
-            FileRecord(
-                id=file_id,
-                owner=record.owner,
-                purpose="batch_output",
-                filename=f"{record.id}_{'output' if is_success else 'error'}.jsonl",
-                num_bytes=num_bytes,
-                created_at=now,
-                expires_at=now + lifetime_s,
-                status="processed",
-            )
-        )
-    changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
-    return store.end_batch(record.id, files, changes)
 
 
 def _leave(manager: Any, error: BaseException | None) -> None:
