@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -28,6 +28,7 @@ COMMIT_SIZE = 64
 COMMIT_INTERVAL_S = 0.05
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 ENGINE_DIED = "engine_error"
+LINE_UNREADABLE = "line_unreadable"
 
 
 class Execute(Protocol):
@@ -38,6 +39,11 @@ class Execute(Protocol):
         ...
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     """The tokens in an answer, whichever API it is of."""
 
@@ -45,10 +51,10 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-    input_tokens_details: dict[str, Any] | None = None
-    completion_tokens_details: dict[str, Any] | None = None
-    output_tokens_details: dict[str, Any] | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -84,19 +90,41 @@ def answer_line(custom_id: str, answer: Ready) -> bytes:
     return msgspec.json.encode({"id": _request_id(), "custom_id": custom_id, "response": response, "error": None})
 
 
-def usage_of(body: bytes | None) -> TokenUsage:
-    """Return the tokens that an answer says it used."""
-    usage = _read_answer(body).usage if body else None
+def usage_of(body: bytes | None, name: str) -> TokenUsage:
+    """Return the tokens that an answer says it used; none, and a line in the log under `name`, where that cannot be read."""
+    try:
+        usage = _read_answer(body).usage if body else None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        logger.warning("the usage in the answer to %s cannot be read: %s", name, error)
+        return NO_USAGE
     if usage is None:
         return NO_USAGE
-    inputs = usage.prompt_tokens_details or usage.input_tokens_details or {}
-    outputs = usage.completion_tokens_details or usage.output_tokens_details or {}
+    inputs = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    outputs = usage.completion_tokens_details or usage.output_tokens_details or _Details()
     return TokenUsage(
         usage.prompt_tokens or usage.input_tokens,
-        inputs.get("cached_tokens") or 0,
+        inputs.cached_tokens or 0,
         usage.completion_tokens or usage.output_tokens,
-        outputs.get("reasoning_tokens") or 0,
+        outputs.reasoning_tokens or 0,
     )
+
+
+class LineEnd(NamedTuple):
+    """How a line ended: `result` is its line of the output file, or of the error file."""
+
+    is_success: bool
+    result: bytes
+    usage: TokenUsage
+
+
+def line_end(custom_id: str, answer: Ready, name: str) -> LineEnd:
+    """Return how a line ended; an answer that cannot be put into a file is an error of that line alone."""
+    is_success = answer.status == 200
+    try:
+        return LineEnd(is_success, answer_line(custom_id, answer), usage_of(answer.body, name) if is_success else NO_USAGE)
+    except Exception:
+        logger.exception("the answer to %s cannot be written", name)
+        return LineEnd(False, error_line(custom_id, "internal_error", "the answer could not be written"), NO_USAGE)
 
 
 def _request_id() -> str:
@@ -110,13 +138,16 @@ async def run_body(run: Callable[[], Awaitable[Ready]], name: str, count_try: Ca
     name       of the line, for the log
     count_try  notes that the engine died of, or during, this body, and returns how often that was
     """
-    wait_s = FIRST_WAIT_S
+    wait_s, num_unread = FIRST_WAIT_S, 0
     while True:
         try:
             return await run()
         except ApiError as error:
             if error.code == ENGINE_DIED:
                 is_retried = await count_try() < MAX_TRIES
+            elif error.code == LINE_UNREADABLE:
+                num_unread += 1
+                is_retried = num_unread < MAX_TRIES
             else:
                 is_retried = error.status in (429, 503) and error.should_retry is not False
             if not is_retried:
@@ -183,7 +214,11 @@ class BatchRunner:
             if not owner.num_batches:
                 del self._owners[record.owner]
             saver.finish()
-            await asyncio.shield(saving)
+            try:
+                await asyncio.shield(saving)
+            except asyncio.CancelledError:
+                await asyncio.gather(saving, return_exceptions=True)  # what has ended is saved all the same
+                raise
 
     async def _begin_lines(self, record: BatchRecord, owner: _OwnersLines, saver: _Saver, group: asyncio.TaskGroup) -> None:
         after = -1
@@ -198,21 +233,29 @@ class BatchRunner:
     async def _run_line(self, record: BatchRecord, line: TodoLine, saver: _Saver) -> None:
         async def run() -> Ready:
             async with self._places.place(record.owner):
-                body = body_of(await self._call_store(BatchStore.read_line, record.input_file_id, line))
-                return await self._execute(record, body)
+                return await self._execute(record, body_of(await self._call_store(_read, record.input_file_id, line)))
 
         async def count_try() -> int:
             return await self._call_store(BatchStore.count_try, record.id, line.n)
 
-        answer = await run_body(run, f"{line.custom_id[:100]!r} of {record.id}", count_try)
-        is_success = answer.status == 200
-
-        def result() -> LineResult:
-            usage = usage_of(answer.body) if is_success else NO_USAGE
-            return LineResult(record.id, line.n, is_success, answer_line(line.custom_id, answer), usage)
-
+        name = f"{line.custom_id[:100]!r} of {record.id}"
+        answer = await run_body(run, name, count_try)
         is_large = len(answer.body or b"") > LARGE_BYTES
-        saver.add(await asyncio.to_thread(result) if is_large else result())
+        end = (
+            await asyncio.to_thread(line_end, line.custom_id, answer, name)
+            if is_large
+            else line_end(line.custom_id, answer, name)
+        )
+        saver.add(LineResult(record.id, line.n, *end))
+
+
+def _read(store: BatchStore, file_id: str, line: TodoLine) -> bytes:
+    """Return the bytes of a line. Raises ApiError for this line alone: the disk may have room, and the other lines."""
+    try:
+        return store.read_line(file_id, line)
+    except OSError as error:
+        logger.warning("the line %d of %s cannot be read: %s", line.n, file_id, error)
+        raise ApiError(500, "the line could not be read from the input file", code=LINE_UNREADABLE) from None
 
 
 class _Saver:

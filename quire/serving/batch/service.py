@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.logging import get_logger
+from quire.serving.batch.ending import end_batch
 from quire.serving.batch.lines import CheckBody, Validation, validate
 from quire.serving.batch.records import (
     BATCH_LIFETIME_S,
@@ -20,11 +21,10 @@ from quire.serving.batch.records import (
     FileRecord,
     StoredAmount,
     new_id,
-    output_file_id,
 )
 from quire.serving.batch.room import StorageRoom, no_batch_room, no_room
-from quire.serving.batch.runner import BatchRunner, Execute, error_line
-from quire.serving.batch.store import BatchStore, LineResult
+from quire.serving.batch.runner import BatchRunner, Execute
+from quire.serving.batch.store import BatchStore
 from quire.serving.errors import ApiError, invalid, not_found
 from quire.serving.store_thread import StoreThread
 
@@ -32,7 +32,6 @@ logger = get_logger(__name__)
 
 CHECK_INTERVAL_S = 60.0
 COUNT_INTERVAL_S = 5.0
-LINES_PER_CALL, BYTES_PER_CALL = 256, 1 << 20  # of the store, at the end of a batch
 WINDOW_S = 24 * 3600
 PURPOSES = ("batch", "user_data")
 NO_LIMIT = StoredAmount(1 << 62, 1 << 62)
@@ -287,7 +286,8 @@ class BatchService:
             record = await self.call_store(
                 BatchStore.change_batch, batch_id, status="finalizing", finalizing_at=int(time.time()), end_status=end_status
             )
-        await self._finalize(record, record.end_status or ("cancelled" if record.status == "cancelling" else "completed"))
+        end_status = record.end_status or ("cancelled" if record.status == "cancelling" else "completed")
+        await end_batch(self.call_store, self._write_parts, record, end_status)
 
     async def _validate(self, record: BatchRecord) -> BatchRecord | None:
         """Read the whole input, of an owner one at a time and beside the store's thread, which others wait for."""
@@ -319,59 +319,6 @@ class BatchService:
         except TimeoutError:
             return "expired"
         return "completed"
-
-    async def _finalize(self, record: BatchRecord, end_status: BatchStatus) -> None:
-        """Write the output files of a batch and end it. What was interrupted is done again under the same names."""
-        if end_status in ("expired", "cancelled"):
-            await self._fail_rest(record, end_status)
-        now = int(time.time())
-        outputs: dict[str, str] = {}
-        files: list[FileRecord] = []
-        for field, is_success in (("output_file_id", True), ("error_file_id", False)):
-            if not await self.call_store(BatchStore.has_results, record.id, is_success):
-                continue
-            # The id follows from the batch's, so that a second attempt writes the same file.
-            file_id = output_file_id(record.id, is_success)
-            num_bytes = await self._write_parts(file_id, self._results(record.id, is_success))
-            lifetime_s = record.output_expires_after_s or BATCH_LIFETIME_S
-            outputs[field] = file_id
-            files.append(
-                FileRecord(
-                    id=file_id,
-                    owner=record.owner,
-                    purpose="batch_output",
-                    filename=f"{record.id}_{'output' if is_success else 'error'}.jsonl",
-                    num_bytes=num_bytes,
-                    created_at=now,
-                    expires_at=now + lifetime_s,
-                    status="processed",
-                )
-            )
-        changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
-        await self.call_store(BatchStore.end_batch, record.id, files, changes)
-        logger.info("batch %s is %s", record.id, end_status)
-
-    async def _fail_rest(self, record: BatchRecord, end_status: BatchStatus) -> None:
-        """Enter what did not run as failed."""
-        code = f"batch_{end_status}"
-        message = "the batch expired before this line ran" if end_status == "expired" else "the batch was cancelled"
-
-        def fail_some(store: BatchStore) -> bool:
-            lines = store.todo(record.id, after=-1, limit=LINES_PER_CALL)
-            store.save_results(
-                [LineResult(record.id, line.n, False, error_line(line.custom_id, code, message)) for line in lines]
-            )
-            return bool(lines)
-
-        while await self.call_store(fail_some):
-            pass
-
-    async def _results(self, batch_id: str, is_success: bool) -> AsyncIterator[bytes]:
-        """Yield the lines of an output file, some at a time, so that others get at the store in between."""
-        after = -1
-        while rows := await self.call_store(BatchStore.results, batch_id, is_success, after, BYTES_PER_CALL):
-            after = rows[-1][0]
-            yield b"".join([result + b"\n" for _, result in rows])
 
     async def _keep_house(self) -> None:
         next_tidy_s = time.monotonic() + CHECK_INTERVAL_S
