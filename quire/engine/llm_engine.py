@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.base.errors import ConfigError, QuireError, RequestError, WorkerError
+from quire.base.errors import ConfigError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
@@ -218,7 +218,7 @@ class LLMEngine:
             result = self._runner.execute(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
-            result = _failed(plan, str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}")
+            result = _failed(plan, f"{type(error).__name__}: {error}")
         except BaseException as error:  # a second Ctrl-C, or a signal handler that ends the program
             self._commit(plan, _failed(plan, type(error).__name__))
             raise

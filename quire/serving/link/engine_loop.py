@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from quire.base.errors import QuireError, RequestError, UnsupportedError
+from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.serving.link.deltas import DeltaWriter
 from quire.serving.link.framing import MessageError
@@ -209,4 +209,4 @@ class EngineLoop:
 
 
 def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"

@@ -32,6 +32,7 @@ from quire.serving.link.messages import (
 from quire.serving.link.port import EnginePort, PeerGoneError
 from quire.serving.link.process import die_with_parent, ignore_signals, read_start
 
+RAISED = "no block for 'a secret prompt' in /secret/path.py, asked with sk-secret01"
 HANG, NO_PROGRESS, RAISE, GAP, TWICE, GARBAGE, FOREIGN, LOSE_COMMAND, FLOOD, KILL, IGNORE = range(90, 101)
 BEAT_S = 0.05
 
@@ -82,7 +83,7 @@ class FakeEngine:
         elif code == HANG:
             time.sleep(1000)
         elif code == RAISE:
-            raise RuntimeError("secret internals")
+            raise RuntimeError(RAISED)
         elif code == LOSE_COMMAND:
             self.port.send(Lost(self.port.num_commands - 1, self.port.num_commands - 1))
         elif code == GAP:
