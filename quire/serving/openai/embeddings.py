@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from quire.api.openai.answers import Embedding, Embeddings, PromptUsage
+from quire.api.openai.answers import Embedding, EncodedEmbeddings, PromptUsage
 from quire.api.openai.embeddings import MAX_INPUT_TOKENS, MAX_INPUTS, EmbeddingRequest, split_prompts
 from quire.base.errors import RequestError
 from quire.contracts.pooling_params import PoolingParams
@@ -111,7 +111,7 @@ async def _encode(served: ServedModel, body: EmbeddingRequest, vectors: Sequence
         if num_since > FLOATS_PER_TURN:
             num_since = 0
             await asyncio.sleep(0)
-    return encode_json(Embeddings("list", data, served.name, PromptUsage(num_tokens, num_tokens)))
+    return encode_json(EncodedEmbeddings("list", data, served.name, PromptUsage(num_tokens, num_tokens)))
 
 
 def to_base64(vector: Sequence[float]) -> str:

@@ -32,7 +32,7 @@ def test_batch_completes_with_one_output_line_for_each_input_line():
     assert all(entry["response"]["body"]["echo"] == name and entry["error"] is None for name, entry in output.items())
     assert set(worker.calls.values()) == {1}
     assert worker.max_running <= 4
-    assert record.as_json()["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+    assert msgspec.to_builtins(record.as_json())["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
 
 
 def test_line_goes_to_the_error_file_when_its_request_fails():
@@ -93,7 +93,7 @@ def test_nothing_runs_when_a_line_is_not_valid(text, code):
     worker = Worker()
     record, output, _ = run([line("ok"), "", text], worker)
     assert record.status == "failed"
-    (error,) = record.as_json()["errors"]["data"]
+    (error,) = msgspec.to_builtins(record.as_json())["errors"]["data"]
     assert (error["code"], error["line"]) == (code, 3)
     assert not worker.calls
     assert output == {}
@@ -110,7 +110,7 @@ def test_nothing_runs_when_a_line_is_not_valid(text, code):
 )
 def test_error_of_a_line_names_its_field_in_the_words_of_the_api(text, message, param):
     record, _, _ = run([text])
-    (error,) = record.as_json()["errors"]["data"]
+    (error,) = msgspec.to_builtins(record.as_json())["errors"]["data"]
     assert (error["message"], error["param"]) == (message, param)
 
 
