@@ -18,9 +18,8 @@ def described():
 
 @pytest.fixture(scope="module")
 def operations(described):
-    return {
-        f"{method.upper()} {path}": operation for path, found in described["paths"].items() for method, operation in found.items()
-    }
+    paths = described["paths"].items()
+    return {f"{method.upper()} {path}": operation for path, found in paths for method, operation in found.items()}
 
 
 STREAMING = ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages")
