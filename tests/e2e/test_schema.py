@@ -355,6 +355,14 @@ OPERATIONS = {operation.label: operation for operation in (result.ok() for resul
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
+def is_short(timeout):
+    """Whether a header states a deadline that may pass while others use the machine."""
+    try:
+        return timeout is not None and 0 < float(timeout) < 60
+    except ValueError:
+        return False
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("num_examples", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_are_as_described(server, name, num_examples):
@@ -363,6 +371,9 @@ def test_answers_are_as_described(server, name, num_examples):
     @settings(SEEDED, max_examples=num_examples)
     @given(OPERATIONS[name].as_strategy())
     def go(case):
+        for header in ("x-request-timeout", "x-stainless-read-timeout"):
+            if is_short((case.headers or {}).get(header)):
+                case.headers[header] = "60"  # a deadline that passes is a 504, and no failure
         if isinstance(case.body, dict):
             if isinstance(case.body.get("model"), str):
                 case.body["model"] = "demo"  # any other name is all that the server would look at

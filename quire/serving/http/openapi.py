@@ -131,10 +131,16 @@ def _error_schema(endpoint: Endpoint) -> dict[str, str]:
     return {"$ref": _REF.format(name="AnthropicError" if endpoint.is_anthropic else "OpenAIError")}
 
 
+# Of one event, as its lines come: tools for OpenAPI take the schema of a stream so.
 _EVENTS = {
-    "type": "string",
-    "description": "Server-sent events. What `data:` has is JSON, in streams of the OpenAI API `[DONE]` at the end; an error "
-    "is an event of its own. Lines that begin with a colon are comments.",
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {"type": "string", "description": "JSON; in streams of the OpenAI API [DONE] at the end."},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+    },
+    "description": "A server-sent event. An error is an event of its own; lines that begin with a colon are comments.",
 }
 _SECONDS = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
 _RETRY_HEADERS = {
