@@ -91,6 +91,7 @@ class LLMEngine:
         gc.freeze()
         self.config = config
         self.report = report
+        self.windows = tuple(dict.fromkeys(layer.attention.window for layer in report.spec.layers))
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -211,7 +212,7 @@ class LLMEngine:
         plan = self.scheduler.schedule(started_s)
         if plan is None:
             return
-        shares, num_context_tokens = describe_plan(self.scheduler, plan) if self.is_recording else ([], 0)
+        shares, attended = describe_plan(self.scheduler, plan, self.windows) if self.is_recording else ([], [])
         self.stats.num_steps += 1
         self.stats.num_batched_tokens += plan.num_tokens
         try:
@@ -225,7 +226,7 @@ class LLMEngine:
         self._commit(plan, result)
         if self.is_recording:
             duration_s = time.monotonic() - started_s
-            self.last_step = StepRecord(plan.step_id, started_s, duration_s, num_context_tokens, shares)
+            self.last_step = StepRecord(plan.step_id, started_s, duration_s, attended, shares)
 
     def _admit_compiled(self) -> None:
         """Hand the requests to the scheduler whose constraints are compiled; end those whose could not be."""

@@ -186,7 +186,7 @@ class EngineLoop:
             duration_s=record.duration_s,
             num_prefill_tokens=num_prefill,
             num_decode_tokens=sum([num_tokens for _, _, num_tokens, _ in shares]) - num_prefill,
-            num_context_tokens=record.num_context_tokens,
+            attended=[tuple(counts) for counts in record.attended],
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_free_blocks=scheduler.kv.pool.num_free,

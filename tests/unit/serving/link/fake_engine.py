@@ -16,6 +16,7 @@ from quire.contracts.outputs import RequestMetrics
 from quire.serving.link.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AttentionKind,
     ChoiceDelta,
     EngineInfo,
     Failed,
@@ -43,7 +44,7 @@ def info(pid):
         max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=100, block_size=4, num_kv_blocks=100, eos_token_ids=[0],
         generation_defaults={}, tokenizer_folder=None, max_logprobs=20, scheduling_policy="fcfs", enable_prefix_caching=True,
         seed=0, num_parameters=1, num_active_parameters=1, weight_bytes=4, kv_bytes_per_token=1, kv_cache_dtype="float32",
-        num_query_elements=1, load_time_s=0.0, pid=pid,
+        attention=[AttentionKind(None, 1, 1)], load_time_s=0.0, pid=pid,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ class FakeEngine:
         if deltas:
             self.num_steps += 1
             now = time.monotonic()
-            report = StepReport(self.num_steps, now, 0.0, 0, len(deltas), 0, len(deltas), 0, 0, 0, 0, 0, 0, [])
+            report = StepReport(self.num_steps, now, 0.0, 0, len(deltas), [(0, 0)], len(deltas), 0, 0, 0, 0, 0, 0, [])
             self.port.send(StepOutputs(deltas, report))
 
 
