@@ -7,12 +7,14 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+from quire.serving.admission.shares import most_beside
+
 
 class LinePlaces:
     """Gives places to owners in turn, and to the lines of one owner in the order in which they ask.
 
-    An owner without any place gets one at once, also where none is left: what others run must not hold it up. The fair queue
-    before the engine sees to the rest.
+    Owners that have places leave some free, so that one that has none finds one at once, however long the lines of the others
+    take; the fair queue before the engine sees to the rest.
 
     max_running  how many places there are, asked anew for each
     """
@@ -43,7 +45,7 @@ class LinePlaces:
     def _give(self) -> None:
         while self._waiting:
             owner = min(self._waiting, key=lambda name: self._taken[name])  # of equals the one whose turn is longest ago
-            if self._taken[owner] and self._taken.total() >= self._max_running():
+            if not self._has_place_for(owner):
                 return
             waiting = self._waiting.pop(owner)
             given = waiting.popleft()
@@ -52,6 +54,12 @@ class LinePlaces:
             if not given.cancelled():
                 self._taken[owner] += 1
                 given.set_result(None)
+
+    def _has_place_for(self, owner: str) -> bool:
+        own, num_free = self._taken[owner], self._max_running() - self._taken.total()
+        if not own:
+            return num_free > 0 or not self._taken.total()
+        return own + 1 <= most_beside(num_free - 1)
 
     def _forget(self, owner: str, given: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(owner)

@@ -82,7 +82,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
                     raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
                 params[name] = value
         try:
-            token_ids = array(_TOKEN_ID, request.prompt_token_ids).tobytes()
+            token_ids = request.prompt_token_ids
+            token_ids = (token_ids if isinstance(token_ids, array) else array(_TOKEN_ID, token_ids)).tobytes()
         except OverflowError:
             raise RequestError("token ids must be within 32 bits", "prompt_token_ids") from None
         return cls(
