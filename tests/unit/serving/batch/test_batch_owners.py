@@ -72,7 +72,7 @@ def test_next_batch_of_an_owner_begins_when_the_last_line_of_the_one_before_has_
     done, held, worker = asyncio.run(go())
     assert (done.status, held.num_completed) == ("completed", 3)
     assert worker.begun == ["a", "b", "c", "last", "d", "e"]
-    assert worker.max_running <= 2
+    assert worker.max_running <= 3  # one place is left to other owners
 
 
 def test_places_go_to_owners_in_turn_when_all_want_more_than_there_are():
