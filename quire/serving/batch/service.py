@@ -271,6 +271,9 @@ class BatchService:
                 logger.warning("batch %s waits: %s", batch_id, error.message)
             except Exception:
                 logger.exception("batch %s failed; it is tried again", batch_id)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # a failure on the way out hides it
+                return
             await asyncio.sleep(CHECK_INTERVAL_S / 12)
 
     async def _advance(self, batch_id: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -17,10 +18,11 @@ def run_changed(change, worker=None):
     """Run a batch whose input is changed after it was validated; return (record, output, errors)."""
 
     async def go():
-        gate = asyncio.Event()
+        begun, gate = asyncio.Event(), asyncio.Event()
         inner = worker or Worker()
 
         async def execute(record, body):
+            begun.set()
             await gate.wait()
             return await inner(record, body)
 
@@ -28,8 +30,7 @@ def run_changed(change, worker=None):
         async with service_of(None, execute, window=1) as service:
             file = await upload(service, [line(name) for name in NAMES])
             batch = await service.add_batch("ann", file.id, URL)
-            while (await service.batch("ann", batch.id)).status != "in_progress":
-                await asyncio.sleep(0.005)
+            await begun.wait()
             change(service._thread.store.path_of(file.id))
             gate.set()
             async with asyncio.timeout(20):
@@ -99,3 +100,28 @@ def test_line_is_an_error_when_its_answer_cannot_be_written_as_one(monkeypatch):
     record, output, errors = run([line(name) for name in NAMES])
     assert (record.status, list(output), list(errors)) == ("completed", ["a", "c"], ["odd"])
     assert errors["odd"]["error"]["code"] == "internal_error"
+
+
+def test_server_closes_when_lines_fail_as_they_are_stopped():
+    async def go():
+        begun = asyncio.Event()
+
+        async def execute(record, body):
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise KeyError("on the way out")
+
+        async def fail(*arguments):
+            raise OSError("no store")
+
+        async with service_of(None, execute) as service:
+            file = await upload(service, [line(name) for name in NAMES])
+            await service.add_batch("ann", file.id, URL)
+            await begun.wait()
+            service._runner._call_store = fail  # nothing can be saved either
+            left_s = time.monotonic()
+        return time.monotonic() - left_s
+
+    assert asyncio.run(go()) < 4
