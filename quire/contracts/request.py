@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,7 +32,7 @@ class Request:
     """
 
     request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     seed: int
     pooling: PoolingParams | None = None

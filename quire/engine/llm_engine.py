@@ -92,6 +92,7 @@ class LLMEngine:
         gc.freeze()
         self.config = config
         self.report = report
+        self.windows = tuple(dict.fromkeys(layer.attention.window for layer in report.spec.layers))
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -106,7 +107,9 @@ class LLMEngine:
             )
         )
         self._runner = runner
-        self._steps = StepLoop(self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False)
+        self._steps = StepLoop(
+            self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False, windows=self.windows
+        )
         self._factory = RequestFactory(RequestRules.of(report.spec, config), tokenizer)
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
         self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))

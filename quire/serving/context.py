@@ -12,6 +12,7 @@ from quire.serving.config import ServerConfig
 from quire.serving.errors import engine_unavailable, not_found, shutting_down
 from quire.serving.http.auth import Authenticator
 from quire.serving.interfaces import Gateway, Owner
+from quire.serving.shown_error import show_error
 
 if TYPE_CHECKING:
     from quire.serving.batch.service import BatchService
@@ -55,7 +56,7 @@ class ServerContext:
     def model(self) -> ServedModel:
         """The loaded model. Raises ApiError 503 while there is none."""
         if self.served is None:
-            raise engine_unavailable(self.failure or "the model is being loaded")
+            raise engine_unavailable("the model is being loaded" if self.failure is None else show_error(self.failure))
         return self.served
 
     @property

@@ -194,11 +194,15 @@ class Endpoint:
 
     path           with {parameters}; {name:path} takes slashes too
     body           the type of the JSON body, for the OpenAPI description
+    answer         the type of the JSON answer, likewise; None where that is no JSON
+    other_answers  types of JSON answers with other statuses, beside errors; None for one without a body
+    is_streaming   the answer may be server-sent events; without `answer` it always is
     request_body   OpenAPI of a body that is not JSON
     query          OpenAPI parameters
     headers        likewise
     is_open        needs no API key
     is_anthropic   its errors have the shape of the Anthropic API
+    success_media_type  of an answer that is neither JSON nor events
     """
 
     method: str
@@ -207,9 +211,12 @@ class Endpoint:
     summary: str
     tag: str
     body: type[msgspec.Struct] | None = None
+    answer: Any = None
+    other_answers: Mapping[int, type[msgspec.Struct] | None] = field(default_factory=dict[int, type[msgspec.Struct] | None])
+    is_streaming: bool = False
     request_body: Mapping[str, Any] | None = None
     query: tuple[Mapping[str, Any], ...] = ()
     headers: tuple[Mapping[str, Any], ...] = ()
     is_open: bool = False
     is_anthropic: bool = False
-    success_media_type: str = "application/json"
+    success_media_type: str | None = None

@@ -167,10 +167,19 @@ class PromptUsage(msgspec.Struct):
 
 
 class Embeddings(msgspec.Struct):
-    """The vectors of all inputs; `data` are Embeddings, perhaps encoded already."""
+    """The vectors of all inputs."""
 
     object: str
-    data: list[Embedding] | list[msgspec.Raw]
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+class EncodedEmbeddings(msgspec.Struct):
+    """Embeddings of which the vectors are encoded already."""
+
+    object: str
+    data: list[msgspec.Raw]
     model: str
     usage: PromptUsage
 

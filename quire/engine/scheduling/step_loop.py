@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quire.base.errors import QuireError
 from quire.base.logging import get_logger
 from quire.contracts.step import AheadRunner, LaunchedStep, Runner, StepPlan, StepResult
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.scheduling.step_record import StepRecord, StepShare, describe_plan
+from quire.engine.scheduling.step_record import Attended, StepRecord, StepShare, describe_plan
 
 logger = get_logger(__name__)
 
@@ -34,7 +33,7 @@ class _Step:
     plan: StepPlan
     started_s: float
     shares: list[StepShare]
-    num_context_tokens: int
+    attended: list[Attended]
     launched: LaunchedStep | None = None
     failure: str = ""
 
@@ -45,15 +44,22 @@ class StepLoop:
     With an AheadRunner, and is_ahead, the next step is planned and launched before the one that runs is collected, wherever the
     runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first.
 
-    commit  takes in plan and result, in the order of the plans; of a step that failed as a whole, a result of errors
+    commit   takes in plan and result, in the order of the plans; of a step that failed as a whole, a result of errors
+    windows  that records of steps tell apart, see describe_plan
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, commit: Callable[[StepPlan, StepResult], None], is_ahead: bool = True
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        commit: Callable[[StepPlan, StepResult], None],
+        is_ahead: bool = True,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self._scheduler, self._runner, self._commit = scheduler, runner, commit
         self._ahead = runner if is_ahead and isinstance(runner, AheadRunner) else None
         self._steps: list[_Step] = []  # in flight, oldest first
+        self._windows = windows
         self._last_end_s = 0.0
         self.is_recording = False  # whether last_step is wanted
         self.last_step: StepRecord | None = None
@@ -93,8 +99,8 @@ class StepLoop:
         plan = schedule(started_s)
         if plan is None:
             return
-        shares, num_context_tokens = describe_plan(self._scheduler, plan) if self.is_recording else ([], 0)
-        step = _Step(plan, started_s, shares, num_context_tokens)
+        shares, attended = describe_plan(self._scheduler, plan, self._windows) if self.is_recording else ([], [])
+        step = _Step(plan, started_s, shares, attended)
         self._steps.append(step)
         if self._ahead is None:
             step.launched = _AtOnce(self._runner, plan)
@@ -128,12 +134,12 @@ class StepLoop:
         self._commit(step.plan, result)
         if self.is_recording:
             started_s, now = max(step.started_s, self._last_end_s), time.monotonic()
-            self.last_step = StepRecord(step.plan.step_id, started_s, now - started_s, step.num_context_tokens, step.shares)
+            self.last_step = StepRecord(step.plan.step_id, started_s, now - started_s, step.attended, step.shares)
             self._last_end_s = now
 
 
 def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _failed(plan: StepPlan, reason: str) -> StepResult:

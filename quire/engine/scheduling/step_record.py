@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,30 +20,61 @@ class StepShare(NamedTuple):
     is_prefill: bool
 
 
+class Attended(NamedTuple):
+    """What the sequences of a step attend to in layers of one window, summed.
+
+    num_tokens  tokens in the cache whose keys and values are read, those of the step included
+    num_pairs   of a new token and a token that it attends to
+    """
+
+    num_tokens: int
+    num_pairs: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step that was made.
 
     started_s, duration_s  of time.monotonic(), scheduling and committing included; of a step that was launched behind another
                            one, from the end of that one on
-    num_context_tokens     tokens in the cache that its sequences attended to, those of the step included, summed
+    attended               what its sequences attended to, for each window that describe_plan was given
     """
 
     step_id: int
     started_s: float
     duration_s: float
-    num_context_tokens: int
+    attended: list[Attended]
     shares: list[StepShare]
 
 
-def describe_plan(scheduler: Scheduler, plan: StepPlan) -> tuple[list[StepShare], int]:
-    """Return the shares of a plan that is not committed yet, in batch order, and the tokens that are attended to."""
+def describe_plan(
+    scheduler: Scheduler, plan: StepPlan, windows: Sequence[int | None] = (None,)
+) -> tuple[list[StepShare], list[Attended]]:
+    """Return the shares of a plan that is not committed yet, in batch order, and what is attended to.
+
+    windows  of the model's layers, each once; None: a token attends to all before it
+    """
     shares: list[StepShare] = []
-    num_context_tokens = 0
+    spans: list[tuple[int, int]] = []
     for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
         sequence = scheduler.sequence(sequence_id)
         num_computed = sequence.num_computed_tokens + scheduler.in_flight.num_tokens_before(plan, sequence_id)
         is_prefill = num_tokens > 1 or num_computed < sequence.num_prompt_tokens
         shares.append(StepShare(sequence.request.request_id, sequence.choice, num_tokens, is_prefill))
-        num_context_tokens += num_computed + num_tokens
-    return shares, num_context_tokens
+        spans.append((num_computed, num_tokens))
+    return shares, [_attended(spans, window) for window in windows]
+
+
+def _attended(spans: Sequence[tuple[int, int]], window: int | None) -> Attended:
+    """Return what is attended to by `count` new tokens behind `start` known ones, for each (start, count)."""
+    num_tokens = num_pairs = 0
+    for start, count in spans:
+        end = start + count
+        if window is None or end <= window:
+            num_tokens += end
+            num_pairs += end if count == 1 else count * start + count * (count + 1) // 2
+            continue
+        num_tokens += min(end, window - 1 + count)
+        num_whole = max(0, min(count, window - start))  # of the new tokens that attend to all before them
+        num_pairs += num_whole * start + num_whole * (num_whole + 1) // 2 + (count - num_whole) * window
+    return Attended(num_tokens, num_pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.api.anthropic.answers import TokenCount
+from quire.api.anthropic.answers import Message, TokenCount
 from quire.api.anthropic.messages import CountTokensRequest, MessagesRequest
 from quire.serving.answers import Answer, Ready
 from quire.serving.anthropic.answers import MessageFold, MessageHead, MessageStreamEncoder
@@ -63,7 +63,8 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
         check_text_length(served, len(rendered.text), chat.param)
         return len(tokenizer.encode_rendered(rendered))
 
-    return Ready(encode_json(TokenCount(await context.prepare(call.owner, call.request_id, body, count))))
+    with overload_as_529():
+        return Ready(encode_json(TokenCount(await context.prepare(call.owner, call.request_id, body, count))))
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -74,6 +75,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a conversation",
         tag="anthropic",
         body=MessagesRequest,
+        answer=Message,
+        is_streaming=True,
         headers=JOB_HEADERS,
         is_anthropic=True,
     ),
@@ -84,6 +87,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Count the tokens of a conversation",
         tag="anthropic",
         body=CountTokensRequest,
+        answer=TokenCount,
         is_anthropic=True,
     ),
 )

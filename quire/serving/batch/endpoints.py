@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -12,8 +12,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
+from quire.api.openai.batches import BatchList, BatchObject, DeletedFile, FileList, FileObject
 from quire.serving.answers import Answer, Download, Ready
-from quire.serving.batch.records import StoredAmount, is_id
+from quire.serving.batch.records import BatchRecord, FileRecord, StoredAmount, is_id
 from quire.serving.batch.room import Grow
 from quire.serving.batch.service import BatchService, storage_failed
 from quire.serving.context import ServerContext
@@ -190,14 +191,16 @@ async def list_files(context: ServerContext, call: Call) -> Answer:
     found, has_more = await _service(context).files(
         call.owner.name, call.query.get("purpose"), call.query.get("after"), _limit(call, 10_000, 10_000), order == "asc"
     )
-    if len(found) > MANY_FILES:
-        return await asyncio.to_thread(lambda: _json(_page([record.as_json() for record in found], has_more)))
-    return _json(_page([record.as_json() for record in found], has_more))
+
+    def page() -> Ready:
+        return _json(FileList("list", [record.as_json() for record in found], *_ends(found), has_more))
+
+    return await asyncio.to_thread(page) if len(found) > MANY_FILES else page()
 
 
-def _page(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
+def _ends(found: Sequence[FileRecord] | Sequence[BatchRecord]) -> tuple[str | None, str | None]:
+    """Return the first and the last id of a page."""
+    return (found[0].id, found[-1].id) if found else (None, None)
 
 
 async def get_file(context: ServerContext, call: Call) -> Answer:
@@ -218,7 +221,7 @@ async def delete_file(context: ServerContext, call: Call) -> Answer:
     """Delete a file."""
     file_id = _id(call, "file_id", "file-")
     await _service(context).delete_file(call.owner.name, file_id)
-    return _json({"id": file_id, "object": "file", "deleted": True})
+    return _json(DeletedFile(file_id))
 
 
 async def create_batch(context: ServerContext, call: Call) -> Answer:
@@ -242,7 +245,7 @@ async def create_batch(context: ServerContext, call: Call) -> Answer:
 async def list_batches(context: ServerContext, call: Call) -> Answer:
     """List the caller's batches."""
     found, has_more = await _service(context).batches(call.owner.name, call.query.get("after"), _limit(call, 20, 100))
-    return _json(_page([record.as_json() for record in found], has_more))
+    return _json(BatchList("list", [record.as_json() for record in found], *_ends(found), has_more))
 
 
 async def get_batch(context: ServerContext, call: Call) -> Answer:
@@ -291,16 +294,27 @@ _IDEMPOTENCY_KEY = header(
 )
 
 ENDPOINTS = (
-    Endpoint(method="POST", path="/v1/files", handler=upload_file, summary="Upload a file", tag="files", request_body=_UPLOAD),
+    Endpoint(
+        method="POST",
+        path="/v1/files",
+        handler=upload_file,
+        summary="Upload a file",
+        answer=FileObject,
+        tag="files",
+        request_body=_UPLOAD,
+    ),
     Endpoint(
         method="GET",
         path="/v1/files",
         handler=list_files,
         summary="List files",
+        answer=FileList,
         tag="files",
         query=(_AFTER, _FILE_LIMIT, _ORDER, _PURPOSE),
     ),
-    Endpoint(method="GET", path="/v1/files/{file_id}", handler=get_file, summary="Describe a file", tag="files"),
+    Endpoint(
+        method="GET", path="/v1/files/{file_id}", handler=get_file, summary="Describe a file", answer=FileObject, tag="files"
+    ),
     Endpoint(
         method="GET",
         path="/v1/files/{file_id}/content",
@@ -309,12 +323,20 @@ ENDPOINTS = (
         tag="files",
         success_media_type="application/octet-stream",
     ),
-    Endpoint(method="DELETE", path="/v1/files/{file_id}", handler=delete_file, summary="Delete a file", tag="files"),
+    Endpoint(
+        method="DELETE",
+        path="/v1/files/{file_id}",
+        handler=delete_file,
+        summary="Delete a file",
+        answer=DeletedFile,
+        tag="files",
+    ),
     Endpoint(
         method="POST",
         path="/v1/batches",
         handler=create_batch,
         summary="Run a file of requests",
+        answer=BatchObject,
         tag="batches",
         body=CreateBatch,
         headers=(_IDEMPOTENCY_KEY,),
@@ -324,11 +346,24 @@ ENDPOINTS = (
         path="/v1/batches",
         handler=list_batches,
         summary="List batches",
+        answer=BatchList,
         tag="batches",
         query=(_AFTER, _BATCH_LIMIT),
     ),
-    Endpoint(method="GET", path="/v1/batches/{batch_id}", handler=get_batch, summary="Describe a batch", tag="batches"),
     Endpoint(
-        method="POST", path="/v1/batches/{batch_id}/cancel", handler=cancel_batch, summary="Cancel a batch", tag="batches"
+        method="GET",
+        path="/v1/batches/{batch_id}",
+        handler=get_batch,
+        summary="Describe a batch",
+        answer=BatchObject,
+        tag="batches",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/batches/{batch_id}/cancel",
+        handler=cancel_batch,
+        summary="Cancel a batch",
+        answer=BatchObject,
+        tag="batches",
     ),
 )

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.api.decode import BodyError, decode_body
 from quire.serving.batch.records import BatchErrorItem
-from quire.serving.errors import ApiError
+from quire.serving.errors import ApiError, invalid
 
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 8 << 20
@@ -47,13 +47,20 @@ class Validation(msgspec.Struct):
 
 
 def body_of(line: bytes) -> bytes:
-    """Return the body in a line that has been validated."""
-    return bytes(_decoder.decode(line).body)
+    """Return the body in a line that has been validated. Raises ApiError 400 where it has been changed since."""
+    return bytes(_decode(line).body)
 
 
 def url_of(line: bytes) -> str:
-    """Return the url in a line that has been validated."""
-    return _decoder.decode(line).url
+    """Return the url in a line that has been validated. Raises ApiError 400 where it has been changed since."""
+    return _decode(line).url
+
+
+def _decode(line: bytes) -> _Line:
+    try:
+        return _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise invalid(f"the line has changed since it was checked: {error}", code="invalid_json_line") from None
 
 
 def validate(file: BinaryIO, endpoints: Collection[str], check_body: CheckBody, max_lines: int = MAX_LINES) -> Validation:

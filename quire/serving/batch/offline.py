@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,8 +20,7 @@ from quire.base.errors import ConfigError
 from quire.serving.answers import Ready
 from quire.serving.batch.lines import CheckBody, LineSpan, body_of, url_of, validate
 from quire.serving.batch.records import BatchRecord
-from quire.serving.batch.runner import Execute, answer_line, run_body, usage_of
-from quire.serving.batch.store import NO_USAGE
+from quire.serving.batch.runner import Execute, line_end, run_body
 
 MAX_LINES = 10_000_000
 MAX_SHOWN_ERRORS = 10
@@ -141,23 +141,25 @@ class _FileRun:
     async def work(self, queue: Iterator[LineSpan]) -> None:
         """Run lines until none is left."""
         for span in queue:
-            self.source.seek(span.offset)
-            line = self.source.read(span.num_bytes)
-            record = msgspec.structs.replace(self.record, endpoint=url_of(line))
-            answer = await run_body(self.execute, record, span.custom_id, body_of(line), _counter())
+            answer = await run_body(partial(self._run, span), repr(span.custom_id[:100]), _counter())
             self._save(span.custom_id, answer)
 
+    async def _run(self, span: LineSpan) -> Ready:
+        self.source.seek(span.offset)
+        line = self.source.read(span.num_bytes)
+        record = msgspec.structs.replace(self.record, endpoint=url_of(line))
+        return await self.execute(record, body_of(line))
+
     def _save(self, custom_id: str, answer: Ready) -> None:
-        is_success = answer.status == 200
-        file = self.good if is_success else self.bad
-        file.write(answer_line(custom_id, answer) + b"\n")
+        end = line_end(custom_id, answer, repr(custom_id[:100]))
+        file = self.good if end.is_success else self.bad
+        file.write(end.result + b"\n")
         file.flush()
-        usage = usage_of(answer.body) if is_success else NO_USAGE
         progress = self.progress
         progress.num_done += 1
-        progress.num_failed += not is_success
-        progress.num_input_tokens += usage.input_tokens
-        progress.num_output_tokens += usage.output_tokens
+        progress.num_failed += not end.is_success
+        progress.num_input_tokens += end.usage.input_tokens
+        progress.num_output_tokens += end.usage.output_tokens
         self.on_progress(progress)
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
 
 import msgspec
 
-FileStatus = Literal["uploading", "processed", "error"]
-BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+from quire.api.openai.answers import CachedTokens, ReasoningTokens
+from quire.api.openai.batches import (
+    BatchErrorItem,
+    BatchErrors,
+    BatchObject,
+    BatchStatus,
+    BatchUsage,
+    FileObject,
+    FileStatus,
+    RequestCounts,
+)
+
 ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
 BATCH_LIFETIME_S = 30 * 24 * 3600
 """From its end on a batch is kept so long, and so are, unless their maker says otherwise, its files."""
@@ -60,27 +69,18 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None
     status: FileStatus
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> FileObject:
         """Return the file object of the API."""
-        shown = {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.num_bytes,
-            "created_at": self.created_at,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": self.status,
-        }
-        return shown if self.expires_at is None else {**shown, "expires_at": self.expires_at}
-
-
-class BatchErrorItem(msgspec.Struct, frozen=True):
-    """One finding of the validation; `line` counts from 1."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
+        return FileObject(
+            id=self.id,
+            object="file",
+            bytes=self.num_bytes,
+            created_at=self.created_at,
+            filename=self.filename,
+            purpose=self.purpose,
+            status=self.status,
+            expires_at=self.expires_at,
+        )
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,41 +115,33 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> BatchObject:
         """Return the batch object of the API."""
-        errors = None
-        if self.errors is not None:
-            errors = {"object": "list", "data": [msgspec.to_builtins(error) for error in self.errors]}
-        return {
-            "id": self.id,
-            "object": "batch",
-            "endpoint": self.endpoint,
-            "errors": errors,
-            "input_file_id": self.input_file_id,
-            "completion_window": self.completion_window,
-            "status": self.status,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
-            "created_at": self.created_at,
-            "in_progress_at": self.in_progress_at,
-            "expires_at": self.expires_at,
-            "finalizing_at": self.finalizing_at,
-            "completed_at": self.completed_at,
-            "failed_at": self.failed_at,
-            "expired_at": self.expired_at,
-            "cancelling_at": self.cancelling_at,
-            "cancelled_at": self.cancelled_at,
-            "request_counts": {
-                "total": self.num_lines,
-                "completed": self.num_completed,
-                "failed": self.num_failed,
-            },
-            "metadata": self.metadata,
-            "usage": {
-                "input_tokens": self.input_tokens,
-                "input_tokens_details": {"cached_tokens": self.cached_tokens},
-                "output_tokens": self.output_tokens,
-                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-                "total_tokens": self.input_tokens + self.output_tokens,
-            },
-        }
+        return BatchObject(
+            id=self.id,
+            endpoint=self.endpoint,
+            errors=None if self.errors is None else BatchErrors("list", self.errors),
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            status=self.status,
+            output_file_id=self.output_file_id,
+            error_file_id=self.error_file_id,
+            created_at=self.created_at,
+            in_progress_at=self.in_progress_at,
+            expires_at=self.expires_at,
+            finalizing_at=self.finalizing_at,
+            completed_at=self.completed_at,
+            failed_at=self.failed_at,
+            expired_at=self.expired_at,
+            cancelling_at=self.cancelling_at,
+            cancelled_at=self.cancelled_at,
+            request_counts=RequestCounts(self.num_lines, self.num_completed, self.num_failed),
+            metadata=self.metadata,
+            usage=BatchUsage(
+                input_tokens=self.input_tokens,
+                input_tokens_details=CachedTokens(self.cached_tokens),
+                output_tokens=self.output_tokens,
+                output_tokens_details=ReasoningTokens(self.reasoning_tokens),
+                total_tokens=self.input_tokens + self.output_tokens,
+            ),
+        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from quire.api.decode import LARGE_BYTES
 from quire.base.logging import get_logger
 from quire.serving.answers import Ready
+from quire.serving.batch.line_places import LinePlaces
 from quire.serving.batch.lines import body_of
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.store import NO_USAGE, BatchStore, LineResult, TodoLine, TokenUsage
@@ -28,6 +28,7 @@ COMMIT_SIZE = 64
 COMMIT_INTERVAL_S = 0.05
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 10.0
 ENGINE_DIED = "engine_error"
+LINE_UNREADABLE = "line_unreadable"
 
 
 class Execute(Protocol):
@@ -38,6 +39,11 @@ class Execute(Protocol):
         ...
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     """The tokens in an answer, whichever API it is of."""
 
@@ -45,10 +51,10 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-    input_tokens_details: dict[str, Any] | None = None
-    completion_tokens_details: dict[str, Any] | None = None
-    output_tokens_details: dict[str, Any] | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -84,39 +90,64 @@ def answer_line(custom_id: str, answer: Ready) -> bytes:
     return msgspec.json.encode({"id": _request_id(), "custom_id": custom_id, "response": response, "error": None})
 
 
-def usage_of(body: bytes | None) -> TokenUsage:
-    """Return the tokens that an answer says it used."""
-    usage = _read_answer(body).usage if body else None
+def usage_of(body: bytes | None, name: str) -> TokenUsage:
+    """Return the tokens that an answer says it used; none, and a line in the log under `name`, where that cannot be read."""
+    try:
+        usage = _read_answer(body).usage if body else None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        logger.warning("the usage in the answer to %s cannot be read: %s", name, error)
+        return NO_USAGE
     if usage is None:
         return NO_USAGE
-    inputs = usage.prompt_tokens_details or usage.input_tokens_details or {}
-    outputs = usage.completion_tokens_details or usage.output_tokens_details or {}
+    inputs = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+    outputs = usage.completion_tokens_details or usage.output_tokens_details or _Details()
     return TokenUsage(
         usage.prompt_tokens or usage.input_tokens,
-        inputs.get("cached_tokens") or 0,
+        inputs.cached_tokens or 0,
         usage.completion_tokens or usage.output_tokens,
-        outputs.get("reasoning_tokens") or 0,
+        outputs.reasoning_tokens or 0,
     )
+
+
+class LineEnd(NamedTuple):
+    """How a line ended: `result` is its line of the output file, or of the error file."""
+
+    is_success: bool
+    result: bytes
+    usage: TokenUsage
+
+
+def line_end(custom_id: str, answer: Ready, name: str) -> LineEnd:
+    """Return how a line ended; an answer that cannot be put into a file is an error of that line alone."""
+    is_success = answer.status == 200
+    try:
+        return LineEnd(is_success, answer_line(custom_id, answer), usage_of(answer.body, name) if is_success else NO_USAGE)
+    except Exception:
+        logger.exception("the answer to %s cannot be written", name)
+        return LineEnd(False, error_line(custom_id, "internal_error", "the answer could not be written"), NO_USAGE)
 
 
 def _request_id() -> str:
     return f"batch_req_{secrets.token_hex(12)}"
 
 
-async def run_body(
-    execute: Execute, record: BatchRecord, custom_id: str, body: bytes, count_try: Callable[[], Awaitable[int]]
-) -> Ready:
+async def run_body(run: Callable[[], Awaitable[Ready]], name: str, count_try: Callable[[], Awaitable[int]]) -> Ready:
     """Return the answer to one body, an error of its own included; what says "come back later" is tried until it is answered.
 
+    run        runs the body once
+    name       of the line, for the log
     count_try  notes that the engine died of, or during, this body, and returns how often that was
     """
-    wait_s = FIRST_WAIT_S
+    wait_s, num_unread = FIRST_WAIT_S, 0
     while True:
         try:
-            return await execute(record, body)
+            return await run()
         except ApiError as error:
             if error.code == ENGINE_DIED:
                 is_retried = await count_try() < MAX_TRIES
+            elif error.code == LINE_UNREADABLE:
+                num_unread += 1
+                is_retried = num_unread < MAX_TRIES
             else:
                 is_retried = error.status in (429, 503) and error.should_retry is not False
             if not is_retried:
@@ -124,76 +155,107 @@ async def run_body(
             await asyncio.sleep(min(error.retry_after_s or wait_s, wait_s))
             wait_s = min(MAX_WAIT_S, 2 * wait_s)
         except Exception as error:  # noqa: BLE001 - one line that cannot be run must not keep the others from it
-            failure = as_api_error(error, f"{custom_id[:100]!r} of {record.id}")
+            failure = as_api_error(error, name)
             return Ready(msgspec.json.encode(failure.openai_body()), failure.status)
 
 
-@dataclass(slots=True)
+class _OwnersLines:
+    """The lines of one owner's batches that have begun and not ended, and whose turn it is to begin more."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.num_batches = 0
+        self._num_begun = 0
+        self._ended = asyncio.Event()
+
+    async def begin(self, max_lines: int) -> None:
+        """Count one more, when there are fewer than max_lines; only for whoever has the turn."""
+        while self._num_begun >= max_lines:
+            self._ended.clear()
+            await self._ended.wait()
+        self._num_begun += 1
+
+    def end(self) -> None:
+        """Count one less."""
+        self._num_begun -= 1
+        self._ended.set()
+
+
 class BatchRunner:
-    """Runs batches; one at a time fills the window, so that they end in the order in which they came.
+    """Runs batches: those of one owner in the order in which they came, those of several owners beside each other.
+
+    A batch of an owner begins when all lines of the one before have begun. As many lines of an owner are begun as might run
+    at once; a line holds one of the places that all owners share only while it runs, and not while it waits to be tried again.
 
     call_store   runs a method of the store in its thread
-    max_running  how many lines may be in flight, asked anew for each
+    max_running  how many lines may run at once, asked anew for each; see LinePlaces
     """
 
-    call_store: Callable[..., Awaitable[Any]]
-    execute: Execute
-    max_running: Callable[[], int]
-    _turn: asyncio.Lock | None = None
+    def __init__(self, call_store: Callable[..., Awaitable[Any]], execute: Execute, max_running: Callable[[], int]) -> None:
+        self._call_store = call_store
+        self._execute = execute
+        self._max_running = max_running
+        self._places = LinePlaces(max_running)
+        self._owners: dict[str, _OwnersLines] = {}
 
     async def run(self, record: BatchRecord) -> None:
         """Run every line of a batch that has not ended yet. When cancelled, what is running is aborted and stays to be run."""
-        if self._turn is None:
-            self._turn = asyncio.Lock()
-        async with self._turn:
-            saver = _Saver(self.call_store)
-            saving = asyncio.create_task(saver.run())
-            running: set[asyncio.Task[None]] = set()
+        saver = _Saver(self._call_store)
+        saving = asyncio.create_task(saver.run())
+        owner = self._owners.setdefault(record.owner, _OwnersLines())
+        owner.num_batches += 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._begin_lines(record, owner, saver, group)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            owner.num_batches -= 1
+            if not owner.num_batches:
+                del self._owners[record.owner]
+            saver.finish()
             try:
-                async for line in self._lines(record):
-                    while len(running) >= max(1, self.max_running()):
-                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                        _raise_failures(done)
-                    _raise_failures([saving] if saving.done() else [])
-                    running.add(asyncio.create_task(self._run_line(record, line, saver)))
-                if running:
-                    _raise_failures((await asyncio.wait(running))[0])
-                running = set()
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-                saver.finish()
                 await asyncio.shield(saving)
+            except asyncio.CancelledError:
+                await asyncio.gather(saving, return_exceptions=True)  # what has ended is saved all the same
+                raise
 
-    async def _lines(self, record: BatchRecord) -> AsyncIterator[TodoLine]:
+    async def _begin_lines(self, record: BatchRecord, owner: _OwnersLines, saver: _Saver, group: asyncio.TaskGroup) -> None:
         after = -1
-        while lines := await self.call_store(BatchStore.todo, record.id, after, 256):
-            for line in lines:
-                yield line
-            after = lines[-1].n
+        async with owner.turn:
+            while lines := await self._call_store(BatchStore.todo, record.id, after, 256):
+                for line in lines:
+                    await owner.begin(max(1, self._max_running()))
+                    task = group.create_task(self._run_line(record, line, saver))
+                    task.add_done_callback(lambda _task: owner.end())
+                after = lines[-1].n
 
     async def _run_line(self, record: BatchRecord, line: TodoLine, saver: _Saver) -> None:
-        body = body_of(await self.call_store(BatchStore.read_line, record.input_file_id, line))
+        async def run() -> Ready:
+            async with self._places.place(record.owner):
+                return await self._execute(record, body_of(await self._call_store(_read, record.input_file_id, line)))
 
         async def count_try() -> int:
-            return await self.call_store(BatchStore.count_try, record.id, line.n)
+            return await self._call_store(BatchStore.count_try, record.id, line.n)
 
-        answer = await run_body(self.execute, record, line.custom_id, body, count_try)
-        is_success = answer.status == 200
-
-        def result() -> LineResult:
-            usage = usage_of(answer.body) if is_success else NO_USAGE
-            return LineResult(record.id, line.n, is_success, answer_line(line.custom_id, answer), usage)
-
+        name = f"{line.custom_id[:100]!r} of {record.id}"
+        answer = await run_body(run, name, count_try)
         is_large = len(answer.body or b"") > LARGE_BYTES
-        saver.add(await asyncio.to_thread(result) if is_large else result())
+        end = (
+            await asyncio.to_thread(line_end, line.custom_id, answer, name)
+            if is_large
+            else line_end(line.custom_id, answer, name)
+        )
+        saver.add(LineResult(record.id, line.n, *end))
 
 
-def _raise_failures(tasks: Any) -> None:
-    for task in tasks:
-        if not task.cancelled() and task.exception() is not None:
-            raise task.exception()
+def _read(store: BatchStore, file_id: str, line: TodoLine) -> bytes:
+    """Return the bytes of a line. Raises ApiError for this line alone: the disk may have room, and the other lines."""
+    try:
+        return store.read_line(file_id, line)
+    except OSError as error:
+        logger.warning("the line %d of %s cannot be read: %s", line.n, file_id, error)
+        raise ApiError(500, "the line could not be read from the input file", code=LINE_UNREADABLE) from None
 
 
 class _Saver:
@@ -204,9 +266,12 @@ class _Saver:
         self._pending: deque[LineResult] = deque()
         self._wake = asyncio.Event()
         self._is_finished = False
+        self._failure: BaseException | None = None
 
     def add(self, result: LineResult) -> None:
-        """Take a result in; it is on the disk within 50 ms, or run ends with the error."""
+        """Take a result in; it is on the disk within 50 ms, or run ends with the error, which the next call raises, too."""
+        if self._failure is not None:
+            raise self._failure
         self._pending.append(result)
         self._wake.set()
 
@@ -217,11 +282,15 @@ class _Saver:
 
     async def run(self) -> None:
         """Save until finish is called and nothing is left."""
-        while not self._is_finished or self._pending:
-            await self._wake.wait()
-            self._wake.clear()
-            if len(self._pending) < COMMIT_SIZE and not self._is_finished:
-                await asyncio.sleep(COMMIT_INTERVAL_S)
-            while self._pending:
-                group = [self._pending.popleft() for _ in range(min(COMMIT_SIZE, len(self._pending)))]
-                await self._call_store(BatchStore.save_results, group)
+        try:
+            while not self._is_finished or self._pending:
+                await self._wake.wait()
+                self._wake.clear()
+                if len(self._pending) < COMMIT_SIZE and not self._is_finished:
+                    await asyncio.sleep(COMMIT_INTERVAL_S)
+                while self._pending:
+                    group = [self._pending.popleft() for _ in range(min(COMMIT_SIZE, len(self._pending)))]
+                    await self._call_store(BatchStore.save_results, group)
+        except BaseException as error:
+            self._failure = error
+            raise

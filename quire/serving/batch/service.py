@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 from quire.base.logging import get_logger
-from quire.serving.batch.lines import CheckBody, validate
+from quire.serving.batch.ending import end_batch
+from quire.serving.batch.lines import CheckBody, Validation, validate
 from quire.serving.batch.records import (
     BATCH_LIFETIME_S,
     ENDED,
@@ -19,11 +21,10 @@ from quire.serving.batch.records import (
     FileRecord,
     StoredAmount,
     new_id,
-    output_file_id,
 )
 from quire.serving.batch.room import StorageRoom, no_batch_room, no_room
-from quire.serving.batch.runner import BatchRunner, Execute, error_line
-from quire.serving.batch.store import BatchStore, LineResult
+from quire.serving.batch.runner import BatchRunner, Execute
+from quire.serving.batch.store import BatchStore
 from quire.serving.errors import ApiError, invalid, not_found
 from quire.serving.store_thread import StoreThread
 
@@ -68,6 +69,7 @@ class BatchService:
         self._report_lines = report_lines
         self._max_batches_of = max_batches_of
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._validating: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -269,6 +271,9 @@ class BatchService:
                 logger.warning("batch %s waits: %s", batch_id, error.message)
             except Exception:
                 logger.exception("batch %s failed; it is tried again", batch_id)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # a failure on the way out hides it
+                return
             await asyncio.sleep(CHECK_INTERVAL_S / 12)
 
     async def _advance(self, batch_id: str) -> None:
@@ -284,22 +289,29 @@ class BatchService:
             record = await self.call_store(
                 BatchStore.change_batch, batch_id, status="finalizing", finalizing_at=int(time.time()), end_status=end_status
             )
-        await self._finalize(record, record.end_status or ("cancelled" if record.status == "cancelling" else "completed"))
+        end_status = record.end_status or ("cancelled" if record.status == "cancelling" else "completed")
+        await end_batch(self.call_store, self._write_parts, record, end_status)
 
     async def _validate(self, record: BatchRecord) -> BatchRecord | None:
-        def read(store: BatchStore) -> BatchRecord | None:
-            try:
-                with store.path_of(record.input_file_id).open("rb") as file:
-                    found = validate(file, (record.endpoint,), self._check_body)
-            except FileNotFoundError:
-                store.fail_batch(record.id, [BatchErrorItem("file_not_found", "the content of the input file is gone")])
-                return None
-            if found.errors:
-                store.fail_batch(record.id, found.errors)
-                return None
-            return store.start_batch(record.id, found.spans)
+        """Read the whole input, of an owner one at a time and beside the store's thread, which others wait for."""
+        path = self._thread.store.path_of(record.input_file_id)
 
-        return await self.call_store(read)
+        def read() -> Validation:
+            try:
+                with path.open("rb") as file:
+                    return validate(file, (record.endpoint,), self._check_body)
+            except FileNotFoundError:
+                return Validation([], [BatchErrorItem("file_not_found", "the content of the input file is gone")])
+            except OSError as error:
+                raise storage_failed(error) from error
+
+        turn = self._validating.setdefault(record.owner, asyncio.Lock())
+        async with turn:
+            found = await asyncio.to_thread(read)
+        if found.errors:
+            await self.call_store(BatchStore.fail_batch, record.id, found.errors)
+            return None
+        return await self.call_store(BatchStore.start_batch, record.id, found.spans)
 
     async def _run(self, record: BatchRecord) -> BatchStatus:
         """Run the lines that are left; return what the batch becomes."""
@@ -310,10 +322,6 @@ class BatchService:
         except TimeoutError:
             return "expired"
         return "completed"
-
-    async def _finalize(self, record: BatchRecord, end_status: BatchStatus) -> None:
-        await self.call_store(finalize, record, end_status)
-        logger.info("batch %s is %s", record.id, end_status)
 
     async def _keep_house(self) -> None:
         next_tidy_s = time.monotonic() + CHECK_INTERVAL_S
@@ -327,43 +335,6 @@ class BatchService:
                     await self.call_store(BatchStore.tidy, time.time())
             except ApiError as error:
                 logger.warning("the batch store could not be tidied: %s", error.message)
-
-
-def finalize(store: BatchStore, record: BatchRecord, end_status: BatchStatus) -> BatchRecord:
-    """Write the output files of a batch and end it. What was interrupted is done again under the same names."""
-    if end_status in ("expired", "cancelled"):
-        code = f"batch_{end_status}"
-        message = {"expired": "the batch expired before this line ran", "cancelled": "the batch was cancelled"}[end_status]
-        lines = store.todo(record.id, after=-1, limit=1 << 31)
-        store.save_results([LineResult(record.id, line.n, False, error_line(line.custom_id, code, message)) for line in lines])
-    now = int(time.time())
-    outputs: dict[str, str] = {}
-    files: list[FileRecord] = []
-    for field, is_success in (("output_file_id", True), ("error_file_id", False)):
-        if not store.has_results(record.id, is_success):
-            continue
-        # The id follows from the batch's, so that a second attempt writes the same file.
-        file_id = output_file_id(record.id, is_success)
-        num_bytes = 0
-        with store.writing(file_id) as file:
-            for result in store.iter_results(record.id, is_success):
-                num_bytes += file.write(result + b"\n")
-        lifetime_s = record.output_expires_after_s or BATCH_LIFETIME_S
-        outputs[field] = file_id
-        files.append(
-            FileRecord(
-                id=file_id,
-                owner=record.owner,
-                purpose="batch_output",
-                filename=f"{record.id}_{'output' if is_success else 'error'}.jsonl",
-                num_bytes=num_bytes,
-                created_at=now,
-                expires_at=now + lifetime_s,
-                status="processed",
-            )
-        )
-    changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
-    return store.end_batch(record.id, files, changes)
 
 
 def _leave(manager: Any, error: BaseException | None) -> None:

@@ -322,15 +322,23 @@ class BatchStore:
         found = dict(self._db.execute("SELECT state, COUNT(*) FROM line GROUP BY state").fetchall())
         return {name: found.get(state, 0) for name, state in (("todo", TODO), ("completed", SUCCEEDED), ("failed", FAILED))}
 
-    def iter_results(self, batch_id: str, is_success: bool) -> Iterator[bytes]:
-        """Yield the results of a batch in the order of its lines."""
+    def results(self, batch_id: str, is_success: bool, after: int, num_bytes: int) -> list[tuple[int, bytes]]:
+        """Return (number, result) of the next lines that have ended so, those above `after` in order, up to about num_bytes."""
         state = SUCCEEDED if is_success else FAILED
-        rows = self._db.execute("SELECT result FROM line WHERE batch_id=? AND state=? ORDER BY n", (batch_id, state))
-        return (blob for (blob,) in rows)
+        rows = self._db.execute(
+            "SELECT n, result FROM line WHERE batch_id=? AND state=? AND n>? ORDER BY n", (batch_id, state, after)
+        )
+        found: list[tuple[int, bytes]] = []
+        for n, result in rows:
+            found.append((n, result))
+            num_bytes -= len(result)
+            if num_bytes <= 0:
+                break
+        return found
 
     def has_results(self, batch_id: str, is_success: bool) -> bool:
         """Whether any line has ended so."""
-        return next(self.iter_results(batch_id, is_success), None) is not None
+        return bool(self.results(batch_id, is_success, after=-1, num_bytes=1))
 
     def end_batch(self, batch_id: str, outputs: Sequence[FileRecord], changes: dict[str, Any]) -> BatchRecord:
         """Enter the files of a batch and end it, all or nothing. Its lines are in the files now, and go."""

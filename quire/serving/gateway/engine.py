@@ -43,6 +43,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def last_error(self) -> str | None:
+        """Return why the engine ended the last time, in full."""
+        ...
+
+    @property
     def info(self) -> EngineInfo | None: ...
 
     @property

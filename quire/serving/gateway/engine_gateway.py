@@ -20,6 +20,7 @@ from quire.serving.interfaces import AbortReason, Job
 from quire.serving.link.messages import StepOutputs
 from quire.serving.link.supervisor import EngineState
 from quire.serving.metrics.server_metrics import ServerMetrics
+from quire.serving.shown_error import show_error
 
 _FED_AHEAD_SHARE = 8
 """One sequence in so many is in the engine beyond those it runs, so that it never starves while news of a step travel here."""
@@ -274,7 +275,9 @@ class EngineGateway:
 
     def _unavailable(self) -> ApiError:
         said = {"starting": "is being started", "restarting": "ended and is being started again", "closed": "is shut down"}
-        return engine_unavailable(f"the engine {said.get(self._engine.state, 'has failed')}")
+        why = self._engine.last_error if self._engine.state in ("restarting", "failed") else None
+        reason = "" if why is None else f" ({show_error(why)})"
+        return engine_unavailable(f"the engine {said.get(self._engine.state, 'has failed')}{reason}")
 
     def _dispatch(self) -> None:
         """Give the engine what it has room for. Submitting may call back here."""

@@ -14,6 +14,7 @@ from quire.serving.gateway.engine import Subscription
 from quire.serving.interfaces import NOT_BY_CLIENT, AbortReason, Job, Taker
 from quire.serving.link.messages import ChoiceDelta, RequestDelta
 from quire.serving.metrics.request_record import RequestRecord
+from quire.serving.shown_error import show_error
 
 logger = get_logger(__name__)
 
@@ -188,5 +189,5 @@ def error_of(delta: RequestDelta) -> ApiError | None:
         return None
     if delta.is_refused:
         return from_quire_error(RequestError(delta.error, delta.error_param))
-    logger.warning("request %s failed in a step: %s", delta.request_id, delta.error)  # not for everybody's eyes
-    return ApiError(500, "the engine failed in a step with this request; its log says why", code="engine_error")
+    logger.warning("request %s failed in a step: %s", delta.request_id, delta.error)  # in full, not for everybody's eyes
+    return ApiError(500, f"the engine failed on this request: {show_error(delta.error)}", code="engine_error")

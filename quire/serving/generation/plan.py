@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from quire.contracts.request import Request
+from quire.serving.generation.long_prompts import write_ids
 from quire.text.parsing.tools import Tool
 from quire.text.tokenizer import Tokenizer
 
@@ -49,6 +52,7 @@ class GenerationPlan:
     echoes_prompt         echo_text is the prompt: it comes as a PromptEcho
     wants_tokens          TokensDelta events are wanted
     wants_start           a GenerationStart is wanted
+    prompt_ids            the tokens of the prompt as JSON, where they are to be told
     """
 
     request: Request
@@ -65,6 +69,11 @@ class GenerationPlan:
     echoes_prompt: bool = False
     wants_tokens: bool = False
     wants_start: bool = False
+    prompt_ids: bytes | None = None
+
+    def told_prompt_ids(self) -> Any:
+        """Return the tokens of the prompt, encoded."""
+        return msgspec.Raw(write_ids(self.request.prompt_token_ids) if self.prompt_ids is None else self.prompt_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -107,6 +116,7 @@ class GenerationOptions:
     salt      of the request, on top of the owner's
     room_param  the field that states max_tokens, where that many have to fit behind the prompt; None: they are cut to what the
                 context has left
+    tells_prompt_ids  the answer has the tokens of the prompt
     """
 
     sampling: Mapping[str, Any]
@@ -117,3 +127,4 @@ class GenerationOptions:
     wants_tokens: bool = False
     wants_start: bool = False
     is_streaming: bool = False
+    tells_prompt_ids: bool = False

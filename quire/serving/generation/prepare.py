@@ -16,6 +16,7 @@ from quire.base.errors import RequestError
 from quire.contracts.request import check_prompt_length
 from quire.contracts.sampling_params import SamplingParams
 from quire.serving.generation.constraints import chat_constraint
+from quire.serving.generation.long_prompts import pack_prompt, write_ids
 from quire.serving.generation.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
 from quire.serving.generation.reasoning_effort import reasoning_variables
 from quire.serving.generation.sampling import make_sampling
@@ -57,7 +58,7 @@ def prepare_chat(
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
     return GenerationPlan(
-        request=served.factory.make(request_id, served.next_index(), prompt, params),
+        request=pack_prompt(served.factory.make(request_id, served.next_index(), prompt, params)),
         tokenizer=served.tokenizer,
         num_choices=num_choices,
         is_copied=is_copied,
@@ -68,6 +69,7 @@ def prepare_chat(
         hides_special_tokens=hides_special,
         echo_text=echo,
         wants_tokens=options.wants_tokens,
+        prompt_ids=write_ids(token_ids) if options.tells_prompt_ids else None,
         wants_start=options.wants_start,
     )
 
@@ -112,7 +114,7 @@ def prepare_prompts(
         _check_entries(params, len(token_ids), options)
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
         with renamed("prompt_token_ids", "prompt"):
-            request = served.factory.make(request_id, served.next_index(), stated, params)
+            request = pack_prompt(served.factory.make(request_id, served.next_index(), stated, params))
         echo = ""
         if options.echo:
             echo = text if text is not None else need_tokenizer(served).decode(token_ids, skip_special_tokens=False)
@@ -129,6 +131,7 @@ def prepare_prompts(
                 echo_text=echo,
                 echoes_prompt=options.echo,
                 wants_tokens=options.wants_tokens,
+                prompt_ids=write_ids(token_ids) if options.tells_prompt_ids else None,
             )
         )
     return plans

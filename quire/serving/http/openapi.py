@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.serving.endpoint import Endpoint, header
+from quire.serving.errors import MAX_RETRY_AFTER_S, OVERLOADED_STATUS
 
-_ERROR_STATUSES = ("400", "401", "403", "404", "408", "409", "413", "415", "429", "500", "503", "504")
 _REF = "#/components/schemas/{name}"
+_ERROR_STATUSES = (400, 401, 403, 404, 408, 429, 431, 500, 503, 504)
+_BODY_STATUSES = (413, 415)
+_RETRIED_STATUSES = (429, 503, OVERLOADED_STATUS)
+_ERRORS = {
+    400: "The request is not valid; the error names the field.",
+    401: "A key is missing, or unknown.",
+    403: "The page, or the name of the host, may not ask.",
+    404: "What the request names is not there.",
+    408: "The request did not arrive in time, or its deadline passed in the queue.",
+    413: "The body, or a part of it, is too large.",
+    415: "The body is of another type.",
+    429: "The key is over its share or its rate.",
+    431: "The headers are too large.",
+    500: "The server, or its engine, failed on this request.",
+    503: "The server has no room, or no engine, now.",
+    504: "The deadline passed while the request ran.",
+    OVERLOADED_STATUS: "The queue is full.",
+}
 
 
-def body_schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[type, dict[str, Any]], dict[str, Any]]:
-    """Return the schema of each body type, and the components that they refer to."""
-    types = list({endpoint.body: None for endpoint in endpoints if endpoint.body is not None})
+def schemas_of(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
+    """Return the schema of each type of a body or an answer, and the components that they refer to."""
+    found = [
+        kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer, *endpoint.other_answers.values()) if kind
+    ]
+    types = list(dict.fromkeys(found))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     return dict(zip(types, schemas, strict=True)), components
 
 
-def describe(endpoint: Endpoint, schemas: dict[type, dict[str, Any]]) -> dict[str, Any]:
+def describe(endpoint: Endpoint, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     """Return the operation of one endpoint, as openapi_extra."""
-    media = {endpoint.success_media_type: {}}
-    if endpoint.success_media_type == "application/json":
-        media = {"application/json": {"schema": {"type": "object"}}}
+    has_body = endpoint.body is not None or endpoint.request_body is not None
+    statuses = [
+        *_ERROR_STATUSES,
+        *(_BODY_STATUSES if has_body else ()),
+        *((OVERLOADED_STATUS,) if endpoint.is_anthropic else ()),
+    ]
+    responses = {str(status): _error(endpoint, status) for status in sorted(statuses)}
+    for status, kind in endpoint.other_answers.items():
+        responses[str(status)] = _other(responses.get(str(status)), None if kind is None else schemas[kind])
     operation: dict[str, Any] = {
-        "responses": {
-            "200": {"description": "Success", "content": media},
-            **{
-                status: {"description": "Error", "content": {"application/json": {"schema": _error_schema(endpoint)}}}
-                for status in _ERROR_STATUSES
-            },
-        },
+        "responses": {"200": {"description": "Success", "content": _success(endpoint, schemas)}, **responses},
         "parameters": [*_path_parameters(endpoint.path), *endpoint.query, *endpoint.headers, _REQUEST_ID],
     }
     if not endpoint.is_open:
@@ -44,10 +65,39 @@ def describe(endpoint: Endpoint, schemas: dict[type, dict[str, Any]]) -> dict[st
     return operation
 
 
+def _success(endpoint: Endpoint, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if endpoint.answer is not None:
+        content["application/json"] = {"schema": schemas[endpoint.answer]}
+    if endpoint.success_media_type is not None:
+        content[endpoint.success_media_type] = {}
+    if endpoint.is_streaming:
+        content["text/event-stream"] = {"schema": _EVENTS}
+    return content
+
+
+def _error(endpoint: Endpoint, status: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "description": _ERRORS[status],
+        "content": {"application/json": {"schema": _error_schema(endpoint)}},
+    }
+    return {**found, "headers": _RETRY_HEADERS} if status in _RETRIED_STATUSES else found
+
+
+def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the description of an answer whose status may also be an error's."""
+    if schema is None:
+        return {"description": "Nothing has changed."}
+    if error is None:
+        return {"description": "An answer, too.", "content": {"application/json": {"schema": schema}}}
+    of_error = error["content"]["application/json"]["schema"]
+    return {**error, "content": {"application/json": {"schema": {"anyOf": [schema, of_error]}}}}
+
+
 def document(title: str, version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """Return the whole OpenAPI 3.1 document."""
     listed = list(endpoints)
-    schemas, components = body_schemas(listed)
+    schemas, components = schemas_of(listed)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in listed:
         operation = describe(endpoint, schemas)
@@ -81,6 +131,22 @@ def _error_schema(endpoint: Endpoint) -> dict[str, str]:
     return {"$ref": _REF.format(name="AnthropicError" if endpoint.is_anthropic else "OpenAIError")}
 
 
+# Of one event, as its lines come: tools for OpenAPI take the schema of a stream so.
+_EVENTS = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {"type": "string", "description": "JSON; in streams of the OpenAI API [DONE] at the end."},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+    },
+    "description": "A server-sent event. An error is an event of its own; lines that begin with a colon are comments.",
+}
+_SECONDS = {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S}
+_RETRY_HEADERS = {
+    "retry-after": {"description": "Seconds until when to come back.", "schema": _SECONDS},
+    "retry-after-ms": {"description": "The same in milliseconds.", "schema": {"type": "integer", "minimum": 1000}},
+}
 _REQUEST_ID = header("x-request-id", {"type": "string"}, "A name of the client's own, told back in x-client-request-id.")
 _NULLABLE = {"type": ["string", "null"]}
 _OPENAI_ERROR = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,24 +14,50 @@ from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.errors import invalid
 from quire.serving.http.openapi import document
+from quire.serving.shown_error import show_error
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Ready:
     return Ready(msgspec.json.encode(body), status, headers or {})
 
 
+class Health(msgspec.Struct):
+    """Whether the engine lives. error: why it ended the last time, left out for those who may not know."""
+
+    status: Literal["ok", "unhealthy"]
+    phase: str
+    engine: str
+    heartbeat_age_s: float | None
+    error: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Readiness(msgspec.Struct, omit_defaults=True):
+    """Whether requests are taken; if not, why."""
+
+    status: Literal["ready", "not ready"]
+    reason: str | None = None
+
+
+class Version(msgspec.Struct):
+    """Of quire."""
+
+    version: str
+
+
 async def health(context: ServerContext, call: Call) -> Answer:
     """Whether the engine lives and moves; where it does not, and to those with a key, in the engine's own words."""
     client = context.client
     is_alive = client.state == "ready" and client.heartbeat_age_s < context.config.watchdog_timeout_s
-    body = {
-        "status": "ok" if is_alive else "unhealthy",
-        "phase": context.phase,
-        "engine": client.state,
-        "heartbeat_age_s": round(client.heartbeat_age_s, 3),
-    }
+    age_s = client.heartbeat_age_s
+    body = Health(
+        status="ok" if is_alive else "unhealthy",
+        phase=context.phase,
+        engine=client.state,
+        heartbeat_age_s=round(age_s, 3) if math.isfinite(age_s) else None,
+    )
     if context.authenticator.knows(call.request.headers):
-        body["error"] = context.failure or client.last_error
+        error = context.failure or client.last_error
+        body.error = None if error is None else show_error(error)
     return _json(body, 200 if is_alive else 503)
 
 
@@ -37,14 +65,14 @@ async def ready(context: ServerContext, call: Call) -> Answer:
     """Whether new requests would be taken: for load balancers."""
     is_ready = context.phase == "serving" and context.client.state == "ready" and context.served is not None
     if is_ready:
-        return _json({"status": "ready"})
+        return _json(Readiness("ready"))
     reason = context.phase if context.phase != "serving" else f"engine {context.client.state}"
-    return _json({"status": "not ready", "reason": reason}, 503, {"retry-after": "1"})
+    return _json(Readiness("not ready", reason), 503, {"retry-after": "1"})
 
 
 async def version(context: ServerContext, call: Call) -> Answer:
     """The version of quire."""
-    return _json({"version": quire.__version__})
+    return _json(Version(quire.__version__))
 
 
 async def metrics(context: ServerContext, call: Call) -> Answer:
@@ -60,9 +88,27 @@ def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tu
     """Return the endpoints of this module; the OpenAPI description covers `others` too."""
     compat = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
     found = [
-        Endpoint(method="GET", path="/health", handler=health, summary="Whether the engine lives", tag="system", is_open=True),
-        Endpoint(method="GET", path="/ready", handler=ready, summary="Whether requests are taken", tag="system", is_open=True),
-        Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system"),
+        Endpoint(
+            method="GET",
+            path="/health",
+            handler=health,
+            summary="Whether the engine lives",
+            tag="system",
+            answer=Health,
+            other_answers={503: Health},
+            is_open=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/ready",
+            handler=ready,
+            summary="Whether requests are taken",
+            tag="system",
+            answer=Readiness,
+            other_answers={503: Readiness},
+            is_open=True,
+        ),
+        Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
     ]
     if is_metrics_enabled:
         found.append(
@@ -86,7 +132,14 @@ def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tu
         return Ready(description[0])
 
     found.append(
-        Endpoint(method="GET", path="/openapi.json", handler=openapi, summary="The description of this API", tag="system")
+        Endpoint(
+            method="GET",
+            path="/openapi.json",
+            handler=openapi,
+            summary="The description of this API",
+            tag="system",
+            answer=dict[str, Any],
+        )
     )
     listed = (*others, *found)
     return tuple(found)

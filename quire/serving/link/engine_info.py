@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.serving.link.messages import EngineInfo
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import ModelSpec
+from quire.serving.link.messages import AttentionKind, EngineInfo
 
 if TYPE_CHECKING:  # it loads torch, which only the engine's process needs
     from quire.engine.llm_engine import LLMEngine
@@ -40,9 +44,19 @@ def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
         weight_bytes=report.active_weight_bytes,
         kv_bytes_per_token=report.memory.kv.bytes_per_token,
         kv_cache_dtype=report.memory.kv.dtype,
-        num_query_elements=sum(layer.attention.num_heads * layer.attention.head_dim for layer in report.spec.layers),
+        attention=_attention_kinds(report.spec, report.memory.kv, engine.windows),
         peak_bytes_per_s=bytes_per_s,
         peak_flops_per_s=flops_per_s,
         load_time_s=load_time_s,
         pid=os.getpid(),
     )
+
+
+def _attention_kinds(spec: ModelSpec, kv: KvSpec, windows: Sequence[int | None]) -> list[AttentionKind]:
+    found: list[AttentionKind] = []
+    for window in windows:
+        places = [place for place, layer in enumerate(spec.layers) if layer.attention.window == window]
+        cached = replace(kv, layer_shapes=tuple(kv.layer_shapes[place] for place in places))
+        heads = [spec.layers[place].attention for place in places]
+        found.append(AttentionKind(window, cached.bytes_per_token, sum(one.num_heads * one.head_dim for one in heads)))
+    return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from quire.base.errors import QuireError, RequestError, UnsupportedError
+from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.serving.link.deltas import DeltaWriter
 from quire.serving.link.framing import MessageError
@@ -186,7 +186,7 @@ class EngineLoop:
             duration_s=record.duration_s,
             num_prefill_tokens=num_prefill,
             num_decode_tokens=sum([num_tokens for _, _, num_tokens, _ in shares]) - num_prefill,
-            num_context_tokens=record.num_context_tokens,
+            attended=[tuple(counts) for counts in record.attended],
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_free_blocks=scheduler.kv.pool.num_free,
@@ -209,4 +209,4 @@ class EngineLoop:
 
 
 def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"

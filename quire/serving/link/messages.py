@@ -82,7 +82,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
                     raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
                 params[name] = value
         try:
-            token_ids = array(_TOKEN_ID, request.prompt_token_ids).tobytes()
+            token_ids = request.prompt_token_ids
+            token_ids = (token_ids if isinstance(token_ids, array) else array(_TOKEN_ID, token_ids)).tobytes()
         except OverflowError:
             raise RequestError("token ids must be within 32 bits", "prompt_token_ids") from None
         return cls(
@@ -156,6 +157,19 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol_version: int
 
 
+class AttentionKind(msgspec.Struct, frozen=True):
+    """The layers of one window together.
+
+    window              a token attends to itself and the window - 1 tokens before it; None: to all before it
+    kv_bytes_per_token  bytes of keys and values of one cached token
+    num_query_elements  of the queries of one token, all heads
+    """
+
+    window: int | None
+    kv_bytes_per_token: int
+    num_query_elements: int
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the HTTP process has to know of the loaded model and engine, so that it never loads torch.
 
@@ -165,7 +179,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes             bytes of the weights that one token reads, as they are run
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
     kv_cache_dtype           of the keys and values: the model's dtype, "int8" or "fp8"
-    num_query_elements       of the queries of one token, all heads and layers
+    attention                the layers by their windows
     peak_bytes_per_s         what the machine reads, and peak_flops_per_s its operations, measured at the start; None: unknown
     load_time_s              seconds that loading took
     """
@@ -194,7 +208,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_token: int
     kv_cache_dtype: str
-    num_query_elements: int
+    attention: list[AttentionKind]
     load_time_s: float
     pid: int
     peak_bytes_per_s: float | None = None
@@ -295,8 +309,8 @@ class StepPart(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One step, and where the engine stands after it. Counts named `total` grow from the start of the engine.
 
-    num_context_tokens  tokens in the cache that the step's sequences attended to, those of the step included, summed: for
-                        bytes read and FLOPs
+    attended            (tokens in the cache that were read, pairs of a new token and one that it attends to), summed over the
+                        step's sequences, for each AttentionKind: for bytes read and FLOPs
     num_free_blocks     blocks that nothing uses, those that hold a reusable prefix (num_cached_blocks) among them
     parts               the first MAX_STEP_PARTS, and all that are prefill
     total_drafts        times that drafted tokens were verified; total_accepted_per_pos: by position in their draft
@@ -307,7 +321,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     duration_s: float
     num_prefill_tokens: int
     num_decode_tokens: int
-    num_context_tokens: int
+    attended: list[tuple[int, int]]
     num_running: int
     num_waiting: int
     num_free_blocks: int

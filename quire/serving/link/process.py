@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from quire.base.collector import collect_seldom
-from quire.base.errors import ConfigError, ModelFormatError, QuireError, UnsupportedError
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger, setup_logging
 from quire.base.threads import prefer_short_spins
 from quire.contracts.config import EngineConfig
@@ -129,8 +129,7 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             logger.debug("%s", error)  # meant for the user: the server says it
         else:
             logger.exception("the engine failed")
-        message = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-        port.send(Failed(type(error).__name__, message, is_config))
+        port.send(Failed(type(error).__name__, str(error), is_config))
         return EXIT_FAILED
     finally:
         if engine is not None:

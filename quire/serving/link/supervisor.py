@@ -20,6 +20,7 @@ from quire.serving.link.engine_process import ENGINE_COMMAND, EngineProcess
 from quire.serving.link.framing import Received
 from quire.serving.link.messages import PROTOCOL_VERSION, Failed, FromEngine, Hello, Ready, Stop
 from quire.serving.link.watchdog import RestartPolicy, Watchdog
+from quire.serving.shown_error import show_error
 
 logger = get_logger(__name__)
 
@@ -87,7 +88,7 @@ class EngineEvents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How an engine ended: `reason` for clients, without internals; `error` for the operator."""
+    """How an engine ended: `reason` for clients, without what is not for them; `error` for the operator."""
 
     reason: str
     error: str
@@ -201,8 +202,8 @@ class Supervisor:
     def _find_end(self, engine: EngineProcess) -> _End | None:
         if self._failed is not None:
             failed = self._failed
-            reason = failed.message if failed.is_config else failed.kind
-            return _End(reason, f"{failed.kind}: {failed.message}", failed.kind, failed.is_config)
+            text = f"{failed.kind}: {failed.message}"
+            return _End(show_error(text), text, failed.kind, failed.is_config)
         status, now = engine.describe_end(), time.monotonic()
         if status is not None:
             while_what = "" if self._watchdog is not None else " while it loaded the model"

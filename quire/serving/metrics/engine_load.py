@@ -21,25 +21,21 @@ class StepWork:
 
 
 def step_work(info: EngineInfo, report: StepReport) -> StepWork:
-    """Return what a step needed, rather too little than too much.
+    """Return what a step needed at least.
 
     flops          2 per active parameter and token; attention: 4 per element of the queries, of all heads, for each pair of a
-                   new token and a token it attends to, and of a prompt's pairs those that the report shows: one with each
-                   cached token, and those within its chunk
-    read_bytes     the active weights once, and the keys and values of every context once
+                   new token and a token it attends to, which a window limits
+    read_bytes     the active weights once, and the keys and values of every context once, as far as a window reaches
     written_bytes  keys and values of the new tokens
     """
     num_tokens = report.num_prefill_tokens + report.num_decode_tokens
     if num_tokens == 0:
         return StepWork(0.0, 0.0, 0.0)
-    pairs = report.num_context_tokens + sum(
-        part.num_tokens * (part.num_tokens - 1) // 2 for part in report.parts if part.is_prefill
-    )
-    return StepWork(
-        flops=2.0 * info.num_active_parameters * num_tokens + 4.0 * info.num_query_elements * pairs,
-        read_bytes=float(info.weight_bytes + info.kv_bytes_per_token * report.num_context_tokens),
-        written_bytes=float(info.kv_bytes_per_token * num_tokens),
-    )
+    flops, read_bytes = 2.0 * info.num_active_parameters * num_tokens, float(info.weight_bytes)
+    for kind, (num_read, num_pairs) in zip(info.attention, report.attended, strict=True):
+        flops += 4.0 * kind.num_query_elements * num_pairs
+        read_bytes += kind.kv_bytes_per_token * num_read
+    return StepWork(flops, read_bytes, written_bytes=float(info.kv_bytes_per_token * num_tokens))
 
 
 class EngineLoad:

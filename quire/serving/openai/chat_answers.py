@@ -60,7 +60,7 @@ class ChatStreamEncoder:
         self._pending_ids: dict[int, list[int]] = {}
         self._extra = b""
         if shape.returns_token_ids:
-            self._extra = b'"prompt_token_ids":' + encode_json(plan.request.prompt_token_ids) + b","
+            self._extra = b'"prompt_token_ids":' + encode_json(plan.told_prompt_ids()) + b","
 
     def encode(self, events: Sequence[GenerationEvent]) -> bytes:
         """Return the chunks for some events, b"" for none; with UsageEnd the end of the stream."""
@@ -218,7 +218,7 @@ class ChatFold:
             system_fingerprint=head.fingerprint,
             service_tier=head.service_tier,
             prompt_logprobs=None if self._prompt is None else self._write_prompt(self._prompt),
-            prompt_token_ids=list(self._plan.request.prompt_token_ids) if returns_ids else None,
+            prompt_token_ids=self._plan.told_prompt_ids() if returns_ids else None,
         )
         return encode_json(answer)
 

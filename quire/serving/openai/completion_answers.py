@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
 from quire.serving.errors import ApiError
@@ -112,8 +113,8 @@ class CompletionStreamEncoder:
         return self._writer.chunk(encode_json(choice))
 
 
-def _prompt_ids(plans: Sequence[GenerationPlan], choice: int) -> list[int]:
-    return list(plans[choice // plans[0].num_choices].request.prompt_token_ids)
+def _prompt_ids(plans: Sequence[GenerationPlan], choice: int) -> Any:
+    return plans[choice // plans[0].num_choices].told_prompt_ids()
 
 
 @dataclass(slots=True)

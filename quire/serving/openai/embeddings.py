@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from quire.api.openai.answers import Embedding, Embeddings, PromptUsage
+from quire.api.openai.answers import Embedding, EncodedEmbeddings, PromptUsage
 from quire.api.openai.embeddings import MAX_INPUT_TOKENS, MAX_INPUTS, EmbeddingRequest, split_prompts
 from quire.base.errors import RequestError
 from quire.contracts.pooling_params import PoolingParams
@@ -21,6 +21,7 @@ from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
 from quire.serving.errors import engine_unavailable
 from quire.serving.generation.caller import Caller
+from quire.serving.generation.long_prompts import pack_prompt
 from quire.serving.generation.prepare import check_ids, encode_prompt, renamed, salt_of
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import NOT_BY_CLIENT, Gateway, Job, Owner
@@ -71,7 +72,7 @@ def prepare_embeddings(served: ServedModel, body: EmbeddingRequest, owner: Owner
             raise RequestError(f"input: may have {MAX_INPUT_TOKENS} tokens in total; send several requests", "input")
         stated = {"prompt_token_ids": token_ids, "cache_salt": salt}
         with renamed("prompt_token_ids", "input"):
-            requests.append(served.factory.make(f"{prefix}-{position}", served.next_index(), stated, params))
+            requests.append(pack_prompt(served.factory.make(f"{prefix}-{position}", served.next_index(), stated, params)))
     return requests
 
 
@@ -111,7 +112,7 @@ async def _encode(served: ServedModel, body: EmbeddingRequest, vectors: Sequence
         if num_since > FLOATS_PER_TURN:
             num_since = 0
             await asyncio.sleep(0)
-    return encode_json(Embeddings("list", data, served.name, PromptUsage(num_tokens, num_tokens)))
+    return encode_json(EncodedEmbeddings("list", data, served.name, PromptUsage(num_tokens, num_tokens)))
 
 
 def to_base64(vector: Sequence[float]) -> str:

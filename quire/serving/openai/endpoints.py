@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from quire.api.openai.answers import (
+    ChatCompletion,
+    Completion,
+    DetokenizeAnswer,
+    Embeddings,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+)
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
@@ -21,6 +30,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a conversation",
         tag="openai",
         body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        is_streaming=True,
         headers=JOB_HEADERS,
     ),
     Endpoint(
@@ -30,6 +41,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a text",
         tag="openai",
         body=CompletionRequest,
+        answer=Completion,
+        is_streaming=True,
         headers=JOB_HEADERS,
     ),
     Endpoint(
@@ -39,10 +52,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Turn texts into vectors",
         tag="openai",
         body=EmbeddingRequest,
+        answer=Embeddings,
         headers=JOB_HEADERS,
     ),
-    Endpoint(method="GET", path="/v1/models", handler=list_models, summary="List the models", tag="openai"),
-    Endpoint(method="GET", path="/v1/models/{model:path}", handler=get_model, summary="Describe a model", tag="openai"),
+    Endpoint(method="GET", path="/v1/models", handler=list_models, summary="List the models", tag="openai", answer=ModelList),
+    Endpoint(
+        method="GET",
+        path="/v1/models/{model:path}",
+        handler=get_model,
+        summary="Describe a model",
+        tag="openai",
+        answer=ModelCard,
+    ),
     Endpoint(
         method="POST",
         path="/tokenize",
@@ -50,6 +71,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Turn text into token ids",
         tag="tokens",
         body=TokenizeRequest,
+        answer=TokenizeAnswer,
     ),
     Endpoint(
         method="POST",
@@ -58,5 +80,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Turn token ids into text",
         tag="tokens",
         body=DetokenizeRequest,
+        answer=DetokenizeAnswer,
     ),
 )

@@ -123,6 +123,7 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
         echo=bool(body.echo),
         shows_reasoning=body.include_reasoning is not False,
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
+        tells_prompt_ids=bool(body.return_token_ids),
     )
 
 
@@ -138,6 +139,7 @@ def completion_options(body: CompletionRequest) -> GenerationOptions:
         salt=body.cache_salt or "",
         echo=bool(body.echo),
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
+        tells_prompt_ids=bool(body.return_token_ids),
         is_streaming=bool(body.stream),
     )
 

@@ -90,19 +90,32 @@ def page_endpoints(feed: EngineFeed) -> tuple[Endpoint, ...]:
         return Stream(feed.frames(int(hz), call.owner.is_admin, int(after)), ApiError.openai_event)
 
     files = tuple(
-        Endpoint(method="GET", path=file.path, handler=_sender_of(file), summary="The web page", tag="page", is_open=True)
+        Endpoint(
+            method="GET",
+            path=file.path,
+            handler=_sender_of(file),
+            summary="The web page",
+            tag="page",
+            other_answers={304: None},
+            is_open=True,
+            success_media_type=file.media_type.partition(";")[0],
+        )
         for file in read_static_files()
     )
     return (
         *files,
-        _guarded("/ui/events", get_events, "What the engine does, as server-sent events"),
-        _guarded("/ui/model", get_model_facts, "What the page needs of the model"),
-        _guarded("/ui/tokens", get_tokens, "The text and the bytes of tokens"),
+        _guarded("/ui/events", get_events, "What the engine does, as server-sent events", query=(_HZ,), is_streaming=True),
+        _guarded("/ui/model", get_model_facts, "What the page needs of the model", answer=ModelFacts),
+        _guarded("/ui/tokens", get_tokens, "The text and the bytes of tokens", query=(_IDS,), answer=list[TokenFacts]),
     )
 
 
-def _guarded(path: str, handler: Handler, summary: str) -> Endpoint:
-    return Endpoint(method="GET", path=path, handler=handler, summary=summary, tag="page")
+_HZ = {"name": "hz", "in": "query", "required": False, "schema": {"type": "integer", "enum": [SLOW_HZ, FAST_HZ]}}
+_IDS = {"name": "ids", "in": "query", "required": True, "schema": {"type": "string", "pattern": r"^[0-9]+(,[0-9]+)*$"}}
+
+
+def _guarded(path: str, handler: Handler, summary: str, **options: Any) -> Endpoint:
+    return Endpoint(method="GET", path=path, handler=handler, summary=summary, tag="page", **options)
 
 
 def _sender_of(file: StaticFile) -> Handler:

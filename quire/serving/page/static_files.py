@@ -51,13 +51,18 @@ class StaticFile:
         """Where the server has it."""
         return "/" if self.name == PAGE else f"/ui/{self.name}"
 
+    @property
+    def media_type(self) -> str:
+        """What it is."""
+        return MEDIA_TYPES[Path(self.name).suffix]
+
     def answer(self, if_none_match: str) -> Ready:
         """Return the file, or 304 where the client has it; if_none_match is that header, "" for none."""
         headers = {**HEADERS, "etag": self.etag}
         tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
         if self.etag in tags or "*" in tags:
             return Ready(None, 304, headers)
-        return Ready(self.body, headers=headers, media_type=MEDIA_TYPES[Path(self.name).suffix])
+        return Ready(self.body, headers=headers, media_type=self.media_type)
 
 
 def read_static_files(folder: Path = FOLDER) -> tuple[StaticFile, ...]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from quire.api.openai.responses import ResponsesRequest
-from quire.api.openai.responses_answers import Response
+from quire.api.openai.responses_answers import Event, Response, TextDone
 from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call
 from quire.serving.errors import ApiError, invalid
 from quire.serving.generation.caller import Caller
-from quire.serving.generation.events import GenerationEvent
 from quire.serving.generation.outlets import DirectFrames, Folding
 from quire.serving.generation.plan import GenerationPlan
 from quire.serving.generation.prepare import prepare_chat
@@ -44,16 +45,11 @@ class _Keeper:
     owner: str
     items: bytes
 
-    async def keep(self, response: Response) -> None:
-        """Store the response. Raises ApiError 503."""
+    async def keep(self, response: Response, body: bytes) -> None:
+        """Store the response; `body` is it, encoded. Raises ApiError 503."""
         if self.store is None:
             return
-        record = StoredResponse(
-            id=response.id,
-            previous_id=response.previous_response_id,
-            items=self.items,
-            body=encode_json(response),
-        )
+        record = StoredResponse(id=response.id, previous_id=response.previous_response_id, items=self.items, body=body)
         await self.store.put(self.owner, record)
 
 
@@ -98,8 +94,9 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
             async for events in events_of_deltas:
                 machine.feed(events)
         whole = machine.response()
-        await keeper.keep(whole)
-        return Ready(encode_json(whole))
+        encoded = await _encode(machine, lambda: encode_json(whole))
+        await keeper.keep(whole, encoded)
+        return Ready(encoded)
 
     return Unary(work)
 
@@ -113,6 +110,28 @@ async def _history(context: ServerContext, body: ResponsesRequest, owner: str) -
     return await open_store(context).history(owner, body.previous_response_id)
 
 
+async def _encode(machine: ResponseMachine, encode: Callable[[], bytes]) -> bytes:
+    """Return what a function encodes, in a thread where that takes long."""
+    return await asyncio.to_thread(encode) if machine.is_long else encode()
+
+
+class _EventFrames(DirectFrames):
+    """Writes events past the iteration while none of them may be long."""
+
+    def __init__(self, bypass: Bypass, machine: ResponseMachine) -> None:
+        super().__init__(bypass, lambda events: _frame_of(machine.feed(events)))
+        self._machine = machine
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection takes frames now."""
+        return super().is_open and not self._machine.is_long
+
+
+def _frame_of(events: Sequence[Event]) -> bytes:
+    return b"".join([named_frame(event) for event in events])
+
+
 async def _frames(
     context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: Bypass
 ) -> AsyncIterator[bytes]:
@@ -121,21 +140,23 @@ async def _frames(
     An error after the first of them ends the response as failed, which is stored too; one before it is raised.
     """
 
-    def encode(events: Sequence[GenerationEvent]) -> bytes:
-        return b"".join([named_frame(event) for event in machine.feed(events)])
-
     try:
-        async with aclosing(generation_events(context.gateway, jobs, DirectFrames(bypass, encode))) as events_of_deltas:
+        async with aclosing(generation_events(context.gateway, jobs, _EventFrames(bypass, machine))) as events_of_deltas:
             async for events in events_of_deltas:
-                frame = encode(events)
+                found = machine.feed(events)
+                has_whole = any(isinstance(event, TextDone) for event in found)
+                frame = await _encode(machine, partial(_frame_of, found)) if has_whole else _frame_of(found)
                 if frame:
                     yield frame
     except ApiError as error:
         if not machine.has_started:
             raise
-        await keeper.keep(machine.failed_response(error))
-        yield named_frame(machine.fail(error))
+        failed = machine.failed_response(error)
+        await keeper.keep(failed, await _encode(machine, lambda: encode_json(failed)))
+        last = machine.fail(error)
+        yield await _encode(machine, lambda: named_frame(last))
         return
     whole = machine.response()
-    await keeper.keep(whole)
-    yield named_frame(machine.finish(whole))
+    await keeper.keep(whole, await _encode(machine, lambda: encode_json(whole)))
+    last = machine.finish(whole)
+    yield await _encode(machine, lambda: named_frame(last))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.api.openai.responses import ResponsesRequest
-from quire.api.openai.responses_answers import DeletedResponse, ItemList
+from quire.api.openai.responses_answers import DeletedResponse, ItemList, Response
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
@@ -86,6 +86,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         summary="Continue a conversation, perhaps a stored one",
         tag="responses",
         body=ResponsesRequest,
+        answer=Response,
+        is_streaming=True,
         headers=JOB_HEADERS,
     ),
     Endpoint(
@@ -94,6 +96,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         handler=get_response,
         summary="Read a stored response",
         tag="responses",
+        answer=Response,
         query=(_query("stream", {"type": "string", "enum": ["false"]}),),
     ),
     Endpoint(
@@ -102,6 +105,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         handler=delete_response,
         summary="Forget a stored response",
         tag="responses",
+        answer=DeletedResponse,
     ),
     Endpoint(
         method="POST",
@@ -109,6 +113,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         handler=cancel_response,
         summary="Cancel a response that is made in the background",
         tag="responses",
+        answer=Response,
     ),
     Endpoint(
         method="GET",
@@ -116,6 +121,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         handler=list_input_items,
         summary="List the items of a response's own input",
         tag="responses",
+        answer=ItemList,
         query=(
             _query("after", {"type": "string"}),
             _query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from quire.api.openai.answers import ChatLogprob, ReasoningTokens
+from quire.api.openai.answers import ReasoningTokens
 from quire.api.openai.responses_answers import (
     ArgumentsDone,
     ArgumentsPiece,
@@ -55,7 +56,7 @@ from quire.serving.generation.events import (
     UsageEnd,
 )
 from quire.serving.generation.partial_json import is_json
-from quire.serving.openai.logprobs import LogprobWriter
+from quire.serving.openai.logprobs import MANY_POSITIONS, LogprobWriter, encoded
 from quire.serving.openai.requests import make_id
 
 
@@ -68,7 +69,7 @@ class _OpenItem:
     call: ToolCallStart | None = None
     index: int = 0
     pieces: list[str] = field(default_factory=list[str])
-    logprobs: list[ChatLogprob] = field(default_factory=list[ChatLogprob])
+    logprobs: list[Any] = field(default_factory=list[Any])  # ChatLogprobs, encoded
 
     @property
     def is_message(self) -> bool:
@@ -104,11 +105,16 @@ class ResponseMachine:
         self._logprobs = logprobs
         self._new_id = new_id
         self._clock = clock
-        self._num_events = 0
+        self._num_events = self._num_logprobs = 0
         self._output: list[OutputItem] = []
         self._open: _OpenItem | None = None
         self._end: ChoiceEnd | None = None
         self._usage: ResponseUsage | None = None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there is so much of the answer that events with all of it are better encoded in a thread."""
+        return self._num_logprobs > MANY_POSITIONS
 
     @property
     def has_started(self) -> bool:
@@ -185,10 +191,12 @@ class ResponseMachine:
         logprobs = self._logprobs_of(event.positions)
         item.pieces.append(event.text)
         item.logprobs += logprobs
+        self._num_logprobs += len(logprobs)
         found.append(TextPiece(self._next(), item.id, item.index, 0, event.text, logprobs))
 
-    def _logprobs_of(self, positions: list[Position] | None) -> list[ChatLogprob]:
-        return self._logprobs.chat(positions).content if self._logprobs is not None and positions else []
+    def _logprobs_of(self, positions: list[Position] | None) -> list[Any]:
+        # Up to five events and the stored response have them: encoded once, they are copied into each.
+        return encoded(self._logprobs.chat(positions).content) if self._logprobs is not None and positions else []
 
     def _argue(self, text: str, found: list[Event]) -> None:
         item = self._open

@@ -5,6 +5,7 @@ One whole output and its parts give events that fold to the same message, howeve
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.text.parsing.call_draft import make_random_id, make_short_id
@@ -67,6 +68,8 @@ class OutputParser:
         else:
             self._message = MarkedMessage(tool_row, reasoning_row, options)
         self._steps = self._message.steps()
+        # One that is left open would end while the interpreter does, and look for exceptions in modules that are gone.
+        weakref.finalize(self, self._steps.close)
         next(self._steps)
 
     @property

@@ -23,7 +23,7 @@ from quire.serving.errors import ApiError
 from quire.serving.gateway.stream import error_of
 from quire.serving.generation.served_model import ServedModel, make_served_model
 from quire.serving.interfaces import AbortReason, Gateway, Job, Owner, Taker
-from quire.serving.link.messages import ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
+from quire.serving.link.messages import AttentionKind, ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 # Turns in ChatML, tools and calls in the Hermes format, reasoning in <think>: as real models have them.
@@ -81,7 +81,7 @@ def engine_info(**changes: object) -> EngineInfo:
         "weight_bytes": 4000,
         "kv_bytes_per_token": 64,
         "kv_cache_dtype": "float32",
-        "num_query_elements": 8,
+        "attention": [AttentionKind(None, 64, 8)],
         "load_time_s": 0.1,
         "pid": 1,
     }

@@ -165,7 +165,7 @@ def test_records_do_not_overlap_and_count_the_tokens_that_each_step_attends_to()
         driver.step()
         records.append(driver.loop.last_step)
     assert [record.step_id for record in records] == [0, 1, 2, 3]
-    assert [record.num_context_tokens for record in records] == [3, 4, 5, 6]
+    assert [[part.num_tokens for part in record.attended] for record in records] == [[3], [4], [5], [6]]
     assert [[share.is_prefill for share in record.shares] for record in records] == [[True], [False], [False], [False]]
     for before, after in pairwise(records):
         assert after.started_s >= before.started_s + before.duration_s

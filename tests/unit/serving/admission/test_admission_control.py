@@ -31,7 +31,7 @@ def control(clock=None, jitter=0.0, max_num_seqs=4, **config):
 
 def step(step_id, seconds, num_prefill, num_decode, started_s=None, num_waiting=1):
     started_s = step_id * seconds if started_s is None else started_s
-    return StepReport(step_id, started_s, seconds, num_prefill, num_decode, 0, 4, num_waiting, 0, 0, 0, 0, 0, [])
+    return StepReport(step_id, started_s, seconds, num_prefill, num_decode, [], 4, num_waiting, 0, 0, 0, 0, 0, [])
 
 
 def measured(admission, prefill=1000, decode=100, num_steps=50):

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import contextlib
 import io
 import json
 import random
@@ -12,95 +11,12 @@ import time
 import msgspec
 import pytest
 
-from quire.serving.answers import Ready
 from quire.serving.batch.lines import MAX_LINE_BYTES, validate
 from quire.serving.batch.records import BATCH_LIFETIME_S, ENDED, BatchRecord, FileRecord, StoredAmount, new_id
 from quire.serving.batch.schema import ENDED_AT, INPUT_FILE, IS_OPEN
-from quire.serving.batch.service import BatchService
 from quire.serving.batch.store import BatchStore
 from quire.serving.errors import ApiError, invalid, overloaded
-
-URL = "/v1/chat/completions"
-
-
-def line(custom_id, body=None, **changes):
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": URL, "body": body or {"x": custom_id}, **changes})
-
-
-def check_body(endpoint, body):
-    if b"bad" in body:
-        raise invalid("bad body", "x")
-
-
-class Worker:
-    """Answers like a route, after a moment; `plan` says per call what happens instead."""
-
-    def __init__(self, delay_s=0.0, plan=None):
-        self.delay_s, self.plan = delay_s, plan or {}
-        self.calls = collections.Counter()
-        self.num_running = self.max_running = 0
-
-    async def __call__(self, record, body):
-        name = json.loads(body)["x"]
-        self.calls[name] += 1
-        self.num_running += 1
-        self.max_running = max(self.max_running, self.num_running)
-        try:
-            await asyncio.sleep(self.delay_s)
-            failure = self.plan.get(name, lambda count: None)(self.calls[name])
-            if failure is not None:
-                raise failure
-            usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
-            return Ready(json.dumps({"echo": name, "usage": usage}).encode())
-        finally:
-            self.num_running -= 1
-
-
-@contextlib.asynccontextmanager
-async def service_of(folder, worker, window=4, **options):
-    service = BatchService(folder, worker, check_body, (URL,), lambda: window, **options)
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def upload(service, lines, owner="ann"):
-    async def parts():
-        text = "\n".join(lines).encode()
-        for start in range(0, len(text), 1000):
-            yield text[start : start + 1000]
-
-    return await service.add_file(owner, "in.jsonl", "batch", parts(), None)
-
-
-async def ended(service, batch_id, owner="ann"):
-    while (record := await service.batch(owner, batch_id)).status not in ENDED:
-        await asyncio.sleep(0.01)
-    return record
-
-
-async def read(service, file_id, owner="ann"):
-    if file_id is None:
-        return {}
-    _, pieces = await service.open_file(owner, file_id)
-    found = [json.loads(text) for text in b"".join([piece async for piece in pieces]).splitlines()]
-    assert len({entry["custom_id"] for entry in found}) == len(found)
-    return {entry["custom_id"]: entry for entry in found}
-
-
-def run(lines, worker=None, folder=None, **options):
-    """Run one batch to its end; return (record, output, errors)."""
-
-    async def go():
-        async with service_of(folder, worker or Worker(), **options) as service:
-            file = await upload(service, lines)
-            batch = await service.add_batch("ann", file.id, URL)
-            record = await ended(service, batch.id)
-            return record, await read(service, record.output_file_id), await read(service, record.error_file_id)
-
-    return asyncio.run(go())
+from tests.unit.serving.batch.running_batches import URL, Worker, check_body, ended, line, read, run, service_of, upload
 
 
 def test_batch_completes_with_one_output_line_for_each_input_line():
@@ -116,7 +32,7 @@ def test_batch_completes_with_one_output_line_for_each_input_line():
     assert all(entry["response"]["body"]["echo"] == name and entry["error"] is None for name, entry in output.items())
     assert set(worker.calls.values()) == {1}
     assert worker.max_running <= 4
-    assert record.as_json()["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+    assert msgspec.to_builtins(record.as_json())["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
 
 
 def test_line_goes_to_the_error_file_when_its_request_fails():
@@ -177,7 +93,7 @@ def test_nothing_runs_when_a_line_is_not_valid(text, code):
     worker = Worker()
     record, output, _ = run([line("ok"), "", text], worker)
     assert record.status == "failed"
-    (error,) = record.as_json()["errors"]["data"]
+    (error,) = msgspec.to_builtins(record.as_json())["errors"]["data"]
     assert (error["code"], error["line"]) == (code, 3)
     assert not worker.calls
     assert output == {}
@@ -194,7 +110,7 @@ def test_nothing_runs_when_a_line_is_not_valid(text, code):
 )
 def test_error_of_a_line_names_its_field_in_the_words_of_the_api(text, message, param):
     record, _, _ = run([text])
-    (error,) = record.as_json()["errors"]["data"]
+    (error,) = msgspec.to_builtins(record.as_json())["errors"]["data"]
     assert (error["message"], error["param"]) == (message, param)
 
 

@@ -55,7 +55,7 @@ def run(endpoint, body, keeps_responses=True):
             if endpoint == "/v1/responses":
                 async with app.http() as client:
                     stored = (await client.get(f"/v1/responses/{found['id']}")).status_code
-            return found, gateway.jobs, stored, usage_of(answer.body)
+            return found, gateway.jobs, stored, usage_of(answer.body, "a line")
 
     return asyncio.run(work())
 

@@ -114,3 +114,27 @@ def test_lines_of_several_urls_are_run_as_their_routes(tmp_path):
     work = Work()
     run(tmp_path, work)
     assert work.urls == set(URLS)
+
+
+@pytest.mark.parametrize("text", ["odd\x00", "{}}}"], ids=["no_text", "no_json"])
+def test_other_lines_are_answered_when_one_was_changed_since_it_was_checked(tmp_path, text):
+    write_input(tmp_path / "in", ["a", "b", "c"])
+    files = BatchFiles(tmp_path / "in", tmp_path / "out", tmp_path / "err")
+    spans = read_input(files.input_path, URLS, check_body)
+    data = files.input_path.read_bytes()
+    start = spans[1].offset
+    files.input_path.write_bytes(data[:start] + text.encode() + data[start + len(text) :])
+    progress = asyncio.run(run_file(files, spans, Work(), 3))
+    assert (progress.num_done, progress.num_failed) == (3, 1)
+    assert sorted(answered(tmp_path / "out")) == ["a", "c"]
+    assert json.loads((tmp_path / "err").read_text())["response"]["body"]["error"]["code"] == "invalid_json_line"
+
+
+def test_line_is_answered_when_its_usage_cannot_be_read(tmp_path):
+    async def work(record, body):
+        return Ready(b'{"usage": {"prompt_tokens": null}}')
+
+    write_input(tmp_path / "in", ["a", "b"])
+    progress = run(tmp_path, work)
+    assert (progress.num_done, progress.num_failed, progress.num_input_tokens) == (2, 0, 0)
+    assert sorted(answered(tmp_path / "out")) == ["a", "b"]

@@ -414,3 +414,17 @@ def test_snapshot_tells_what_waits_when_the_engine_is_full():
         await asyncio.gather(*tasks)
 
     with_bench(test)
+
+
+@pytest.mark.parametrize("state", ["restarting", "failed"])
+def test_refusal_says_why_the_engine_is_not_there(state):
+    async def test(bench):
+        bench.engine.last_error = "RuntimeError: no block for 'a secret prompt'"
+        bench.engine.set_state(state)
+        with pytest.raises(ApiError) as caught:
+            bench.gateway.open(make_job("a"))
+        assert caught.value.status == 503
+        assert "RuntimeError: no block for '...'" in caught.value.message
+        assert "secret" not in caught.value.message
+
+    with_bench(test)

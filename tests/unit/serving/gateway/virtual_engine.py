@@ -9,7 +9,7 @@ from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.serving.errors import ApiError, engine_unavailable
 from quire.serving.interfaces import Job, Owner
-from quire.serving.link.messages import ChoiceDelta, EngineInfo, RequestDelta, StepOutputs, StepPart, StepReport
+from quire.serving.link.messages import AttentionKind, ChoiceDelta, EngineInfo, RequestDelta, StepOutputs, StepPart, StepReport
 from quire.serving.link.subscription import Subscription
 
 
@@ -82,8 +82,8 @@ def make_info(max_num_seqs=8, **changes):
         "max_num_batched_tokens": 512, "block_size": 16, "num_kv_blocks": 100, "eos_token_ids": [0],
         "generation_defaults": {}, "tokenizer_folder": None, "max_logprobs": 20, "scheduling_policy": "fcfs",
         "enable_prefix_caching": True, "seed": 0, "num_parameters": 1000, "num_active_parameters": 1000,
-        "weight_bytes": 2000, "kv_bytes_per_token": 64, "kv_cache_dtype": "bfloat16", "num_query_elements": 16,
-         "load_time_s": 1.0, "pid": 1,
+        "weight_bytes": 2000, "kv_bytes_per_token": 64, "kv_cache_dtype": "bfloat16",
+        "attention": [AttentionKind(None, 64, 16)], "load_time_s": 1.0, "pid": 1,
     } | changes  # fmt: skip
     return EngineInfo(**fields)
 
@@ -106,6 +106,7 @@ class FakeEngine:
     def __init__(self, loop, max_num_seqs=8, step_s=0.01, prompt_token_s=0.0001, output_token_s=0.001, budget=512):
         self.loop, self.info = loop, make_info(max_num_seqs)
         self.state = "ready"
+        self.last_error = None
         self.on_step, self.on_state = [], []
         self.aborts, self.errors, self.submitted = [], [], []
         self.most_sequences = self.num_delivered = self.num_steps = 0
@@ -207,7 +208,7 @@ class FakeEngine:
     def _report(self, began, seconds, num_prompt, num_output, parts):
         self.num_steps += 1
         return StepReport(
-            self.num_steps, began, seconds, num_prompt, num_output, num_output * 20,
+            self.num_steps, began, seconds, num_prompt, num_output, [(num_output * 20,) * 2],
             sum(one.num_sequences for one in self._running), len(self._waiting), 50, 10, 0, num_prompt, 0, parts,
         )  # fmt: skip
 

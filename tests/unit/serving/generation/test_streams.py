@@ -139,7 +139,7 @@ def test_what_was_opened_is_left_when_a_later_one_is_refused():
     ("step", "status"),
     [
         (RequestDelta("r0", [], True, error="the prompt has 9 tokens", error_param="prompt", is_refused=True), 400),
-        (RequestDelta("r0", [ChoiceDelta(0, "", [], finish_reason="error")], True, error="secret"), 500),
+        (RequestDelta("r0", [ChoiceDelta(0, "", [], finish_reason="error")], True, error="KeyError: 'secret' in 7"), 500),
         (RequestDelta("r0", [ChoiceDelta(0, "", [], finish_reason="abort")], True), 503),
         (RequestDelta("r0", [], True), 503),
     ],
@@ -150,6 +150,7 @@ def test_request_that_does_not_end_well_raises(step, status):
         collect(FakeGateway(lambda job: [[ChoiceDelta(0, "a", [5])], step]), jobs_for("Once"))
     assert caught.value.status == status
     assert "secret" not in caught.value.message
+    assert ("KeyError: '...' in 7" in caught.value.message) == (status == 500)
 
 
 def test_stream_that_ends_too_early_raises():

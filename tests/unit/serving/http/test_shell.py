@@ -340,8 +340,11 @@ async def leave(port, request, wait_for_answer, started):
     writer.close()
 
 
-def stopped_by_leaving(make_answer, wait_for_answer):
-    """Return whether the handler's own clean-up ran, and what was counted, after the client had gone."""
+WHOLE_REQUEST = post("/s")
+
+
+def stopped_by_leaving(make_answer, wait_for_answer, request=WHOLE_REQUEST):
+    """Return what was counted after the client had gone, and the handler's own clean-up had run."""
 
     async def go():
         started, stopped = asyncio.Event(), asyncio.Event()
@@ -350,7 +353,7 @@ def stopped_by_leaving(make_answer, wait_for_answer):
             return make_answer(started, stopped)
 
         async with running([endpoint("/s", handler)]) as (port, context):
-            await leave(port, post("/s"), wait_for_answer, started)
+            await leave(port, request, wait_for_answer, started)
             await asyncio.wait_for(stopped.wait(), 60)
             while not context.metrics.requests:
                 await asyncio.sleep(0.005)
@@ -359,18 +362,22 @@ def stopped_by_leaving(make_answer, wait_for_answer):
     return asyncio.run(go())
 
 
-def test_work_is_cancelled_when_the_client_goes_before_a_unary_answer():
-    def make(started, stopped):
-        async def work():
-            try:
-                started.set()
-                await asyncio.sleep(600)
-            finally:
-                stopped.set()
+def waiting(started, stopped):
+    """Return an answer that never comes."""
 
-        return Unary(work)
+    async def work():
+        try:
+            started.set()
+            await asyncio.sleep(600)
+        finally:
+            stopped.set()
 
-    assert stopped_by_leaving(make, wait_for_answer=False) == [("/s", 499)]
+    return Unary(work)
+
+
+@pytest.mark.parametrize("request_bytes", [WHOLE_REQUEST, post("/s", b"x" * 100)[:-50]], ids=["whole", "still_coming"])
+def test_work_is_cancelled_when_the_client_goes_before_a_unary_answer(request_bytes):
+    assert stopped_by_leaving(waiting, False, request_bytes) == [("/s", 499)]
 
 
 @pytest.mark.parametrize("is_blocked_in_send", [False, True])
@@ -388,30 +395,6 @@ def test_stream_is_closed_when_the_client_goes(is_blocked_in_send):
         return Stream(frames(), ApiError.openai_event)
 
     assert stopped_by_leaving(make, wait_for_answer=True) == [("/s", 499)]
-
-
-def test_work_is_cancelled_when_the_client_goes_while_its_request_is_still_to_come():
-    async def go():
-        started, stopped = asyncio.Event(), asyncio.Event()
-
-        async def work():
-            try:
-                started.set()
-                await asyncio.sleep(600)
-            finally:
-                stopped.set()
-
-        async def handler(context, call):
-            return Unary(work)
-
-        async with running([endpoint("/s", handler)]) as (port, context):
-            await leave(port, post("/s", b"x" * 100)[:-50], False, started)
-            await asyncio.wait_for(stopped.wait(), 60)
-            while not context.metrics.requests:
-                await asyncio.sleep(0.005)
-            return context.metrics.requests
-
-    assert asyncio.run(go()) == [("/s", 499)]
 
 
 def test_request_counts_as_given_up_when_its_work_ends_otherwise_than_by_being_cancelled():

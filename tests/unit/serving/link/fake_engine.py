@@ -16,6 +16,7 @@ from quire.contracts.outputs import RequestMetrics
 from quire.serving.link.messages import (
     PROTOCOL_VERSION,
     Abort,
+    AttentionKind,
     ChoiceDelta,
     EngineInfo,
     Failed,
@@ -32,6 +33,7 @@ from quire.serving.link.messages import (
 from quire.serving.link.port import EnginePort, PeerGoneError
 from quire.serving.link.process import die_with_parent, ignore_signals, read_start
 
+RAISED = "no block for 'a secret prompt' in /secret/path.py, asked with sk-secret01"
 HANG, NO_PROGRESS, RAISE, GAP, TWICE, GARBAGE, FOREIGN, LOSE_COMMAND, FLOOD, KILL, IGNORE = range(90, 101)
 BEAT_S = 0.05
 
@@ -42,7 +44,7 @@ def info(pid):
         max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=100, block_size=4, num_kv_blocks=100, eos_token_ids=[0],
         generation_defaults={}, tokenizer_folder=None, max_logprobs=20, scheduling_policy="fcfs", enable_prefix_caching=True,
         seed=0, num_parameters=1, num_active_parameters=1, weight_bytes=4, kv_bytes_per_token=1, kv_cache_dtype="float32",
-        num_query_elements=1, load_time_s=0.0, pid=pid,
+        attention=[AttentionKind(None, 1, 1)], load_time_s=0.0, pid=pid,
     )  # fmt: skip
 
 
@@ -82,7 +84,7 @@ class FakeEngine:
         elif code == HANG:
             time.sleep(1000)
         elif code == RAISE:
-            raise RuntimeError("secret internals")
+            raise RuntimeError(RAISED)
         elif code == LOSE_COMMAND:
             self.port.send(Lost(self.port.num_commands - 1, self.port.num_commands - 1))
         elif code == GAP:
@@ -112,7 +114,7 @@ class FakeEngine:
         if deltas:
             self.num_steps += 1
             now = time.monotonic()
-            report = StepReport(self.num_steps, now, 0.0, 0, len(deltas), 0, len(deltas), 0, 0, 0, 0, 0, 0, [])
+            report = StepReport(self.num_steps, now, 0.0, 0, len(deltas), [(0, 0)], len(deltas), 0, 0, 0, 0, 0, 0, [])
             self.port.send(StepOutputs(deltas, report))
 
 

@@ -140,7 +140,7 @@ def test_reports_add_up(engine):
     assert sum(report.num_decode_tokens for report in reports) == 5 + 5 + 5
     assert sum(part.num_tokens for part in parts if part.is_prefill) == 44
     assert {(part.request_id, part.choice) for part in parts} == {("a", 0), ("b", 0), ("b", 1)}
-    assert reports[0].num_context_tokens == 16
+    assert reports[0].attended == [(16, 16 * 17 // 2)]
     assert max(report.num_prefill_tokens + report.num_decode_tokens for report in reports) <= 16
     assert [report.step_id for report in reports] == list(range(reports[0].step_id, reports[0].step_id + len(reports)))
     assert all(later.started_s >= one.started_s + one.duration_s for one, later in itertools.pairwise(reports))

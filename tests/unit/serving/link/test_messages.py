@@ -119,7 +119,7 @@ def test_params_are_checked_again_when_they_come_out():
 def test_step_comes_out_as_it_went_in():
     choice = ChoiceDelta(1, "é", [5, 6], [[TokenLogprob(5, -0.5, 1)], [TokenLogprob(6, -1.5, None)]], "stop", "end", -2.0)
     delta = RequestDelta("a", [choice], True, RequestMetrics(1.0, 2.0, 3.0, None, 4, 5), [None, [TokenLogprob(1, 0.0, 1)]])
-    report = StepReport(1, 2.0, 0.5, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, [StepPart("a", 0, 3, True)])
+    report = StepReport(1, 2.0, 0.5, 3, 4, [(5, 5)], 6, 7, 8, 9, 10, 11, 12, [StepPart("a", 0, 3, True)])
     sent = StepOutputs([delta, RequestDelta("b", [], True, error="no", error_param="n", is_refused=True)], report)
     assert FrameReader(SESSION, FromEngine).read(bytes(FrameWriter(SESSION).write(sent))).message == sent
 

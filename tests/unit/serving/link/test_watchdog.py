@@ -9,7 +9,7 @@ def beat(num_steps=0, num_unfinished=0):
 
 
 def step():
-    return StepOutputs([], StepReport(1, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, []))
+    return StepOutputs([], StepReport(1, 0.0, 0.0, 0, 0, [], 0, 0, 0, 0, 0, 0, 0, []))
 
 
 def test_idle_engine_that_beats_is_well():

@@ -15,7 +15,7 @@ from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited, shutting_down
-from quire.serving.link.messages import ChoiceDelta, RequestDelta, StepOutputs, StepPart, StepReport
+from quire.serving.link.messages import AttentionKind, ChoiceDelta, RequestDelta, StepOutputs, StepReport
 from quire.serving.metrics.definitions import LENGTH_BUCKETS
 from quire.serving.metrics.engine_load import EngineLoad, step_work
 from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
@@ -46,8 +46,10 @@ def samples(metrics, compat=None):
     return found
 
 
-def report(step_id=0, prefill=0, decode=0, totals=(0, 0, 0), seconds=0.1, started_s=99.0, free=75, context=0, parts=()):
-    return StepReport(step_id, started_s, seconds, prefill, decode, context, 3, 2, free, 5, *totals, list(parts))
+def report(
+    step_id=0, prefill=0, decode=0, totals=(0, 0, 0), seconds=0.1, started_s=99.0, free=75, attended=((0, 0),), parts=()
+):
+    return StepReport(step_id, started_s, seconds, prefill, decode, list(attended), 3, 2, free, 5, *totals, list(parts))
 
 
 def run_request(metrics, clock, times=(101.0, 101.5, 102.5), **job):
@@ -283,13 +285,13 @@ def test_drafts_are_counted_by_position_when_steps_report_them():
 # Work and load.
 
 
-def test_step_work_is_the_sum_by_hand_when_prompt_and_decoding_mix():
-    info = make_info(num_active_parameters=1000, weight_bytes=2000, kv_bytes_per_token=64, num_query_elements=48)
-    parts = [StepPart("a", 0, 10, True), StepPart("b", 0, 1, False)]
-    work = step_work(info, report(prefill=10, decode=1, context=10 + 30, parts=parts))
-    pairs = 40 + 10 * 9 // 2
-    assert work.flops == 2 * 1000 * 11 + 4 * 48 * pairs
-    assert work.read_bytes == 2000 + 64 * 40
+def test_step_work_is_the_sum_by_hand_when_layers_have_windows():
+    kinds = [AttentionKind(None, 40, 32), AttentionKind(16, 24, 16)]
+    info = make_info(num_active_parameters=1000, weight_bytes=2000, kv_bytes_per_token=64, attention=kinds)
+    # Ten tokens of a new prompt, and one behind 29.
+    work = step_work(info, report(prefill=10, decode=1, attended=[(10 + 30, 55 + 30), (10 + 16, 55 + 16)]))
+    assert work.flops == 2 * 1000 * 11 + 4 * 32 * 85 + 4 * 16 * 71
+    assert work.read_bytes == 2000 + 40 * 40 + 24 * 26
     assert work.written_bytes == 64 * 11
     assert step_work(info, report()).read_bytes == 0
 
@@ -304,7 +306,7 @@ def test_cache_shows_its_own_dtype_when_it_is_not_the_models():
 def test_shares_are_of_step_time_and_end_when_the_engine_idles():
     clock = Clock()
     load = EngineLoad(clock, peak_flops_per_s=1e6)
-    info = make_info(num_active_parameters=1000, kv_bytes_per_token=0)
+    info = make_info(num_active_parameters=1000, attention=[AttentionKind(None, 0, 0)])
     for i in range(50):
         one = report(i, decode=5, started_s=50 + i, seconds=0.1)
         load.observe(step_work(info, one), one)

@@ -86,7 +86,7 @@ def report(step_id, now_s, parts=(), preemptions=0):
         duration_s=0.004,
         num_prefill_tokens=prefill,
         num_decode_tokens=sum(tokens for _, tokens, _ in parts) - prefill,
-        num_context_tokens=0,
+        attended=[(0, 0)],
         num_running=len(parts),
         num_waiting=0,
         num_free_blocks=250,

@@ -1,0 +1,32 @@
+"""show_error: what of an exception inside of the server may be told to whoever asks."""
+
+from __future__ import annotations
+
+import re
+
+MAX_LENGTH = 300
+_MAX_READ = 1000  # of a message; a longer one is not searched through
+
+# What is quoted, as Python quotes values, may be a prompt; an apostrophe within a word is none.
+_QUOTED = re.compile(r"""(?<!\w)b?(['"`])(?:\\.|(?!\1(?!\w)).)*(?:\1|$)""", re.DOTALL)
+# Shapes are shorter; the tokens of a prompt are not.
+_NUMBERS = re.compile(r"[\[(]\s*-?\d+(?:\s*,\s*-?\d+){8,}[^\])]*(?:[\])]|$)")
+_KEY = re.compile(r"\b(?:sk|pk|key|token)-[\w-]{6,}|\b(?i:bearer|basic)\s+\S+|[\w+=-]{32,}")
+_PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:[\\/]|~?\.{0,2}/)[^\s,;:)\]]+|(?<![\w/])[\w.-]+(?:/[\w.-]+)+\.\w+")
+
+
+def show_error(text: str) -> str:
+    """Return a description of an exception, "Type: message", as one line of at most MAX_LENGTH characters.
+
+    Left out is what is not for everybody who hears of it: paths, what is quoted, long lists of numbers, and what looks like a
+    key, for it may be of somebody else's request. Of a traceback the last line is kept. The log has it all.
+    """
+    text = text.strip()
+    if text.startswith("Traceback"):
+        text = text.rpartition("\n")[2]
+    text = _QUOTED.sub("'...'", text[:_MAX_READ])
+    text = next((line for line in text.splitlines() if line.strip()), "")
+    for found, instead in ((_NUMBERS, "[...]"), (_PATH, "<path>"), (_KEY, "...")):
+        text = found.sub(instead, text)
+    text = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 3]}..."

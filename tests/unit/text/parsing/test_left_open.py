@@ -1,0 +1,35 @@
+"""Parsers that nobody finishes: outputs that were aborted."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+from quire.text.parsing.parser import OutputParser
+from quire.text.parsing.tools import Tool
+
+BEGUN = '<tool_call>{"name": "f", "arg'
+# What outlives most modules, as test runners and debuggers make it; the parser's own module is kept, and emptied before.
+LEFT_AT_EXIT = f"""
+import os
+import quire.text.parsing.message_reader
+from quire.text.parsing.parser import OutputParser
+from quire.text.parsing.tools import Tool
+os.module = quire.text.parsing.message_reader
+os.parser = OutputParser(tool_format="hermes", reasoning_format=None, tools=[Tool("f")], starts_in_reasoning=False)
+os.parser.feed({BEGUN!r})
+"""
+
+
+def test_program_ends_without_a_word_when_a_parser_is_left_open():
+    ended = subprocess.run([sys.executable, "-c", LEFT_AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr == ""
+
+
+def test_parser_goes_when_nobody_holds_it():
+    parser = OutputParser(tool_format="hermes", reasoning_format=None, tools=[Tool("f")], starts_in_reasoning=False)
+    parser.feed(BEGUN)
+    message = weakref.ref(parser._message)
+    del parser
+    gc.collect()
+    assert message() is None
