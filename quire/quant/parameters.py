@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.quant.float8 import Float8Weight
 from quire.quant.weight import QuantizedWeight
 
 
@@ -54,6 +55,10 @@ class StoredParameter(ABC):
     @abstractmethod
     def open_expert(self, index: int) -> Tensor | QuantizedWeight:
         """Return the weight [O, K] of one expert of a stack, as `open` does."""
+
+    @abstractmethod
+    def open_narrow(self, index: int | None = None) -> Tensor | QuantizedWeight | Float8Weight:
+        """Return what `open`, or `open_expert` of an index, does, but float8 numbers with their scales as they are stored."""
 
     @abstractmethod
     def load(self) -> Parameter:
