@@ -37,8 +37,9 @@ from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.heads import Projections, place_heads_launch, rope_table
 from quire.kernels.triton.launching import Launch, run_all
-from quire.kernels.triton.linear import multiply_launches, pack_integers
+from quire.kernels.triton.linear import multiply_launches
 from quire.kernels.triton.moe import expert_launches
+from quire.kernels.triton.narrow_weights import pack_integers
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.sampling import Choices, row_options, sample_launches
 from quire.kernels.triton.step import DeviceStep

@@ -85,3 +85,31 @@ def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
     if num_tokens <= 32:
         return LinearTile(64, 32, 4, 4)
     return LinearTile(64, 64, 4, 3)
+
+
+class DenseTile(NamedTuple):
+    """rows of the weight times tokens, columns taken at once."""
+
+    rows: int
+    tokens: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
+    """Return the tile for a linear layer with plain weights whose sums have one order at any number of tokens.
+
+    The columns are part of that order; so the weight is the wide matrix instruction's left operand in every tile.
+    """
+    if dtype == torch.float32:
+        return DenseTile(32, 16, 32, 4, 1)
+    if num_tokens <= 16:
+        return DenseTile(64, 16, 64, 4, 5)
+    if num_tokens <= 32:
+        return DenseTile(64, 32, 64, 4, 5)
+    if num_tokens <= 64:
+        return DenseTile(64, 64, 64, 4, 4)
+    if num_tokens <= 256:
+        return DenseTile(64, 128, 64, 4, 4)
+    return DenseTile(128, 128, 64, 8, 4)

@@ -17,8 +17,9 @@ from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
 from quire.kernels.triton.launching import Launch
-from quire.kernels.triton.linear import NarrowWeight, multiply_launches
+from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
 from quire.kernels.triton.moe import expert_launches
+from quire.kernels.triton.narrow_weights import NarrowWeight
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.step import DeviceStep
