@@ -34,6 +34,10 @@ class StoredTensors:
         pieces = (self._stored[piece.name] for group in source.groups for piece in group)
         return all(isinstance(stored, StoredWeight) and stored.is_integer for stored in pieces)
 
+    def is_quantized(self, source: Source) -> bool:
+        """Return whether any of what a parameter is made of is stored quantised."""
+        return any(isinstance(self._stored[piece.name], StoredWeight) for group in source.groups for piece in group)
+
     def rows(self, piece: Piece, keeps_float8: bool = False) -> Narrow:
         """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one."""
         whole = self._stored[piece.name]
@@ -82,6 +86,10 @@ class CheckpointParameter(StoredParameter):
     @property
     def is_integer(self) -> bool:
         return self._is_integer
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._tensors.is_quantized(self._source)
 
     def open(self) -> Tensor | QuantizedWeight:
         return self._join(self._source.groups[0])

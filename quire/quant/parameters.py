@@ -48,6 +48,11 @@ class StoredParameter(ABC):
     def is_integer(self) -> bool:
         """Whether it is stored as integers; it loads as such where its pieces fit together."""
 
+    @property
+    @abstractmethod
+    def is_quantized(self) -> bool:
+        """Whether it is stored quantised, as integers or otherwise."""
+
     @abstractmethod
     def open(self) -> Tensor | QuantizedWeight:
         """Return one that is no stack: a tensor may be a view of the file, have another dtype than the model's, and strides."""

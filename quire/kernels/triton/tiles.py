@@ -67,6 +67,17 @@ def expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertT
     return ExpertTile(128, 128, 64, False, 8, 3)
 
 
+def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
+    """Return the same where the weight is the left operand in every tile, and columns are taken in the same runs."""
+    if dtype == torch.float32:
+        return ExpertTile(16, 32, 32, True, 4, 1)
+    if num_pairs <= 8 * num_experts:
+        return ExpertTile(16, 64, 64, True, 4, 4)
+    if num_pairs <= 32 * num_experts:
+        return ExpertTile(32, 64, 64, True, 4, 4)
+    return ExpertTile(64, 64, 64, True, 4, 3)
+
+
 class LinearTile(NamedTuple):
     """rows of the weight times tokens."""
 

@@ -85,12 +85,27 @@ def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
 
 
-def linear_launch(dtype, num_tokens, scale_rows=1, has_offset=False, shape=(12288, 4096)):
+def narrow_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096)):
     num_rows, num_columns = shape
     codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
     scales = meta(num_rows // scale_rows, num_columns // 128, dtype=F32)
-    weight = NarrowWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
-    return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[0]
+    return NarrowWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
+
+
+def linear_launch(dtype, num_tokens, index=0, **options):
+    weight = narrow_weight(dtype, **options)
+    num_rows, num_columns = weight.shape
+    return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
+
+
+def widen_narrow(dtype, ids=None):
+    weight = narrow_weight(dtype, has_offset=dtype == torch.uint8)
+    return widen_launch(meta(weight.shape[0] if ids is None else len(ids), weight.shape[1]), weight, ids)
+
+
+def dense_launch(num_tokens, dtype=BF16, shape=(12288, 4096), index=0):
+    x, weight = meta(num_tokens, shape[1], dtype=dtype), meta(*shape, dtype=dtype)
+    return in_order_launches(meta(num_tokens, shape[0], dtype=dtype), x, weight)[index]
 
 
 def feedback_launch(index):
@@ -150,6 +165,18 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "linear-4-offset": lambda: linear_launch(torch.uint8, 1, has_offset=True),
     "linear-4-64": lambda: linear_launch(torch.uint8, 64),
     "linear-8": lambda: linear_launch(torch.int8, 1),
+    "linear-4-4096": lambda: linear_launch(torch.uint8, 4096, shape=(4096, 4096)),
+    "linear-add": lambda: linear_launch(torch.uint8, 16, index=1),
+    "widen-4": lambda: widen_narrow(torch.uint8),
+    "widen-fp8-rows": lambda: widen_narrow(FP8, meta(64, dtype=I64)),
+    "dense-1": lambda: dense_launch(1),
+    "dense-32": lambda: dense_launch(32),
+    "dense-64": lambda: dense_launch(64),
+    "dense-256": lambda: dense_launch(256),
+    "dense-4096": lambda: dense_launch(4096),
+    "dense-4096-splits": lambda: dense_launch(4096, shape=(4096, 4096)),
+    "dense-odd": lambda: dense_launch(4096, shape=(4001, 4096)),
+    "dense-f32": lambda: dense_launch(64, F32),
     "linear-fp8": lambda: linear_launch(FP8, 1, scale_rows=128),
     "linear-fp8-64": lambda: linear_launch(FP8, 64, scale_rows=128),
 }

@@ -95,6 +95,6 @@ def test_the_error_says_what_to_change_when_nothing_is_left(options, usage, name
 
 
 def test_the_estimate_counts_weights_and_the_widest_layer():
-    usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 8 * GIB, (2048, 128))
+    usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 16 * GIB, (2048, 128))
     assert (usage.total_bytes, usage.foreign_bytes, usage.weight_bytes) == (141 * GIB, 41 * GIB, 16 * GIB)
     assert 2048 * 3 * 12288 * 2 < usage.activation_bytes < GIB
