@@ -49,6 +49,7 @@ class DeviceDecoder:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
+        self.is_in_order = is_in_order
         quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)
         weights = load_on_device(parameters, spec, device, quantize)
         own = weights.tensors
@@ -140,7 +141,7 @@ class _DeviceLayer:
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
         q = place_heads(heads, cache, step.slots, positions, self._rope, norms, self._is_in_order)
-        return self._linears["o"](attend(q, cache, step, spec).flatten(1))
+        return self._linears["o"](attend(q, cache, step, spec, None, self._is_in_order).flatten(1))
 
     def _mlp(self, y: Tensor) -> Tensor:
         spec = self._spec.mlp

@@ -227,8 +227,8 @@ class _Loader:
         for whole, part in ((stack.codes, expert.codes), (stack.scales, expert.scales), (stack.offsets, expert.offsets)):
             if whole is not None and part is not None:
                 rows = whole[index * len(part) : (index + 1) * len(part)]
-                # Not every operation knows float8: seen as bytes.
-                rows.view(torch.uint8).copy_(part.view(torch.uint8))
+                is_byte = part.itemsize == 1  # not every operation knows float8
+                (rows.view(torch.uint8) if is_byte else rows).copy_(part.view(torch.uint8) if is_byte else part)
         return stack
 
     def _copy(self, weight: Opened, place: _Place, name: str) -> None:

@@ -43,6 +43,18 @@ def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
     return AttentionTile(128, 64 if kv_dtype == dtype else 32, 8, 3)
 
 
+def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+    """Return the tile for sequences of few queries and for runs of them alike, so that sums have one order.
+
+    Its rows are those of the wide matrix instruction, most of them empty in a decode step, which reading bounds.
+    """
+    if dtype == torch.float32:
+        return AttentionTile(16, 32, 8, 1)
+    if head_dim > 128:
+        return AttentionTile(64, 32, 8, 2)
+    return AttentionTile(64, 64 if kv_dtype == dtype else 32, 8, 3)
+
+
 class ExpertTile(NamedTuple):
     """pairs of a token and an expert; rows and columns of the weight; is_swapped: the weight is the left operand."""
 
