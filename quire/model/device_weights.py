@@ -175,7 +175,9 @@ class _Loader:
         if isinstance(weight, Float8Weight):
             if not self._takes_float8:
                 return self._say("float8 needs compute capability 8.9", name)
-            return pack_float8(weight.codes.to(self._device).contiguous(), weight.scale.to(self._device).contiguous(), weight.block)
+            return pack_float8(
+                weight.codes.to(self._device).contiguous(), weight.scale.to(self._device).contiguous(), weight.block
+            )
         offset = None if weight.offset is None else weight.offset.to(self._device)
         limits = (-128, 127) if weight.levels is None else (weight.levels[0], weight.levels[-1])
         codes, scale = weight.codes.to(self._device).contiguous(), weight.scale.to(self._device)

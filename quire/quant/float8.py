@@ -80,7 +80,9 @@ def concatenate_float8(parts: Sequence[Float8Weight]) -> Float8Weight | None:
         parts = [part.by_row() for part in parts]
     # Not every operation knows float8: seen as bytes.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-    return Float8Weight(codes, torch.cat([part.scale for part in parts]), (parts[0].block[0], min(parts[0].block[1], num_columns)))
+    return Float8Weight(
+        codes, torch.cat([part.scale for part in parts]), (parts[0].block[0], min(parts[0].block[1], num_columns))
+    )
 
 
 def quantize_float8(weight: Tensor, rounded_to: torch.dtype | None = None) -> Float8Weight:

@@ -100,9 +100,7 @@ def attend_launches(
     return launches
 
 
-def tile_queries(
-    spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False
-) -> tuple[int, int]:
+def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
     """Return the queries of a tile, and up to how many queries a sequence is short, as DeviceStep.tiles takes them."""
     group = spec.num_heads // spec.num_kv_heads
     tile = (in_order_attention_tile if is_in_order else long_attention_tile)(spec.head_dim, dtype, kv_dtype)

@@ -180,9 +180,7 @@ def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, obje
     }
 
 
-def _check(
-    out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights
-) -> None:
+def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> None:
     if not spec.expert.is_gated or spec.expert.has_bias or spec.expert.activation not in ACTIVATION_KINDS:
         raise UnsupportedError(
             f"experts must be gated, without biases, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}"
@@ -195,5 +193,9 @@ def _check(
     for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
         if isinstance(weight, Tensor):
             check_contiguous(name, weight, (spec.num_experts, *shape), x.dtype)
-        elif weight.shape != (spec.num_experts * shape[0], shape[1]) or shape[0] % weight.scale_rows or weight.columns is not None:
+        elif (
+            weight.shape != (spec.num_experts * shape[0], shape[1])
+            or shape[0] % weight.scale_rows
+            or weight.columns is not None
+        ):
             raise InvariantError(f"{name} must be {spec.num_experts} times {shape}, each with scales of its own, got {weight}")

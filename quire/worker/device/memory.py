@@ -20,6 +20,7 @@ from quire.model.config_reader import read_quantization_config
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import has_narrow_form
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
+from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
 
 HOW_TO_SAVE = (
@@ -101,7 +102,7 @@ class DeviceUsage:
 
     foreign_bytes     taken by others, and by the driver and the code of the kernels
     weight_bytes      of the model and of what lies beside it for good
-    activation_bytes  peak of one full step, and of the recorded steps' own pool
+    activation_bytes  peak of one full step, and of the recorded steps' own pool; at least what measuring the device takes
     """
 
     total_bytes: int
@@ -126,7 +127,7 @@ def measure_usage(
     # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
     free, total = memory.free_and_total()
     foreign_bytes = max(0, total - free_before_bytes, total - free - memory.allocated())
-    return DeviceUsage(total, foreign_bytes, weight_bytes, round(activation_bytes * _SLACK))
+    return DeviceUsage(total, foreign_bytes, weight_bytes, max(round(activation_bytes * _SLACK), SCRATCH_BYTES))
 
 
 def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int, sizes: tuple[int, int]) -> DeviceUsage:

@@ -32,7 +32,9 @@ def meta(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def attention_launches(count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, is_in_order=False, **spec):
+def attention_launches(
+    count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, is_in_order=False, **spec
+):
     num_sequences, length = 4, 4096
     starts = [count * index for index in range(num_sequences + 1)]
     trees = None

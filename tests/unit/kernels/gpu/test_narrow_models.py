@@ -42,7 +42,14 @@ def compressed(layout, **weights):
 
 
 CONFIGS = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False, "checkpoint_format": "gptq_v2"},
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": True,
+        "sym": False,
+        "checkpoint_format": "gptq_v2",
+    },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
     "int8": compressed("int-quantized", strategy="channel"),
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]},
@@ -132,7 +139,9 @@ def test_logits_are_those_of_the_dense_checkpoint_and_its_weights_stay_narrow(tm
     weights = load_on_device(open_parameters(quantised, spec), spec, device)
     narrow = {name for name, parts in weights.linears.items() if all(isinstance(part, NarrowWeight) for part in parts)}
     experts = family == "qwen3_moe"
-    assert narrow == {f"layers.{i}.{name}.weight" for i in (0, 1) for name in (("qkv", "o") if experts else ("qkv", "o", "gate_up", "down"))}
+    assert narrow == {
+        f"layers.{i}.{name}.weight" for i in (0, 1) for name in (("qkv", "o") if experts else ("qkv", "o", "gate_up", "down"))
+    }
     assert all(len(parts) == 1 for parts in weights.linears.values())
     assert all(isinstance(stack, NarrowWeight) for stack in weights.experts.values())
 

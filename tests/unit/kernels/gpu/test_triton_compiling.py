@@ -1,6 +1,5 @@
 """What the kernels become on sm_90: registers, spills, shared memory, and the instructions that were meant."""
 
-import ast
 import functools
 import json
 import os
@@ -134,15 +133,23 @@ def test_all_launches_compile_within_their_limits(name):
 
 
 @pytest.mark.slow
-def test_what_the_steps_of_a_model_launch_compiles_without_spills():
+@pytest.mark.parametrize(
+    "kind, kernels",
+    [
+        ("plain", set()),
+        ("fp8", {"multiply_narrow", "widen_rows"}),
+        ("int4", {"multiply_narrow", "add_splits", "widen_rows"}),
+        ("in-order", {"multiply_dense", "add_splits"}),
+    ],
+)
+def test_what_the_steps_of_a_model_launch_compiles_without_spills(kind, kernels):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.kernels.gpu.step_launches"]
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.step_launches", kind]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"_take_ids", "_take_tables", "_place_heads", "attend_runs", "merge_chunks", "choose_rows", "_keep_ids"} <= {
-        kernel["name"] for kernel in found
-    }
+    usual = {"_take_ids", "_take_tables", "_place_heads", "attend_runs", "merge_chunks", "choose_rows", "_keep_ids"}
+    assert usual | kernels <= {kernel["name"] for kernel in found}
     assert all(kernel["stack"] <= 64 and kernel["shared"] <= MAX_SHARED_BYTES for kernel in found), found
 
 
@@ -175,9 +182,11 @@ def test_the_benchmark_says_how_it_is_used_where_there_is_no_server(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_without_a_gpu(tmp_path):
-    done = run_benchmark(tmp_path, "--smoke")
-    assert done.returncode == 0, done.stderr
-    kernels = [line for line in done.stdout.splitlines() if not line.startswith("{")]
-    assert len(kernels) == 10
-    sections = {ast.literal_eval(line)["section"] for line in done.stdout.splitlines() if line.startswith("{")}
-    assert sections == {"decode", "start", "prefill", "mixed"}
+    done = run_benchmark(tmp_path, "--smoke", "--out", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len([row for row in found["kernels"] if "name" in row]) == 12
+    assert {row["section"] for row in found["engine"]} == {"start", "prefill", "mixed", "engine"}
+    assert found["decode-large-fp8"][0]["weights"] == "fp8"
+    assert found["in-order-small"][0]["is_in_order"]
+    assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)

@@ -7,6 +7,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.worker.device.memory import DeviceUsage, estimated_usage, measure_usage, plan_device_memory
+from quire.worker.device.peaks import SCRATCH_BYTES
 
 GIB = 1 << 30
 LAYER = LayerSpec(AttentionSpec(32, 8, 128, 0.1), MlpSpec(12288, "silu"))
@@ -57,6 +58,11 @@ def test_what_the_first_step_takes_beside_tensors_is_not_given_to_the_pool():
 def test_no_memory_is_kept_for_recorded_steps_when_there_are_none():
     usage = measure_usage(FakeMemory(0, 80 * GIB), 80 * GIB, lambda: 10 * GIB, None)
     assert usage.activation_bytes == 11 * GIB
+
+
+def test_the_pool_leaves_what_measuring_the_device_takes():
+    usage = measure_usage(FakeMemory(0, 80 * GIB), 80 * GIB, lambda: 1 << 20, None)
+    assert usage.activation_bytes == SCRATCH_BYTES > 1 << 28
 
 
 def test_the_pool_is_no_larger_than_all_sequences_need():
