@@ -217,7 +217,11 @@ def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a model is run: its linear weights "bf16", "fp8" (blocks of 128 x 128) or "int4" (groups of 128), and whether in order."""
+    """How a model is run.
+
+    weights      of its linear layers: "bf16", "fp8" (blocks of 128 x 128) or "int4" (groups of 128)
+    is_in_order  deterministic
+    """
 
     weights: str = "bf16"
     is_in_order: bool = False

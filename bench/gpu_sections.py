@@ -1,4 +1,4 @@
-"""Run sections of a benchmark, each in a process of its own, so that one that crashes, hangs or runs out of memory costs itself.
+"""Run sections of a benchmark, each in a process of its own, so that one that crashes, hangs or takes all memory costs itself.
 
 A section writes its rows as lines of JSON, each as soon as it is there; what it wrote counts whatever becomes of it. No torch.
 """

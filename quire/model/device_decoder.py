@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec

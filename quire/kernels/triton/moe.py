@@ -193,9 +193,9 @@ def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Exper
     for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
         if isinstance(weight, Tensor):
             check_contiguous(name, weight, (spec.num_experts, *shape), x.dtype)
-        elif (
-            weight.shape != (spec.num_experts * shape[0], shape[1])
-            or shape[0] % weight.scale_rows
-            or weight.columns is not None
-        ):
-            raise InvariantError(f"{name} must be {spec.num_experts} times {shape}, each with scales of its own, got {weight}")
+            continue
+        is_whole = shape[0] % weight.scale_rows == 0 and weight.columns is None
+        if weight.shape != (spec.num_experts * shape[0], shape[1]) or not is_whole:
+            raise InvariantError(
+                f"{name} must be {spec.num_experts} times {shape}, each with scales of its own, got {weight.shape}"
+            )

@@ -134,7 +134,6 @@ def multiply_experts(
     otherwise  x [pairs, NUM_COLUMNS], weight [experts, NUM_ROWS, NUM_COLUMNS]: times the pair's share, f32
     pairs_ptr  None: tile i is pair i alone, and tile_experts the experts of the pairs
     """
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     tile = tl.program_id(1)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert < 0:

@@ -1,4 +1,4 @@
-"""Compile for sm_90 what the steps of a model launch, without a GPU: `python -m ...step_launches KIND` prints JSON, a line a kernel.
+"""Compile for sm_90 what the steps of a model launch: `python -m ...step_launches KIND` prints JSON, a line a kernel.
 
 In a process of its own: where kernels are interpreted none can be compiled.
 """

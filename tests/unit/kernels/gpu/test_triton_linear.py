@@ -136,9 +136,7 @@ def test_products_in_order_are_those_of_float64(shape, dtype, device):
 
 @pytest.mark.parametrize("is_narrow", [False, True], ids=["dense", "narrow"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_at_any_number_of_rows_whether_programs_share_sums_or_not(
-    is_narrow, dtype, device, monkeypatch
-):
+def test_a_row_has_the_same_bits_at_any_number_of_rows_and_of_programs(is_narrow, dtype, device, monkeypatch):
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
     if is_narrow:
