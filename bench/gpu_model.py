@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,20 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.quant.float8 import Float8Weight
+from quire.quant.quantize import LINEAR_LEVELS
+from quire.quant.weight import QuantizedWeight
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 
 Row = dict[str, object]
 _BLOCK_SIZE = 64
-_WARM_UP_STEPS = 4
+_WARM_UP_STEPS = 3
+_STEPS = 56
+"""Timed decode steps: with those before them a context of 960 stays below 1,024, and one of 4,000 below 4,096, where a recorded
+step ends."""
+_SCALED_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,39 +215,95 @@ def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
     return seconds
 
 
-def decode_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
-    """Yield the times of decode steps of a model with random weights on the device, as recorded graphs and one by one."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is run.
+
+    weights      of its linear layers: "bf16", "fp8" (blocks of 128 x 128) or "int4" (groups of 128)
+    is_in_order  deterministic
+    """
+
+    weights: str = "bf16"
+    is_in_order: bool = False
+
+
+def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = Options()) -> Iterator[Row]:
+    """Yield the times of steps of a model with random weights on the device: decode steps as recorded graphs and one by one,
+    and a prompt."""
     (place.folder / f"{shape.name}-config").mkdir(parents=True, exist_ok=True)
     (place.folder / f"{shape.name}-config" / "config.json").write_text(json.dumps(shape.config()))
     spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
-    cases = [(2, 40)] if place.is_tiny else [(1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024), (256, 600)]
-    decoder = DeviceDecoder(spec, _random_parameters(spec, place.device), shape.max_positions, place.device)
+    cases = [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (64, 960), (64, 4000), (256, 960)]
+    parameters = _random_parameters(spec, place.device, options.weights)
+    weight_bytes = _read_bytes(parameters, shape)
+    decoder = DeviceDecoder(spec, parameters, shape.max_positions, place.device, None, options.is_in_order)
     num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
     kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
-    weight_bytes = sum(int(np.prod(size)) for name, size in parameter_shapes(spec).items() if name != "embed.weight") * 2
-    weight_bytes += shape.vocab_size * shape.hidden * 2 if shape.is_tied else 0
+    common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
+    prompt = 20 if place.is_tiny else 4096
     for is_recorded in (True, False) if place.device.type == "cuda" else (False,):
         graphs = StepGraphs(CudaGraphRecorder(place.device) if is_recorded else None)
-        sizes = StepSizes(max(count for count, _ in cases), 512, shape.max_positions)
+        sizes = StepSizes(max(count for count, _ in cases), prompt, shape.max_positions)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
         for count, length in cases if is_recorded or place.is_tiny else cases[:1]:
             if time.perf_counter() > until_s:
                 return
-            seconds = _time_steps(stepper, count, length, 2 if place.is_tiny else 64)
+            seconds = _time_steps(stepper, count, length, 1 if place.is_tiny else _STEPS)
             bound_s = (weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
-            row: Row = {"section": "decode", "model": shape.name, "is_recorded": is_recorded, "batch": count, "context": length}
+            row: Row = {"section": "decode", **common, "is_recorded": is_recorded, "batch": count, "context": length}
             yield row | {"step_us": seconds * 1e6, "tokens_per_s": count / seconds, "share": bound_s / seconds}
+        if not is_recorded:
+            seconds = _time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
+            num_weights = sum(int(np.prod(size)) for name, size in parameter_shapes(spec).items() if name.startswith("layers."))
+            flops = 2 * num_weights * prompt + 2 * prompt**2 * shape.num_layers * shape.num_heads * shape.head_dim
+            row = {"section": "prompt", **common, "tokens": prompt, "step_us": seconds * 1e6}
+            yield row | {"tokens_per_s": prompt / seconds, "share": flops / seconds / place.flops_per_s}
         stepper.close()
 
 
-def _random_parameters(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
+def _random_parameters(spec: ModelSpec, device: torch.device, weights: str) -> dict[str, Any]:
     dtype = getattr(torch, spec.dtype)
-    return {
-        name: torch.ones(size, dtype=dtype, device=device)
-        if "norm" in name or name.endswith(("attn_in.weight", "mlp_in.weight"))
-        else torch.randn(size, dtype=dtype, device=device) * 0.02
-        for name, size in parameter_shapes(spec).items()
-    }
+    found: dict[str, Any] = {}
+    for name, size in parameter_shapes(spec).items():
+        if "norm" in name or name.endswith(("attn_in.weight", "mlp_in.weight")):
+            found[name] = torch.ones(size, dtype=dtype, device=device)
+        elif weights == "bf16" or not name.startswith("layers.") or len(size) != 2:
+            found[name] = torch.randn(size, dtype=dtype, device=device) * 0.02
+        elif weights == "fp8":
+            codes = torch.randn(size, dtype=dtype, device=device).to(torch.float8_e4m3fn)
+            grid = [-(-side // _SCALED_COLUMNS) for side in size]
+            scale = torch.full(grid, 0.02, dtype=torch.float32, device=device)
+            found[name] = Float8Weight(codes, scale, (_SCALED_COLUMNS, _SCALED_COLUMNS))
+        else:
+            codes = torch.randint(-8, 8, size, dtype=torch.int8, device=device)
+            num_groups = max(1, size[1] // _SCALED_COLUMNS)
+            scale = torch.full((size[0], num_groups), 0.004, dtype=torch.float32, device=device)
+            found[name] = QuantizedWeight(codes, scale, None, LINEAR_LEVELS)
+    return found
+
+
+def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
+    """Return the bytes of weights that a decode step reads."""
+    total = 0
+    for name, weight in parameters.items():
+        if isinstance(weight, torch.Tensor):
+            total += weight.nbytes if name != "embed.weight" or shape.is_tied else 0
+        else:
+            bits = 4 if isinstance(weight, QuantizedWeight) else 8
+            total += weight.codes.numel() * bits // 8 + weight.scale.nbytes
+    return total
+
+
+def _time_prompt(stepper: DeviceStepper, num_tokens: int, num_times: int) -> float:
+    """Return the median seconds of a step with that many tokens of one prompt."""
+    times: list[float] = []
+    for _ in range(num_times + 1):
+        started = time.perf_counter()
+        stepper.run_full(num_tokens, 1, num_tokens)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[1:]))
 
 
 def _time_steps(stepper: DeviceStepper, count: int, length: int, num_steps: int) -> float:
@@ -261,11 +324,3 @@ def _time_steps(stepper: DeviceStepper, count: int, length: int, num_steps: int)
         times.append(time.perf_counter() - started)
         ids, changes = np.full(count, -1), TableChanges([])
     return float(np.median(times[_WARM_UP_STEPS:]))
-
-
-def model_sections(place: Place) -> list[Callable[[float], Iterator[Row]]]:
-    """Return the sections in the order of what they are worth; each takes the time by which it should end."""
-    small, large = (TINY, TINY) if place.is_tiny else (SMALL, LARGE)
-    found: list[Callable[[float], Iterator[Row]]] = [lambda until: decode_rows(place, small, until)]
-    found.append(lambda until: engine_rows(place, until))
-    return found if place.is_tiny else [*found, lambda until: decode_rows(place, large, until)]

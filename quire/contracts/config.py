@@ -11,7 +11,7 @@ from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
-_QUANTIZATIONS = ("int8", "int4")
+_QUANTIZATIONS = ("int8", "int4", "fp8")
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 _ATTENTION_BACKENDS = ("auto", "triton")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
@@ -74,8 +74,8 @@ class EngineConfig:
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
     quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 64 columns (some
-                            weights get int8 there, see quant/policy.py), None: run them as they are stored. For checkpoints
-                            that are not quantised already
+                            weights get int8 there, see quant/policy.py), "fp8" per row, on a GPU alone, None: run them as
+                            they are stored. For checkpoints that are not quantised already
     kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head; "fp8": the
                             same on a GPU alone
     max_model_len           tokens of a sequence; None takes the model's own maximum
@@ -95,7 +95,8 @@ class EngineConfig:
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
     async_scheduling        plan and launch a step while the one before still runs, on a GPU alone; None: where that is possible
     attention_backend       "auto" or "triton", which are the same
-    deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU
+    deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU, at some
+                            cost on a GPU, refused where torch alone runs the model
     num_threads             threads that torch computes with, in the whole process; None: torch's own choice
     speculative_config      draft tokens and verify several in a step: a SpeculativeConfig, or a dict or JSON of its fields
     """
@@ -105,7 +106,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"
-    quantization: Literal["int8", "int4"] | None = None
+    quantization: Literal["int8", "int4", "fp8"] | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128

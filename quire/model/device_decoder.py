@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,10 @@ from quire.kernels.triton.moe import mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.step import DeviceStep
 from quire.kv.device_pool import DeviceKvPool
-from quire.model.device_weights import load_on_device
+from quire.model.device_linear import DeviceLinear
+from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.quant.parameters import Parameter, StoredParameter
+from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
 
 class DeviceDecoder:
@@ -30,6 +33,9 @@ class DeviceDecoder:
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
     max_model_len  the longest sequence it will see; some rope scalings depend on it
+    policy         how weights are quantised while they are loaded; None: run as they are stored, narrow where kernels are
+    is_in_order    a row has the same bits at any number of rows: sums are formed in one order, by kernels of our own
+    Raises ConfigError where a policy is given and weights are quantised already.
     """
 
     def __init__(
@@ -38,13 +44,19 @@ class DeviceDecoder:
         parameters: MutableMapping[str, Parameter | StoredParameter],
         max_model_len: int,
         device: torch.device,
+        policy: QuantizationPolicy | None = None,
+        is_in_order: bool = False,
     ) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
-        own = load_on_device(parameters, spec, device)
-        self._embedding, self._positions = own["embed.weight"], own.get("pos.weight")
-        self._head = own.get("lm_head.weight", self._embedding)
+        self.is_in_order = is_in_order
+        quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)
+        weights = load_on_device(parameters, spec, device, quantize)
+        own = weights.tensors
+        self._positions = own.get("pos.weight")
+        self._embedding = DeviceLinear(weights.linears["embed.weight"])
+        self._head = DeviceLinear(weights.linears.get("lm_head.weight", self._embedding.parts), None, is_in_order)
         scale = spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
         self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
@@ -53,7 +65,9 @@ class DeviceDecoder:
             rope: rope_table(rope, inverse_frequencies(rope, max_model_len).to(device), max_model_len, self.dtype)
             for rope in ropes
         }
-        self._layers = [_DeviceLayer(layer, f"layers.{index}.", own, tables) for index, layer in enumerate(spec.layers)]
+        self._layers = [
+            _DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order) for index, layer in enumerate(spec.layers)
+        ]
 
     def on_device(self) -> AbstractContextManager[object]:
         """Launch on the model's device meanwhile; which device is the current one is a matter of each thread."""
@@ -66,7 +80,7 @@ class DeviceDecoder:
         token_ids, positions  [T] i64, the sequences of the step one after the other
         Returns               [T, hidden_size], after the final norm
         """
-        x = F.embedding(token_ids, self._embedding)
+        x = self._embedding.lookup(token_ids, self.dtype)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
         if self._positions is not None:
@@ -82,7 +96,7 @@ class DeviceDecoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype; in `out` if that is given."""
-        logits = torch.mm(hidden, self._head.t(), out=out)
+        logits = self._head(hidden, out)
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         if self.spec.final_softcap is not None:
@@ -91,9 +105,17 @@ class DeviceDecoder:
 
 
 class _DeviceLayer:
-    def __init__(self, spec: LayerSpec, prefix: str, parameters: Mapping[str, Tensor], ropes: Mapping[RopeSpec, Rope]) -> None:
-        own = {name.removeprefix(prefix): tensor for name, tensor in parameters.items() if name.startswith(prefix)}
-        self._spec, self._own = spec, own
+    def __init__(
+        self, spec: LayerSpec, prefix: str, weights: DeviceWeights, ropes: Mapping[RopeSpec, Rope], is_in_order: bool
+    ) -> None:
+        own = _under(weights.tensors, prefix)
+        self._spec, self._is_in_order = spec, is_in_order
+        self._linears = {
+            name.removesuffix(".weight"): DeviceLinear(parts, own.get(f"{name.removesuffix('weight')}bias"), is_in_order)
+            for name, parts in _under(weights.linears, prefix).items()
+        }
+        self._experts = _under(weights.experts, prefix)
+        self._router = DeviceLinear((own["router.weight"],), None, is_in_order) if self._experts else None
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
         self._sizes = [attention.num_heads * attention.head_dim, *([attention.num_kv_heads * attention.head_dim] * 2)]
@@ -114,28 +136,32 @@ class _DeviceLayer:
         return add_and_normalize(x, self._mlp(y), following, self._mlp_out, scale)
 
     def _attention(self, y: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache, spec: AttentionSpec) -> Tensor:
-        q, k, v = self._linear(y, "qkv").split(self._sizes, 1)
+        q, k, v = self._linears["qkv"](y).split(self._sizes, 1)
         norms = self._qk_norms
         if norms is not None and spec.qk_norm_over == "all":
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
-        q = place_heads(heads, cache, step.slots, positions, self._rope, norms)
-        return self._linear(attend(q, cache, step, spec).flatten(1), "o")
+        q = place_heads(heads, cache, step.slots, positions, self._rope, norms, self._is_in_order)
+        return self._linears["o"](attend(q, cache, step, spec, None, self._is_in_order).flatten(1))
 
     def _mlp(self, y: Tensor) -> Tensor:
         spec = self._spec.mlp
-        if isinstance(spec, MoeSpec):
-            logits = F.linear(y, self._own["router.weight"])
-            weights = self._own["experts.gate_up.weight"], self._own["experts.down.weight"]
-            return mixture_of_experts(y, logits, spec, *weights)
-        both = self._linear(y, "gate_up")
+        if isinstance(spec, MoeSpec) and self._router is not None:
+            weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
+            return mixture_of_experts(y, self._router(y), spec, *weights, is_in_order=self._is_in_order)
+        both = self._linears["gate_up"](y)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
-            return self._linear(activate(gate, up, spec.activation), "down")
-        return self._linear(activate(both, None, spec.activation), "down")
+            return self._linears["down"](activate(gate, up, spec.activation))
+        return self._linears["down"](activate(both, None, spec.activation))
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self._own[f"{name}.weight"], self._own.get(f"{name}.bias"))
+
+T = TypeVar("T")
+
+
+def _under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return what is named with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def norm_of(parameters: Mapping[str, Tensor], name: str, spec: NormSpec | None) -> Norm | None:

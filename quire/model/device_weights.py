@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from quire.base.errors import InvariantError
+from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
+from quire.kernels.triton.narrow_weights import NarrowWeight, fits_kernels, join_rows, pack_float8, pack_integers
+from quire.model.device_linear import DeviceWeight
 from quire.model.parameters import Shape, parameter_shapes
+from quire.quant.float8 import Float8Weight
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter
+from quire.quant.policy import ParameterQuantizer
 from quire.quant.weight import QuantizedWeight
+
+logger = get_logger(__name__)
 
 _PROGRESS_DELAY_S = 3.0
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+_LINEARS = ("qkv", "o", "gate_up", "down")
+_ENDS = ("embed.weight", "lm_head.weight")
+_FLOAT8_CAPABILITY = (8, 9)
+
+Opened = Tensor | QuantizedWeight | Float8Weight
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """The parameters of a model on a device.
+
+    tensors  what is dense for sure: norms, biases, positions, routers
+    linears  the weights of linear layers, the embedding and the head, each in parts of rows; where q, k and v are there,
+             layers.N.qkv holds their rows, one after the other, and gate_up those of gate and up
+    experts  of a layer: [E, O, K], or narrow, with the rows of all experts one after the other
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    linears: dict[str, tuple[DeviceWeight, ...]] = field(default_factory=dict)
+    experts: dict[str, Tensor | NarrowWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +56,195 @@ class _Place:
 
 
 def load_on_device(
-    parameters: MutableMapping[str, Parameter | StoredParameter], spec: ModelSpec, device: torch.device
-) -> dict[str, Tensor]:
-    """Return every parameter dense, in the model's dtype, on a device; `parameters` is emptied on the way.
+    parameters: MutableMapping[str, Parameter | StoredParameter],
+    spec: ModelSpec,
+    device: torch.device,
+    quantize: ParameterQuantizer | None = None,
+) -> DeviceWeights:
+    """Return every parameter on a device, narrow where it is stored so, else in the model's dtype; `parameters` is emptied.
 
-    The host holds one parameter, or one expert, at a time beside the checkpoint's own pages, which are given back. Where q, k
-    and v are there, layers.N.qkv holds their rows, one after the other, and gate_up those of gate and up. Two names of one
-    parameter stay one tensor.
+    The host holds one parameter, or one expert, at a time beside the checkpoint's own pages, which are given back. Two names
+    of one parameter stay one. What no kernel runs narrow is made dense, which is said in the log.
+
+    quantize  applied on the device to every weight that is dense in the checkpoint, to an expert's on its own
     """
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    shapes = parameter_shapes(spec)
-    shapes |= {name: shapes["embed.weight"] for name in ("lm_head.weight",) if name in parameters and name not in shapes}
-    places = _places(shapes)
-    sizes: dict[str, int] = {}
-    for place in places.values():
-        sizes[place.name] = max(sizes.get(place.name, 0), place.start + place.count)
-    placed: dict[str, Tensor] = {}
-    by_identity: dict[int, str] = {}
-    owned: list[Parameter | StoredParameter] = []  # so that no identity is used twice
-    for name in tqdm(list(parameters), "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
-        parameter, place = parameters.pop(name), places[name]
-        twin = by_identity.get(id(parameter))
-        if twin is not None:
-            placed[place.name] = placed[twin]
-            continue
-        if place.name not in placed:
-            placed[place.name] = torch.empty(sizes[place.name], *shapes[name][1:], dtype=dtype, device=device)
-        if name in ("embed.weight", "lm_head.weight"):
-            by_identity[id(parameter)] = place.name
-            owned.append(parameter)
-        _copy(parameter, placed[place.name][place.start : place.start + place.count], name)
-    return placed
+    return _Loader(parameters, spec, device, quantize).load()
+
+
+class _Loader:
+    def __init__(
+        self,
+        parameters: MutableMapping[str, Parameter | StoredParameter],
+        spec: ModelSpec,
+        device: torch.device,
+        quantize: ParameterQuantizer | None,
+    ) -> None:
+        self._parameters, self._device, self._quantize = parameters, device, quantize
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        shapes = parameter_shapes(spec)
+        shapes |= {name: shapes["embed.weight"] for name in _ENDS[1:] if name in parameters and name not in shapes}
+        self._shapes, self._places = shapes, _places(shapes)
+        self._sizes: dict[str, int] = {}
+        for place in self._places.values():
+            self._sizes[place.name] = max(self._sizes.get(place.name, 0), place.start + place.count)
+        self._dense: dict[str, Tensor] = {}
+        self._parts: dict[str, list[tuple[_Place, NarrowWeight | None]]] = {}
+        self._widened: dict[str, list[str]] = {}
+        self._takes_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+
+    def load(self) -> DeviceWeights:
+        found = DeviceWeights()
+        twins: dict[int, str] = {}
+        owned: list[Parameter | StoredParameter] = []  # so that no identity is used twice
+        for name in tqdm(list(self._parameters), "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
+            parameter, place = self._parameters.pop(name), self._places[name]
+            if name in _ENDS:
+                owned.append(parameter)
+                twin = twins.setdefault(id(parameter), name)
+                if twin != name:
+                    found.linears[name] = found.linears[twin]
+                    continue
+            if len(self._shapes[name]) == 3:
+                found.experts[name] = self._place_experts(parameter, name)
+            elif _is_linear(place.name):
+                self._place_rows(parameter, place, name)
+                if place.start + place.count == self._sizes[place.name]:
+                    found.linears[place.name] = self._finish(place.name)
+            else:
+                opened = parameter.open() if isinstance(parameter, StoredParameter) else parameter
+                if isinstance(opened, QuantizedStack):
+                    raise InvariantError(f"{name} is a stack of weights")
+                self._copy(opened, place, name)
+                found.tensors[place.name] = self._dense[place.name]
+            if isinstance(parameter, StoredParameter):
+                parameter.give_back()
+        for reason, names in self._widened.items():
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            logger.warning("%d weights take more memory: run in %s, as %s: %s", len(names), self._dtype, reason, shown)
+        return found
+
+    def _place_rows(self, parameter: Parameter | StoredParameter, place: _Place, name: str) -> None:
+        opened = parameter.open_narrow() if isinstance(parameter, StoredParameter) else parameter
+        if isinstance(opened, QuantizedStack):
+            raise InvariantError(f"{name} is a stack of weights")
+        opened = self._quantized(opened, name)
+        narrow = self._narrow(opened, name)
+        if narrow is None:
+            self._copy(opened, place, name)
+        elif narrow.shape != self._shapes[name]:
+            raise InvariantError(f"{name} is {narrow.shape}, its place on the device {self._shapes[name]}")
+        self._parts.setdefault(place.name, []).append((place, narrow))
+
+    def _finish(self, name: str) -> tuple[DeviceWeight, ...]:
+        """Return the parts of a weight, as few as they can be."""
+        parts: list[DeviceWeight] = []
+        runs: list[tuple[int, int]] = []  # of dense rows
+        for place, narrow in self._parts.pop(name):
+            end = place.start + place.count
+            if narrow is None and parts and isinstance(parts[-1], Tensor):
+                runs[-1] = (runs[-1][0], end)
+                parts[-1] = self._dense[name][slice(*runs[-1])]
+            elif narrow is None:
+                runs.append((place.start, end))
+                parts.append(self._dense[name][place.start : end])
+            else:
+                last = parts[-1] if parts else None
+                joined = join_rows([last, narrow]) if isinstance(last, NarrowWeight) else None
+                if joined is None:
+                    parts.append(narrow)
+                else:
+                    parts[-1] = joined
+        self._dense.pop(name, None)
+        return tuple(parts)
+
+    def _quantized(self, weight: Opened, name: str) -> Opened:
+        if self._quantize is None or not isinstance(weight, Tensor):
+            return weight
+        return self._quantize.narrowed(name, weight.to(self._device))
+
+    def _narrow(self, weight: Opened, name: str) -> NarrowWeight | None:
+        """Return a weight as kernels run it, on the device, or None where it is to be dense."""
+        if isinstance(weight, Tensor):
+            return None
+        num_columns = weight.shape[1]
+        group_size = weight.block[1] if isinstance(weight, Float8Weight) else weight.group_size
+        if not fits_kernels(group_size, num_columns):
+            return self._say(f"kernels take scales of multiples of 32 columns, not of {group_size}", name)
+        if name in _ENDS and isinstance(weight, QuantizedWeight) and weight.columns is not None:
+            return self._say("the columns of an embedding or a head must be in order", name)
+        if isinstance(weight, Float8Weight):
+            if not self._takes_float8:
+                return self._say("float8 needs compute capability 8.9", name)
+            return pack_float8(
+                weight.codes.to(self._device).contiguous(), weight.scale.to(self._device).contiguous(), weight.block
+            )
+        offset = None if weight.offset is None else weight.offset.to(self._device)
+        limits = (-128, 127) if weight.levels is None else (weight.levels[0], weight.levels[-1])
+        codes, scale = weight.codes.to(self._device).contiguous(), weight.scale.to(self._device)
+        packed = pack_integers(codes, scale, offset, limits)
+        return packed if weight.columns is None else replace(packed, columns=weight.columns.to(self._device))
+
+    def _say(self, reason: str, name: str) -> None:
+        names = self._widened.setdefault(reason, [])
+        if name not in names:
+            names.append(name)
+
+    def _place_experts(self, parameter: Parameter | StoredParameter, name: str) -> Tensor | NarrowWeight:
+        """Return a stack of experts, narrow where all are of one kind, filled expert by expert."""
+        shape = self._shapes[name]
+        stack: NarrowWeight | None = None
+        for index in range(shape[0]):
+            narrow = self._narrow(self._quantized(_expert(parameter, index, True), name), name)
+            stack = None if narrow is None else self._put(stack, narrow, index, shape, name)
+            if isinstance(parameter, StoredParameter):
+                parameter.give_back(index)
+            if stack is None:
+                break
+        if stack is not None:
+            return stack
+        dense = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for index in range(shape[0]):
+            _copy_one(_expert(parameter, index, False), dense[index], name)
+            if isinstance(parameter, StoredParameter):
+                parameter.give_back(index)
+        return dense
+
+    def _put(
+        self, stack: NarrowWeight | None, expert: NarrowWeight, index: int, shape: Shape, name: str
+    ) -> NarrowWeight | None:
+        """Return the stack with an expert in its place, or None, with a line for the log, where that is of another kind."""
+        if expert.shape != shape[1:]:
+            raise InvariantError(f"an expert of {name} is {expert.shape}, its place on the device {shape[1:]}")
+        if expert.columns is not None:
+            return self._say("the columns of experts must be in order", name)
+        if shape[1] % expert.scale_rows:
+            expert = expert.by_row()
+        if stack is None:
+            stack = _stack_like(expert, shape[0])
+        like = replace(expert, codes=stack.codes, scales=stack.scales, offsets=stack.offsets)
+        if like != stack or expert.codes.dtype != stack.codes.dtype:
+            return self._say("the experts of a layer must have one kind of weights", name)
+        if expert.offsets is not None and stack.offsets is None:
+            stack = replace(stack, offsets=torch.zeros_like(stack.scales))
+        for whole, part in ((stack.codes, expert.codes), (stack.scales, expert.scales), (stack.offsets, expert.offsets)):
+            if whole is not None and part is not None:
+                rows = whole[index * len(part) : (index + 1) * len(part)]
+                is_byte = part.itemsize == 1  # not every operation knows float8
+                (rows.view(torch.uint8) if is_byte else rows).copy_(part.view(torch.uint8) if is_byte else part)
+        return stack
+
+    def _copy(self, weight: Opened, place: _Place, name: str) -> None:
+        """Fill the place of a dense parameter."""
+        if place.name not in self._dense:
+            size = (self._sizes[place.name], *self._shapes[name][1:])
+            self._dense[place.name] = torch.empty(size, dtype=self._dtype, device=self._device)
+        _copy_one(weight, self._dense[place.name][place.start : place.start + place.count], name)
+
+
+def _is_linear(name: str) -> bool:
+    """Return whether a joined name is that of a weight that kernels may run narrow."""
+    parts = name.split(".")
+    return name in _ENDS or (len(parts) == 4 and parts[0] == "layers" and parts[2] in _LINEARS and parts[3] == "weight")
 
 
 def _places(shapes: Mapping[str, Shape]) -> dict[str, _Place]:
@@ -76,31 +261,27 @@ def _places(shapes: Mapping[str, Shape]) -> dict[str, _Place]:
     return found
 
 
-def _copy(parameter: Parameter | StoredParameter, out: Tensor, name: str) -> None:
-    """Fill `out` on the device; stacks expert by expert."""
-    if out.ndim == 3 and not isinstance(parameter, Tensor):
-        for index in range(len(out)):
-            _copy_one(_expert(parameter, index), out[index], name)
-            if isinstance(parameter, StoredParameter):
-                parameter.give_back(index)
-        return
-    opened = parameter.open() if isinstance(parameter, StoredParameter) else parameter
-    if isinstance(opened, QuantizedStack):
-        raise InvariantError(f"{name} is a stack of weights")
-    _copy_one(opened, out, name)
-    if isinstance(parameter, StoredParameter):
-        parameter.give_back()
+def _stack_like(expert: NarrowWeight, num_experts: int) -> NarrowWeight:
+    """Return an empty stack of experts of that kind, the rows of all one after the other."""
+
+    def repeated(part: Tensor) -> Tensor:
+        return torch.empty(num_experts * len(part), *part.shape[1:], dtype=part.dtype, device=part.device)
+
+    offsets = None if expert.offsets is None else torch.zeros_like(repeated(expert.offsets))
+    return replace(expert, codes=repeated(expert.codes), scales=repeated(expert.scales), offsets=offsets)
 
 
-def _expert(parameter: Parameter | StoredParameter, index: int) -> Tensor | QuantizedWeight:
+def _expert(parameter: Parameter | StoredParameter, index: int, is_narrow: bool) -> Opened:
     if isinstance(parameter, StoredParameter):
-        return parameter.open_expert(index)
+        return parameter.open_narrow(index) if is_narrow else parameter.open_expert(index)
     if isinstance(parameter, QuantizedStack):
         return parameter.weights[index]
+    if isinstance(parameter, Tensor):
+        return parameter[index]
     raise InvariantError(f"experts are a stack, got {type(parameter).__name__}")
 
 
-def _copy_one(weight: Tensor | QuantizedWeight, out: Tensor, name: str) -> None:
+def _copy_one(weight: Opened, out: Tensor, name: str) -> None:
     dense = weight if isinstance(weight, Tensor) else weight.dequantize(out.dtype)
     if dense.shape != out.shape:
         raise InvariantError(f"{name} is {tuple(dense.shape)}, its place on the device {tuple(out.shape)}")

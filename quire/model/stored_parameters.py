@@ -10,10 +10,12 @@ from torch import Tensor
 from quire.kernels.cpu.pages import SpentPages
 from quire.model.families.sources import Piece, Source
 from quire.model.parameters import Shape
+from quire.quant.float8 import Float8Weight, concatenate_float8
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter
 from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
 
 Stored = Mapping[str, Tensor | StoredWeight]
+Narrow = QuantizedWeight | Float8Weight | Tensor
 
 _COMPARED_ROWS = 4096
 
@@ -25,24 +27,28 @@ class StoredTensors:
         self._stored = stored
         self.spent = SpentPages()
         self._last_name = ""
-        self._last: QuantizedWeight | Tensor | None = None
+        self._last: Narrow | None = None
 
     def is_integer(self, source: Source) -> bool:
         """Return whether everything that a parameter is made of is stored as integers."""
         pieces = (self._stored[piece.name] for group in source.groups for piece in group)
         return all(isinstance(stored, StoredWeight) and stored.is_integer for stored in pieces)
 
-    def rows(self, piece: Piece) -> QuantizedWeight | Tensor:
-        """Return the rows of a piece, [out, in]."""
+    def is_quantized(self, source: Source) -> bool:
+        """Return whether any of what a parameter is made of is stored quantised."""
+        return any(isinstance(self._stored[piece.name], StoredWeight) for group in source.groups for piece in group)
+
+    def rows(self, piece: Piece, keeps_float8: bool = False) -> Narrow:
+        """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one."""
         whole = self._stored[piece.name]
         if isinstance(whole, StoredWeight):
-            whole = self._unpack(piece, whole)
+            whole = self._unpack(piece, whole, keeps_float8)
         elif piece.is_transposed:
             whole = whole.t()
         if piece.rows is None:
             return whole
         start, stop = piece.rows
-        return whole.rows(start, stop) if isinstance(whole, QuantizedWeight) else whole[start:stop]
+        return whole[start:stop] if isinstance(whole, Tensor) else whole.rows(start, stop)
 
     def give_back(self, groups: tuple[tuple[Piece, ...], ...]) -> None:
         """Give back the pages that pieces take."""
@@ -50,11 +56,12 @@ class StoredTensors:
             stored = self._stored[piece.name]
             self.spent.add(stored.tensors if isinstance(stored, StoredWeight) else (stored,))
 
-    def _unpack(self, piece: Piece, weight: StoredWeight) -> QuantizedWeight | Tensor:
-        if self._last is not None and self._last_name == piece.name:
+    def _unpack(self, piece: Piece, weight: StoredWeight, keeps_float8: bool) -> Narrow:
+        is_kept = keeps_float8 and weight.load_float8 is not None
+        if self._last is not None and self._last_name == piece.name and isinstance(self._last, Float8Weight) == is_kept:
             return self._last
         self._last = None
-        unpacked = weight.load()
+        unpacked = weight.load() if weight.load_float8 is None or not keeps_float8 else weight.load_float8()
         if piece.rows is not None:
             self._last_name, self._last = piece.name, unpacked
         return unpacked
@@ -80,8 +87,22 @@ class CheckpointParameter(StoredParameter):
     def is_integer(self) -> bool:
         return self._is_integer
 
+    @property
+    def is_quantized(self) -> bool:
+        return self._tensors.is_quantized(self._source)
+
     def open(self) -> Tensor | QuantizedWeight:
         return self._join(self._source.groups[0])
+
+    def open_narrow(self, index: int | None = None) -> Narrow:
+        if index is not None and not self._source.is_stacked:
+            return self.open_expert(index)
+        parts = [self._tensors.rows(piece, keeps_float8=True) for piece in self._source.groups[index or 0]]
+        narrow = [part for part in parts if isinstance(part, Float8Weight)]
+        joined = concatenate_float8(narrow) if len(narrow) == len(parts) else None
+        if joined is not None:
+            return joined
+        return self._join_parts([part.dequantize() if isinstance(part, Float8Weight) else part for part in parts])
 
     def open_expert(self, index: int) -> Tensor | QuantizedWeight:
         if self._source.is_stacked:
@@ -136,8 +157,11 @@ class CheckpointParameter(StoredParameter):
         return QuantizedStack(tuple(weights))
 
     def _join(self, group: tuple[Piece, ...]) -> Tensor | QuantizedWeight:
-        """Return the pieces of a group joined along their rows: as integers where they are stored so and fit together."""
         parts = [self._tensors.rows(piece) for piece in group]
+        return self._join_parts([part.dequantize() if isinstance(part, Float8Weight) else part for part in parts])
+
+    def _join_parts(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+        """Return parts joined along their rows: as integers where they are stored so and fit together."""
         quantized = [part for part in parts if isinstance(part, QuantizedWeight)] if self._is_integer else []
         joined = concatenate_rows(quantized) if len(quantized) == len(parts) else None
         if joined is not None:

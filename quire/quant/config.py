@@ -81,6 +81,11 @@ def has_integer_form(config: QuantizationConfig) -> bool:
     return isinstance(config, GptqConfig | AwqConfig)
 
 
+def has_narrow_form(config: QuantizationConfig | None) -> bool:
+    """Return whether a GPU may run the quantised weights of a checkpoint as they are stored: integers and float8."""
+    return config is not None and not isinstance(config, BitsAndBytesConfig)
+
+
 def read_quantization(values: object, where: str, default_method: str | None = None) -> QuantizationConfig:
     """Return a quantisation config.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from quire.base.errors import ModelFormatError
 from quire.quant.config import Fp8Config
+from quire.quant.float8 import Float8Weight
 from quire.quant.stored_parts import FLOATS, StoredParts
 from quire.quant.weight import StoredWeight
 
@@ -40,18 +40,10 @@ def read_fp8_blocks(parts: StoredParts, part: str, block: tuple[int, int]) -> St
     shapes = [grid] + ([()] if grid == (1, 1) else []) + ([(grid[0],)] if grid[1] == 1 else [])
     parts.take(part, SCALES, *shapes)
 
-    def load() -> Tensor:
-        weight = _decode(parts, parts.take("weight", _FP8, (num_rows, num_columns)))
-        scale = parts.scale(part, parts.take(part, SCALES, *shapes)).view(grid)
-        rows = scale[torch.arange(num_rows) // block[0]]
-        for index in range(grid[1]):
-            weight[:, index * block[1] : (index + 1) * block[1]] *= rows[:, index : index + 1]
-        return weight
+    def load() -> Float8Weight:
+        codes = parts.take("weight", _FP8, (num_rows, num_columns))
+        if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
+            raise parts.damaged("weight", "holds codes that are not numbers")
+        return Float8Weight(codes, parts.scale(part, parts.take(part, SCALES, *shapes)).view(grid), block)
 
-    return parts.floats((num_rows, num_columns), load)
-
-
-def _decode(parts: StoredParts, weight: Tensor) -> Tensor:
-    if bool(((weight.view(torch.uint8) & _NAN) == _NAN).any()):
-        raise parts.damaged("weight", "holds codes that are not numbers")
-    return weight.float()
+    return parts.floats((num_rows, num_columns), lambda: load().dequantize(), load)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.quant.float8 import Float8Weight
 from quire.quant.weight import QuantizedWeight
 
 
@@ -47,6 +48,11 @@ class StoredParameter(ABC):
     def is_integer(self) -> bool:
         """Whether it is stored as integers; it loads as such where its pieces fit together."""
 
+    @property
+    @abstractmethod
+    def is_quantized(self) -> bool:
+        """Whether it is stored quantised, as integers or otherwise."""
+
     @abstractmethod
     def open(self) -> Tensor | QuantizedWeight:
         """Return one that is no stack: a tensor may be a view of the file, have another dtype than the model's, and strides."""
@@ -54,6 +60,10 @@ class StoredParameter(ABC):
     @abstractmethod
     def open_expert(self, index: int) -> Tensor | QuantizedWeight:
         """Return the weight [O, K] of one expert of a stack, as `open` does."""
+
+    @abstractmethod
+    def open_narrow(self, index: int | None = None) -> Tensor | QuantizedWeight | Float8Weight:
+        """Return what `open`, or `open_expert` of an index, does, but float8 numbers with their scales as they are stored."""
 
     @abstractmethod
     def load(self) -> Parameter:

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
+from quire.quant.float8 import Float8Weight, quantize_float8
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
-from quire.quant.quantize import FINE_INT4, INT4, INT8, Scheme, fit_scheme, quantize_weight
+from quire.quant.quantize import FINE_INT4, FLOAT8, INT4, INT8, Scheme, fit_scheme, quantize_weight
 from quire.quant.weight import QuantizedWeight
 
 _EMBED = "embed.weight"
@@ -100,15 +101,47 @@ class ParameterQuantizer:
             return QuantizedStack(tuple(self._quantize(expert, scheme) for expert in weight))
         return self._quantize(weight, scheme)
 
+    def narrowed(self, name: str, weight: Tensor) -> Tensor | QuantizedWeight | Float8Weight:
+        """Return one weight, or that of one expert, as the policy has it, float8 included; it may be on a GPU."""
+        scheme = self.policy.scheme_of(name, weight.shape[1], self.num_layers)
+        if scheme is None:
+            return weight
+        if scheme.kind == "float8":
+            return quantize_float8(weight, self.dtype)
+        return quantize_weight(weight, scheme, is_forgotten=weight.device.type == "cpu", rounded_to=self.dtype)
+
     def _quantize(self, weight: Tensor, scheme: Scheme) -> QuantizedWeight:
         return quantize_weight(weight, scheme, is_forgotten=True, rounded_to=self.dtype)
 
 
+DEVICE_POLICIES = {
+    "int8": POLICIES["int8"],
+    "int4": QuantizationPolicy(
+        Scheme("linear", 64),
+        INT8,
+        INT8,
+        has_int8_ends=True,
+        min_columns=256,
+        narrow_linears=Scheme("linear", 32),
+        narrow_int8=frozenset({"k", "v"}),
+    ),
+    "fp8": QuantizationPolicy(FLOAT8, None, None),
+}
+"""What it means on a GPU, whose kernels take 16 consecutive levels in 4 bits. Embedding and head get int8 beside int4: they are
+one weight in a tied model, which a narrower one changes most; beside fp8 they stay as they are, as is usual."""
+
+
 def parameter_quantizer(
-    parameters: Mapping[str, Parameter | StoredParameter], spec: ModelSpec, policy: QuantizationPolicy
+    parameters: Mapping[str, Parameter | StoredParameter],
+    spec: ModelSpec,
+    policy: QuantizationPolicy,
+    keeps_float8: bool = False,
 ) -> ParameterQuantizer:
-    """Return what quantises these parameters. Raises ConfigError where one of them is quantised already."""
-    if not all(_is_float(parameter) for parameter in parameters.values()):
+    """Return what quantises these parameters. Raises ConfigError where one of them is quantised already.
+
+    keeps_float8  what is stored as float8 counts as quantised; otherwise it is read as what it stands for
+    """
+    if not all(_is_float(parameter, keeps_float8) for parameter in parameters.values()):
         raise ConfigError(
             "quantization is for weights that are not quantised, but this checkpoint is already: leave the option out, or "
             "take the checkpoint in its original precision"
@@ -116,8 +149,10 @@ def parameter_quantizer(
     return ParameterQuantizer(policy, len(spec.layers), getattr(torch, spec.dtype))
 
 
-def _is_float(parameter: Parameter | StoredParameter) -> bool:
-    return not parameter.is_integer if isinstance(parameter, StoredParameter) else isinstance(parameter, Tensor)
+def _is_float(parameter: Parameter | StoredParameter, keeps_float8: bool) -> bool:
+    if isinstance(parameter, StoredParameter):
+        return not (parameter.is_quantized if keeps_float8 else parameter.is_integer)
+    return isinstance(parameter, Tensor)
 
 
 def iterate_quantized(

@@ -29,6 +29,8 @@ _CLIPS = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
 _AFFINE_CLIPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72)
 _CHUNK_WEIGHTS = 1 << 18
 """Weights worked on at once: the working copies in f32 stay in the cache."""
+_DEVICE_CHUNK_WEIGHTS = 1 << 24
+"""The same on a GPU, whose launches take as long as much arithmetic."""
 _NATIVE_CHUNK_WEIGHTS = 1 << 24
 """The same for the native kernels, which make no copies. Each chunk waits for all threads twice."""
 _ROUNDED_CHUNK_WEIGHTS = 1 << 22
@@ -40,11 +42,11 @@ class Scheme:
     """How a weight is quantised. Raises ConfigError.
 
     kind        "int8": a scale per row; "linear": levels -8..7; "nonlinear": sixteen levels, closer together near zero;
-                "affine": levels 0..15 with an offset per group
-    group_size  columns that share a scale: 32, 64 or 128; of no meaning to int8
+                "affine": levels 0..15 with an offset per group; "float8": a scale per row, see float8.quantize_float8
+    group_size  columns that share a scale: 32, 64 or 128; of no meaning to int8 and float8
     """
 
-    kind: Literal["int8", "linear", "nonlinear", "affine"]
+    kind: Literal["int8", "linear", "nonlinear", "affine", "float8"]
     group_size: int = 32
 
     def __post_init__(self) -> None:
@@ -54,12 +56,13 @@ class Scheme:
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of one weight, with its share of scales and offsets in float16 but not of the scale of its row."""
-        if self.kind == "int8":
+        if self.kind in ("int8", "float8"):
             return 1.0
         return 0.5 + (4 if self.kind == "affine" else 2) / self.group_size
 
 
 INT8 = Scheme("int8")
+FLOAT8 = Scheme("float8")
 FINE_INT4 = Scheme("nonlinear", 32)
 """The best of 4.5 bits a weight: about 0.8 dB above linear levels, and 1.2 dB above affine ones in groups of 64."""
 INT4 = Scheme("nonlinear", 64)
@@ -74,7 +77,7 @@ def fit_scheme(scheme: Scheme, num_columns: int) -> Scheme | None:
     """
     if num_columns < MIN_COLUMNS:
         return None
-    if scheme.kind == "int8" or num_columns % scheme.group_size == 0:
+    if scheme.kind in ("int8", "float8") or num_columns % scheme.group_size == 0:
         return scheme
     fitting = [size for size in GROUP_SIZES if num_columns % size == 0]
     return replace(scheme, group_size=fitting[-1]) if fitting else INT8
@@ -87,7 +90,7 @@ def quantize_weight(
     is_forgotten: bool = False,
     rounded_to: torch.dtype | None = None,
 ) -> QuantizedWeight:
-    """Return a weight quantised by a scheme that fits its columns; no calibration, deterministic.
+    """Return a weight quantised to integers by a scheme that fits its columns; no calibration, deterministic.
 
     weight       [O, K] float, of any dtype
     scale_dtype  what the scales will be stored in; None: as the kernels hold them, see `round_scales`
@@ -124,7 +127,8 @@ def quantize_weight(
     native = load_native() if weight.device.type == "cpu" else None
     # Torch has vectors where the kernels are plain C++.
     if native is None or native.isa() == "portable":
-        search, encode, num_at_once = partial(_search, scheme), partial(_encode, scheme), _CHUNK_WEIGHTS
+        search, encode = partial(_search, scheme), partial(_encode, scheme)
+        num_at_once = _CHUNK_WEIGHTS if weight.device.type == "cpu" else _DEVICE_CHUNK_WEIGHTS
     else:
         quantizer = native_quantizer(native, scheme)
         search, num_at_once = quantizer.search, _NATIVE_CHUNK_WEIGHTS

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import ModelFormatError
+from quire.quant.float8 import Float8Weight
 from quire.quant.weight import QuantizedWeight, StoredWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,9 +37,11 @@ class StoredParts:
         """Return the weight of these parts, which `load` makes."""
         return StoredWeight(shape, load, tuple(self._parts.values()))
 
-    def floats(self, shape: tuple[int, int], load: Callable[[], Tensor]) -> StoredWeight:
+    def floats(
+        self, shape: tuple[int, int], load: Callable[[], Tensor], load_float8: Callable[[], Float8Weight] | None = None
+    ) -> StoredWeight:
         """Return the weight of these parts, which have no integer form."""
-        return StoredWeight(shape, load, tuple(self._parts.values()), is_integer=False)
+        return StoredWeight(shape, load, tuple(self._parts.values()), is_integer=False, load_float8=load_float8)
 
     def take(self, part: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int | None, ...]) -> Tensor:
         """Return a part that has one of the dtypes and one of the shapes; None in a shape is any size.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.quant.float8 import Float8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,14 @@ class StoredWeight:
     load        returns the quantised weight, or a plain float tensor where the format has no integer form
     tensors     what is read, still in the file
     is_integer  load returns a QuantizedWeight
+    load_float8 returns the weight with its float8 numbers as they are stored; None: it is of another format
     """
 
     shape: tuple[int, int]
     load: Callable[[], QuantizedWeight | Tensor]
     tensors: tuple[Tensor, ...]
     is_integer: bool = True
+    load_float8: Callable[[], Float8Weight] | None = None
 
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

@@ -87,7 +87,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         num_bytes = weight_bytes(config, spec, shapes, folder)
         memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
     else:
-        memory = estimate_memory(config, device, spec, shapes, max_model_len)
+        memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
     name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
     report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
     if config.speculative_config is None:

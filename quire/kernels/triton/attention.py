@@ -14,7 +14,14 @@ from quire.kernels.triton.attention_kernels import attend_runs, merge_chunks
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.step import DeviceStep, Tiles
-from quire.kernels.triton.tiles import CHUNK, ROWS_OF_DECODE, AttentionTile, long_attention_tile, short_attention_tile
+from quire.kernels.triton.tiles import (
+    CHUNK,
+    ROWS_OF_DECODE,
+    AttentionTile,
+    in_order_attention_tile,
+    long_attention_tile,
+    short_attention_tile,
+)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -34,26 +41,41 @@ class KvCache(NamedTuple):
     v_scales: Tensor | None = None
 
 
-def attend(q: Tensor, cache: KvCache, step: DeviceStep, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    cache: KvCache,
+    step: DeviceStep,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    is_in_order: bool = False,
+) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
     q        [T, H, D] float, the heads of a token in one piece; this step's KV is already stored
     sinks    [H] float, a logit per head that takes its share of the softmax and gives nothing; None: none
+    is_in_order  a query has the same bits whether it is one of a prompt, of a part of it, or alone; slower
     Returns  [T, H, D] in q's dtype, zeros where a sequence is padding. Sums are in f32. Does not write the cache
     Raises InvariantError for shapes and dtypes that do not fit.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    run_all(attend_launches(out, q, cache, step, spec, sinks))
+    run_all(attend_launches(out, q, cache, step, spec, sinks, is_in_order))
     return out
 
 
 def attend_launches(
-    out: Tensor, q: Tensor, cache: KvCache, step: DeviceStep, spec: AttentionSpec, sinks: Tensor | None = None
+    out: Tensor,
+    q: Tensor,
+    cache: KvCache,
+    step: DeviceStep,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    is_in_order: bool = False,
 ) -> list[Launch]:
     """Return the launches of `attend`, which write `out`, in one piece.
 
     Sequences of few queries, decode steps above all, are split into chunks of cached keys, so that a few long ones fill the
-    device; their partial results are merged in order. Others have a program for each run of queries.
+    device; their partial results are merged in order. Others have a program for each run of queries. In order, both have the
+    same tiles and the same chunks, and chunks are merged one by one.
     """
     _check(out, q, cache, spec, sinks)
     if step.has_cached_drafts and spec.window is not None:
@@ -62,24 +84,27 @@ def attend_launches(
             "positions, but the first ones are cached; compute them again"
         )
     group = spec.num_heads // spec.num_kv_heads
-    long_tile = long_attention_tile(spec.head_dim, q.dtype, cache.k.dtype)
-    num_queries, num_short = tile_queries(spec, q.dtype, cache.k.dtype)
+    kinds = spec.head_dim, q.dtype, cache.k.dtype
+    fixed = in_order_attention_tile(*kinds) if is_in_order else None
+    num_queries, num_short = tile_queries(spec, q.dtype, cache.k.dtype, is_in_order)
     short, long = step.tiles(num_queries, num_short)
     launches: list[Launch] = []
     if short.num_tiles:
-        tile = short_attention_tile(spec.head_dim, q.dtype, cache.k.dtype)
-        rows = power_of_two(short.num_queries * group, ROWS_OF_DECODE)
-        launches += _split(_Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows)))
+        tile = fixed or short_attention_tile(*kinds)
+        rows = power_of_two(short.num_queries * group, tile.rows)
+        launches += _split(_Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), is_in_order))
     if long.num_tiles:
-        tile = long_tile._replace(rows=power_of_two(num_queries * group, 16))
-        launches.append(_attend_runs(_Call(out, q, cache, step, spec, sinks, long, tile)))
+        tile = fixed or long_attention_tile(*kinds)
+        rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
+        launches.append(_attend_runs(_Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), is_in_order)))
     return launches
 
 
-def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[int, int]:
+def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
     """Return the queries of a tile, and up to how many queries a sequence is short, as DeviceStep.tiles takes them."""
     group = spec.num_heads // spec.num_kv_heads
-    return max(1, long_attention_tile(spec.head_dim, dtype, kv_dtype).rows // group), max(1, ROWS_OF_DECODE // group)
+    tile = (in_order_attention_tile if is_in_order else long_attention_tile)(spec.head_dim, dtype, kv_dtype)
+    return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
 
 
 class _Call(NamedTuple):
@@ -91,6 +116,7 @@ class _Call(NamedTuple):
     sinks: Tensor | None
     tiles: Tiles
     tile: AttentionTile
+    is_in_order: bool
 
 
 def _split(call: _Call) -> list[Launch]:
@@ -141,9 +167,11 @@ def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Lau
         "BLOCK_D": power_of_two(spec.head_dim, 16),
         "SOFTCAP": spec.softcap or 0.0,
         "COMPUTE": ELEMENT_TYPES[compute],
+        "IN_CHUNKS": call.is_in_order,
     }
     grid = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks)
-    return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages)
+    # Two kernels that merge fuse multiplies and adds alike only where neither does.
+    return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages, not call.is_in_order)
 
 
 def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
@@ -158,10 +186,11 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
     constants = {
         **_run_constants(call),
         "BLOCK_D": power_of_two(call.spec.head_dim, 16),
-        "BLOCK_C": _MERGED_AT_ONCE,
+        "BLOCK_C": 1 if call.is_in_order else _MERGED_AT_ONCE,
     }
     grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
-    return Launch(merge_chunks, grid, arguments, constants, num_warps=2, num_stages=2)
+    is_fused = not call.is_in_order
+    return Launch(merge_chunks, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=is_fused)
 
 
 def _run_arguments(call: _Call) -> dict[str, Tensor | None]:

@@ -185,6 +185,58 @@ def _attend_span(
     return acc, best, total
 
 
+@triton.jit
+def _attend_keys(
+    q: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    queries: tl.tensor,
+    is_row: tl.tensor,
+    place: tl.tensor,
+    end: tl.tensor,
+    tree_start: tl.tensor,
+    token_shift: tl.tensor,
+    kv_head: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scales_ptr: tl.tensor,
+    v_scales_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    ancestors_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    scale: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return of the keys of [low, high) what the queries take [M, BLOCK_D], and the base-2 logarithms of their sums [M]."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    middle = low
+    if WINDOW == 0:
+        # Keys that every row sees, in whole tiles.
+        middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
+        middle = tl.maximum(middle, low)
+        acc, best, total = _attend_span(
+            acc, best, total, q, low, middle, queries, is_row, end, tree_start, token_shift, kv_head,
+            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
+            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+        )  # fmt: skip
+    acc, best, total = _attend_span(
+        acc, best, total, q, middle, high, queries, is_row, end, tree_start, token_shift, kv_head,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
+        HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
+    )  # fmt: skip
+    return acc / tl.maximum(total, _TINY)[:, None], best + tl.log2(total)
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def attend_runs(
     q_ptr: tl.tensor,
@@ -220,6 +272,7 @@ def attend_runs(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
 ) -> None:
     """Attend tile program_id(0) for head program_id(1): all its keys into out, or those of a chunk into partial and log_sums.
 
@@ -228,6 +281,7 @@ def attend_runs(
     partial   [tiles, NUM_KV_HEADS, num_chunks, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; None: not split
     scale     of scores, as base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
     WINDOW 0: none; SOFTCAP 0: none
+    IN_CHUNKS where it is not split, keys are taken chunk by chunk, and merged as merge_chunks does with one at a time
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -251,36 +305,42 @@ def attend_runs(
     row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     q_rows = (token + queries).to(tl.int64) * q_stride + heads * HEAD_DIM
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=row_mask, other=0.0).to(COMPUTE)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
-    middle = low
-    if WINDOW == 0:
-        # Keys that every row sees, in whole tiles.
-        middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
-        middle = tl.maximum(middle, low)
-        acc, best, total = _attend_span(
-            acc, best, total, q, low, middle, place + queries, is_row, end, tree_start, token - place, kv_head,
+    if IN_CHUNKS and partial_ptr is None:
+        out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        log_sum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:
+            log_sum = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+        for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK)):
+            part, part_sum = _attend_keys(
+                q, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row, place,
+                end, tree_start, token - place, kv_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
+                COMPUTE,
+            )  # fmt: skip
+            new_best = tl.maximum(log_sum, part_sum)
+            base = tl.where(new_best == float("-inf"), 0.0, new_best)
+            shrink = tl.exp2(log_sum - base)
+            weight = tl.exp2(part_sum - base)
+            total = total * shrink + weight
+            out = out * shrink[:, None] + part * weight[:, None]
+            log_sum = new_best
+        out = out / tl.maximum(total, _TINY)[:, None]
+    else:
+        out, log_sum = _attend_keys(
+            q, low, high, place + queries, is_row, place, end, tree_start, token - place, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
         )  # fmt: skip
-    acc, best, total = _attend_span(
-        acc, best, total, q, middle, high, place + queries, is_row, end, tree_start, token - place, kv_head,
-        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
-    )  # fmt: skip
-
-    out = acc / tl.maximum(total, _TINY)[:, None]
-    log_sum = best + tl.log2(total)
     if partial_ptr is not None:
         part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks + tl.program_id(2)
         parts = part * (QUERIES * GROUP) + rows
         tl.store(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
         tl.store(log_sums_ptr + parts, log_sum, mask=is_row)
     else:
-        if sinks_ptr is not None:
+        if sinks_ptr is not None and not IN_CHUNKS:
             sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             top = tl.maximum(log_sum, sink)
             weight = tl.exp2(log_sum - top)

@@ -55,6 +55,7 @@ def place_heads(
     positions: Tensor,
     rope: Rope | None,
     norms: tuple[Norm, Norm] | None = None,
+    is_in_order: bool = False,
 ) -> Tensor:
     """Normalise q and k head by head, rotate them, write k and v into the cache, and return q.
 
@@ -63,10 +64,11 @@ def place_heads(
     positions  [T] i64 or i32, rows of rope's table
     rope       None: nothing is rotated
     norms      of q and of k, RMSNorm over head_dim; None: none
+    is_in_order  sums have the same order at any number of tokens
     Returns    [T, H, D] in one piece
     """
     out = torch.empty(projected.q.shape, dtype=projected.q.dtype, device=projected.q.device)
-    place_heads_launch(out, projected, cache, slots, positions, rope, norms).run()
+    place_heads_launch(out, projected, cache, slots, positions, rope, norms, is_in_order).run()
     return out
 
 
@@ -78,6 +80,7 @@ def place_heads_launch(
     positions: Tensor,
     rope: Rope | None,
     norms: tuple[Norm, Norm] | None = None,
+    is_in_order: bool = False,
 ) -> Launch:
     """Return the launch of `place_heads`, which writes `out`."""
     q, k, v = projected
@@ -85,7 +88,7 @@ def place_heads_launch(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     # A decode step has too few tokens to fill the device with programs of several heads.
-    block_h = 1 if num_tokens <= _FEW_TOKENS else min(8, power_of_two(num_kv_heads))
+    block_h = 1 if num_tokens <= _FEW_TOKENS or is_in_order else min(8, power_of_two(num_kv_heads))
     spec = None if norms is None else norms[0].spec
     arguments = {
         "q_ptr": q,

@@ -1,4 +1,8 @@
-"""Device code of linear layers whose weights are narrow: integers of 4 or 8 bits, or float8, with scales."""
+"""Device code of linear layers: with weights of integers of 4 or 8 bits or float8, with scales, and with plain ones.
+
+A sum is formed in one order at any number of tokens: column by column in runs, runs one after the other within a split, splits
+in their order, whether programs share the splits of a sum or one takes them all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,115 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import dot, narrow
+
+
+@triton.jit
+def add_run(
+    acc: tl.tensor,
+    x: tl.tensor,
+    high_x: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    code_places: tl.tensor,
+    scale_places: tl.tensor,
+    offset_places: tl.tensor,
+    is_code: tl.tensor,
+    is_row: tl.tensor,
+    IS_PACKED: tl.constexpr,
+    BASE: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Return acc [N, M] and the products of a run of columns of narrow weights [N, K] and of x [M, K].
+
+    Codes are exact in DTYPE, that of x; scales come after the product. IS_PACKED: x has the first half of the run's columns,
+    which are low bits, and high_x the other half; otherwise high_x is not read.
+    """
+    zeros = tl.zeros(acc.shape, tl.float32)
+    codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
+    if IS_PACKED:
+        low = narrow(((codes & 15).to(tl.int32) + BASE).to(tl.float32), DTYPE)
+        high = narrow(((codes >> 4).to(tl.int32) + BASE).to(tl.float32), DTYPE)
+        part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
+    else:
+        part = dot(narrow(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
+    acc += part * tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
+    if offsets_ptr is not None:
+        total = tl.sum(x.to(tl.float32), 1)
+        if IS_PACKED:
+            total += tl.sum(high_x.to(tl.float32), 1)
+        acc += tl.load(offsets_ptr + offset_places, mask=is_row, other=0.0)[:, None] * total[None, :]
+    return acc
+
+
+@triton.jit
+def _narrow_split(
+    split: tl.tensor,
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    x_places: tl.tensor,
+    rows: tl.tensor,
+    is_token: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    BASE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums [BLOCK_N, BLOCK_M] of STEPS runs of columns."""
+    NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
+    WIDTH: tl.constexpr = BLOCK_K // 2 if IS_PACKED else BLOCK_K
+    ROW_BYTES: tl.constexpr = NUM_COLUMNS // 2 if IS_PACKED else NUM_COLUMNS
+    columns = tl.arange(0, WIDTH)
+    is_row = rows < NUM_ROWS
+    code_places = rows.to(tl.int64)[:, None] * ROW_BYTES + columns[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(split * STEPS, split * STEPS + STEPS):
+        first = step * BLOCK_K
+        is_column = first + columns < NUM_COLUMNS
+        is_x = is_token[:, None] & is_column[None, :]
+        x = tl.load(x_ptr + x_places + first, mask=is_x, other=0.0)
+        high_x = x
+        if IS_PACKED:
+            high_x = tl.load(x_ptr + x_places + first + WIDTH, mask=is_x, other=0.0)
+        group = first // GROUP
+        is_there = rows < tl.where(first < NUM_COLUMNS, NUM_ROWS, 0)
+        acc = add_run(
+            acc, x, high_x, codes_ptr, scales_ptr, offsets_ptr, code_places + step * WIDTH,
+            rows // SCALE_ROWS * NUM_GROUPS + group, rows * NUM_GROUPS + group,
+            is_row[:, None] & is_column[None, :], is_there, IS_PACKED, BASE, x_ptr.dtype.element_ty,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _store(
+    sums: tl.tensor,
+    out_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    rows: tl.tensor,
+    tokens: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """Write sums [N, M] as [M, N], with the bias, or as a split without it."""
+    is_row = rows < NUM_ROWS
+    out = tl.trans(sums)
+    places = tokens.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
+    if IS_SPLIT:
+        places += tl.program_id(2).to(tl.int64) * num_tokens * NUM_ROWS
+    elif bias_ptr is not None:
+        out += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    mask = (tokens < num_tokens)[:, None] & is_row[None, :]
+    tl.store(out_ptr + places, narrow(out, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -28,63 +141,118 @@ def multiply_narrow(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """Write rows program_id(0) of the weight times tokens program_id(1): x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype.
 
     Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]. It is the left operand: its
-    rows fill the wide matrix instruction at any number of tokens. Codes are exact in x's dtype; scales come after the product.
+    rows fill the wide matrix instruction at any number of tokens.
 
-    codes    [NUM_ROWS, NUM_COLUMNS] int8 or float8; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of BLOCK_K columns
-             byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
-    GROUP    a multiple of BLOCK_K, or NUM_COLUMNS
-    IS_SPLIT program_id(2) takes STEPS runs of columns, and out is [splits, T, NUM_ROWS] f32, without the bias
+    codes       [NUM_ROWS, NUM_COLUMNS] int8 or float8; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of BLOCK_K
+                columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
+    GROUP       a multiple of BLOCK_K, or at least NUM_COLUMNS
+    NUM_SPLITS  parts of STEPS runs of columns, in which sums are formed
+    IS_SPLIT    program_id(2) takes one of them, and out is [NUM_SPLITS, T, NUM_ROWS] f32, without the bias
     """
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    NUM_GROUPS: tl.constexpr = NUM_COLUMNS // GROUP
-    WIDTH: tl.constexpr = BLOCK_K // 2 if IS_PACKED else BLOCK_K
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row, is_token = rows < NUM_ROWS, tokens < num_tokens
-    columns = tl.arange(0, WIDTH)
-    x_places = tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
-    ROW_BYTES: tl.constexpr = NUM_COLUMNS // 2 if IS_PACKED else NUM_COLUMNS
-    code_places = rows.to(tl.int64)[:, None] * ROW_BYTES + columns[None, :]
+    WIDTH: tl.constexpr = BLOCK_K // 2 if IS_PACKED else BLOCK_K
+    x_places = tokens.to(tl.int64)[:, None] * x_stride + tl.arange(0, WIDTH)[None, :]
+    split = tl.program_id(2)
+    acc = _narrow_split(
+        split, x_ptr, codes_ptr, scales_ptr, offsets_ptr, x_places, rows, tokens < num_tokens,
+        NUM_ROWS, NUM_COLUMNS, GROUP, SCALE_ROWS, IS_PACKED, BASE, BLOCK_M, BLOCK_N, BLOCK_K, STEPS,
+    )  # fmt: skip
+    if not IS_SPLIT:
+        for later in tl.range(1, NUM_SPLITS):
+            acc += _narrow_split(
+                later, x_ptr, codes_ptr, scales_ptr, offsets_ptr, x_places, rows, tokens < num_tokens,
+                NUM_ROWS, NUM_COLUMNS, GROUP, SCALE_ROWS, IS_PACKED, BASE, BLOCK_M, BLOCK_N, BLOCK_K, STEPS,
+            )  # fmt: skip
+    _store(acc, out_ptr, bias_ptr, rows, tokens, num_tokens, NUM_ROWS, IS_SPLIT)
+
+
+@triton.jit
+def _dense_split(
+    split: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    x_places: tl.tensor,
+    places: tl.tensor,
+    is_row: tl.tensor,
+    is_token: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums [BLOCK_N, BLOCK_M] of STEPS runs of columns; IS_WHOLE: there are rows and columns for all of them."""
+    columns = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    first_step = tl.program_id(2) * STEPS
-    for step in tl.range(first_step, first_step + STEPS):
+    for step in tl.range(split * STEPS, split * STEPS + STEPS):
         first = step * BLOCK_K
-        is_column = first + columns < NUM_COLUMNS
-        x = tl.load(x_ptr + x_places + first, mask=is_token[:, None] & is_column[None, :], other=0.0)
-        mask = is_row[:, None] & is_column[None, :]
-        zeros = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if IS_PACKED:
-            codes = tl.load(codes_ptr + code_places + step * WIDTH, mask=mask, other=0)
-            high_x = tl.load(x_ptr + x_places + first + WIDTH, mask=is_token[:, None] & is_column[None, :], other=0.0)
-            low = narrow(((codes & 15).to(tl.int32) + BASE).to(tl.float32), DTYPE)
-            high = narrow(((codes >> 4).to(tl.int32) + BASE).to(tl.float32), DTYPE)
-            part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
+        if IS_WHOLE:
+            x = tl.load(x_ptr + x_places + first, mask=is_token[:, None], other=0.0)
+            weight = tl.load(weight_ptr + places + first)
         else:
-            codes = tl.load(codes_ptr + code_places + first, mask=mask, other=0.0)
-            part = dot(narrow(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
-        group = first // GROUP
-        is_there = rows < tl.where(first < NUM_COLUMNS, NUM_ROWS, 0)
-        scales = tl.load(scales_ptr + rows // SCALE_ROWS * NUM_GROUPS + group, mask=is_there, other=0.0)
-        acc += part * scales[:, None]
-        if offsets_ptr is not None:
-            total = tl.sum(x.to(tl.float32), 1)
-            if IS_PACKED:
-                total += tl.sum(high_x.to(tl.float32), 1)
-            offsets = tl.load(offsets_ptr + rows * NUM_GROUPS + group, mask=is_there, other=0.0)
-            acc += offsets[:, None] * total[None, :]
-    mask = is_token[:, None] & is_row[None, :]
-    out = tl.trans(acc)
-    places = tokens.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
-    if IS_SPLIT:
-        places += tl.program_id(2).to(tl.int64) * num_tokens * NUM_ROWS
-    elif bias_ptr is not None:
-        out += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + places, narrow(out, out_ptr.dtype.element_ty), mask=mask)
+            is_column = first + columns < NUM_COLUMNS
+            x = tl.load(x_ptr + x_places + first, mask=is_token[:, None] & is_column[None, :], other=0.0)
+            weight = tl.load(weight_ptr + places + first, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        acc = dot(weight, tl.trans(x), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def multiply_dense(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    GROUPED: tl.constexpr,
+) -> None:
+    """Write a tile of x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype, as multiply_narrow does with its weights.
+
+    weight   [NUM_ROWS, NUM_COLUMNS] in one piece
+    GROUPED  tiles of tokens that follow each other on the same rows of the weight, which then come from the cache
+    """
+    NUM_ROW_TILES: tl.constexpr = (NUM_ROWS + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0)
+    num_token_tiles = (num_tokens + BLOCK_M - 1) // BLOCK_M
+    first_token_tile = tile // (GROUPED * NUM_ROW_TILES) * GROUPED
+    num_here = tl.minimum(num_token_tiles - first_token_tile, GROUPED)
+    place = tile % (GROUPED * NUM_ROW_TILES)
+    rows = place // num_here * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = (first_token_tile + place % num_here) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_K)
+    x_places = tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
+    places = rows.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
+    is_row, is_token = rows < NUM_ROWS, tokens < num_tokens
+    IS_WHOLE: tl.constexpr = NUM_ROWS % BLOCK_N == 0 and NUM_COLUMNS == NUM_SPLITS * STEPS * BLOCK_K
+    split = tl.program_id(2)
+    acc = _dense_split(
+        split, x_ptr, weight_ptr, x_places, places, is_row, is_token,
+        NUM_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, STEPS, IS_WHOLE,
+    )  # fmt: skip
+    if not IS_SPLIT:
+        for later in tl.range(1, NUM_SPLITS):
+            acc += _dense_split(
+                later, x_ptr, weight_ptr, x_places, places, is_row, is_token,
+                NUM_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, STEPS, IS_WHOLE,
+            )  # fmt: skip
+    _store(acc, out_ptr, bias_ptr, rows, tokens, num_tokens, NUM_ROWS, IS_SPLIT)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -101,9 +269,48 @@ def add_splits(
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < NUM_ROWS
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
+    total = tl.load(parts_ptr + token * NUM_ROWS + rows, mask=mask, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
         total += tl.load(parts_ptr + (split * num_tokens + token) * NUM_ROWS + rows, mask=mask, other=0.0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + rows, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * NUM_ROWS + rows, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def widen_rows(
+    ids_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    BASE: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write columns program_id(1) of row ids[program_id(0)] of a narrow weight, see multiply_narrow, in out's dtype.
+
+    ids_ptr  i64, or None: row program_id(0)
+    """
+    NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
+    place = tl.program_id(0).to(tl.int64)
+    row = place if ids_ptr is None else tl.load(ids_ptr + place)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < NUM_COLUMNS
+    if IS_PACKED:
+        HALF: tl.constexpr = RUN // 2
+        within = columns % RUN
+        bytes = columns // RUN * HALF + within % HALF
+        codes = tl.load(codes_ptr + row * (NUM_COLUMNS // 2) + bytes, mask=mask, other=0)
+        values = (tl.where(within < HALF, codes & 15, codes >> 4).to(tl.int32) + BASE).to(tl.float32)
+    else:
+        values = tl.load(codes_ptr + row * NUM_COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
+    groups = columns // GROUP
+    values = values * tl.load(scales_ptr + row // SCALE_ROWS * NUM_GROUPS + groups, mask=mask, other=0.0)
+    if offsets_ptr is not None:
+        values += tl.load(offsets_ptr + row * NUM_GROUPS + groups, mask=mask, other=0.0)
+    tl.store(out_ptr + place * NUM_COLUMNS + columns, narrow(values, out_ptr.dtype.element_ty), mask=mask)

@@ -8,30 +8,45 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import MoeSpec
 from quire.kernels.triton.activation import ACTIVATION_KINDS
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
-from quire.kernels.triton.moe_kernels import count_pairs, multiply_experts, route_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.moe_kernels import (
+    count_pairs,
+    multiply_experts,
+    multiply_narrow_experts,
+    route_rows,
+    sort_pairs,
+    sum_pairs,
+)
+from quire.kernels.triton.narrow_weights import NarrowWeight
 from quire.kernels.triton.sizes import power_of_two
-from quire.kernels.triton.tiles import ExpertTile, expert_tile
+from quire.kernels.triton.tiles import ExpertTile, expert_tile, swapped_expert_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
-def mixture_of_experts(x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> Tensor:
+ExpertWeights = Tensor | NarrowWeight
+"""[E, O, K], or narrow, with the rows of all experts one after the other."""
+
+
+def mixture_of_experts(
+    x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights, is_in_order: bool = False
+) -> Tensor:
     """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
 
     x        [T, N]
     logits   [T, E] of the router, float
     gate_up  [E, 2 * I, N], the gate rows first
     down     [E, N, I]
+    is_in_order  sums have the same order at any number of rows
     Returns  [T, N] in x's dtype; a row depends on no other row
     Raises UnsupportedError for experts without a gate or with biases, InvariantError for what does not fit.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run_all(expert_launches(out, x, logits, spec, gate_up, down))
+    run_all(expert_launches(out, x, logits, spec, gate_up, down, is_in_order))
     return out
 
 
@@ -43,13 +58,22 @@ class _Pairs(NamedTuple):
     num_tiles: int
 
 
-def expert_launches(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> list[Launch]:
+def expert_launches(
+    out: Tensor,
+    x: Tensor,
+    logits: Tensor,
+    spec: MoeSpec,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    is_in_order: bool = False,
+) -> list[Launch]:
     """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
     _check(out, x, logits, spec, gate_up, down)
     num_tokens, width = x.shape
-    inner = down.shape[2]
+    inner = spec.expert.intermediate_size
     num_pairs = num_tokens * spec.top_k
-    tile = expert_tile(num_pairs, spec.num_experts, x.dtype)
+    is_swapped = is_in_order or isinstance(gate_up, NarrowWeight) or isinstance(down, NarrowWeight)
+    tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, x.dtype)
 
     def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
@@ -110,7 +134,7 @@ def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple
 def _product(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: ExpertWeights,
     shares: Tensor | None,
     pairs: _Pairs,
     tile: ExpertTile,
@@ -119,7 +143,7 @@ def _product(
     num_rows = out.shape[1]
     arguments = {
         "x_ptr": x,
-        "weight_ptr": weight,
+        **_weight_arguments(weight),
         "shares_ptr": shares,
         "out_ptr": out,
         "pairs_ptr": pairs.pairs,
@@ -131,14 +155,32 @@ def _product(
         "NUM_COLUMNS": x.shape[1],
         "BLOCK_M": tile.pairs,
         "BLOCK_N": tile.rows,
-        "BLOCK_K": tile.columns,
-        "IS_SWAPPED": tile.is_swapped,
+        **_weight_constants(weight, tile),
     }
     grid = (triton.cdiv(num_rows, tile.rows), pairs.num_tiles)
-    return Launch(multiply_experts, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
+    kernel = multiply_narrow_experts if isinstance(weight, NarrowWeight) else multiply_experts
+    return Launch(kernel, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
 
 
-def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tensor, down: Tensor) -> None:
+def _weight_arguments(weight: ExpertWeights) -> dict[str, Tensor | None]:
+    if isinstance(weight, Tensor):
+        return {"weight_ptr": weight}
+    return {"codes_ptr": weight.codes, "scales_ptr": weight.scales, "offsets_ptr": weight.offsets}
+
+
+def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, object]:
+    if isinstance(weight, Tensor):
+        return {"BLOCK_K": tile.columns, "IS_SWAPPED": tile.is_swapped}
+    return {
+        "BLOCK_K": weight.run,
+        "GROUP": weight.group_size,
+        "SCALE_ROWS": weight.scale_rows,
+        "IS_PACKED": weight.is_packed,
+        "BASE": weight.base,
+    }
+
+
+def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> None:
     if not spec.expert.is_gated or spec.expert.has_bias or spec.expert.activation not in ACTIVATION_KINDS:
         raise UnsupportedError(
             f"experts must be gated, without biases, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}"
@@ -148,5 +190,12 @@ def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Tenso
     inner = spec.expert.intermediate_size
     check_contiguous("out", out, (num_tokens, width), x.dtype)
     check_tensor("logits", logits, (num_tokens, spec.num_experts), *_FLOATS)
-    check_contiguous("gate_up", gate_up, (spec.num_experts, 2 * inner, width), x.dtype)
-    check_contiguous("down", down, (spec.num_experts, width, inner), x.dtype)
+    for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
+        if isinstance(weight, Tensor):
+            check_contiguous(name, weight, (spec.num_experts, *shape), x.dtype)
+            continue
+        is_whole = shape[0] % weight.scale_rows == 0 and weight.columns is None
+        if weight.shape != (spec.num_experts * shape[0], shape[1]) or not is_whole:
+            raise InvariantError(
+                f"{name} must be {spec.num_experts} times {shape}, each with scales of its own, got {weight.shape}"
+            )

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.arithmetic import LOG2_E, dot, narrow, rounded
+from quire.kernels.triton.linear_kernels import add_run
 
 _WALKED = tl.constexpr(1024)
 
@@ -133,7 +134,6 @@ def multiply_experts(
     otherwise  x [pairs, NUM_COLUMNS], weight [experts, NUM_ROWS, NUM_COLUMNS]: times the pair's share, f32
     pairs_ptr  None: tile i is pair i alone, and tile_experts the experts of the pairs
     """
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     tile = tl.program_id(1)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert < 0:
@@ -165,6 +165,24 @@ def multiply_experts(
     if IS_SWAPPED:
         acc = tl.trans(acc)
         up = tl.trans(up)
+    _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION)
+
+
+@triton.jit
+def _store_products(
+    acc: tl.tensor,
+    up: tl.tensor,
+    shares_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    pairs: tl.tensor,
+    rows: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+) -> None:
+    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up, otherwise acc times the pair's share."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    is_pair = pairs >= 0
     out = rounded(acc, DTYPE)
     if IS_GATED:
         out = rounded(activated(out, ACTIVATION), DTYPE) * rounded(up, DTYPE)
@@ -172,6 +190,81 @@ def multiply_experts(
         out = out * tl.load(shares_ptr + pairs, mask=is_pair, other=0.0)[:, None]
     out_places = pairs.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
     tl.store(out_ptr + out_places, narrow(out, DTYPE), mask=is_pair[:, None] & (rows < NUM_ROWS)[None, :])
+
+
+@triton.jit
+def multiply_narrow_experts(
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    tile_experts_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    BASE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+) -> None:
+    """Do what multiply_experts does with narrow weights, see multiply_narrow, the rows of all experts one after the other.
+
+    SCALE_ROWS  divides the rows of an expert
+    """
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
+    WIDTH: tl.constexpr = BLOCK_K // 2 if IS_PACKED else BLOCK_K
+    ROW_BYTES: tl.constexpr = NUM_COLUMNS // 2 if IS_PACKED else NUM_COLUMNS
+    FACTOR: tl.constexpr = 2 if IS_GATED else 1
+    tile = tl.program_id(1)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    lanes = tl.arange(0, BLOCK_M)
+    pairs = tl.where(lanes == 0, tile, -1) if pairs_ptr is None else tl.load(pairs_ptr + tile * BLOCK_M + lanes)
+    x_rows = pairs
+    if IS_GATED:
+        x_rows = pairs // TOP_K
+    columns = tl.arange(0, WIDTH)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = rows < NUM_ROWS
+    first_row = expert * (FACTOR * NUM_ROWS)
+    x_places = x_rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
+    places = (first_row + rows)[:, None] * ROW_BYTES + columns[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = acc
+    for step in tl.range(0, (NUM_COLUMNS + BLOCK_K - 1) // BLOCK_K):
+        first = step * BLOCK_K
+        is_column = first + columns < NUM_COLUMNS
+        is_x = (pairs >= 0)[:, None] & is_column[None, :]
+        x = tl.load(x_ptr + x_places + first, mask=is_x, other=0.0)
+        high_x = x
+        if IS_PACKED:
+            high_x = tl.load(x_ptr + x_places + first + WIDTH, mask=is_x, other=0.0)
+        is_code = is_row[:, None] & is_column[None, :]
+        group = first // GROUP
+        acc = add_run(
+            acc, x, high_x, codes_ptr, scales_ptr, offsets_ptr, places + step * WIDTH,
+            (first_row + rows) // SCALE_ROWS * NUM_GROUPS + group, (first_row + rows) * NUM_GROUPS + group,
+            is_code, is_row, IS_PACKED, BASE, DTYPE,
+        )  # fmt: skip
+        if IS_GATED:
+            up_rows = first_row + NUM_ROWS + rows
+            up = add_run(
+                up, x, high_x, codes_ptr, scales_ptr, offsets_ptr, places + NUM_ROWS * ROW_BYTES + step * WIDTH,
+                up_rows // SCALE_ROWS * NUM_GROUPS + group, up_rows * NUM_GROUPS + group,
+                is_code, is_row, IS_PACKED, BASE, DTYPE,
+            )  # fmt: skip
+    _store_products(tl.trans(acc), tl.trans(up), shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION)
 
 
 @triton.jit

@@ -43,6 +43,18 @@ def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
     return AttentionTile(128, 64 if kv_dtype == dtype else 32, 8, 3)
 
 
+def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+    """Return the tile for sequences of few queries and for runs of them alike, so that sums have one order.
+
+    Its rows are those of the wide matrix instruction, most of them empty in a decode step, which reading bounds.
+    """
+    if dtype == torch.float32:
+        return AttentionTile(16, 32, 8, 1)
+    if head_dim > 128:
+        return AttentionTile(64, 32, 8, 2)
+    return AttentionTile(64, 64 if kv_dtype == dtype else 32, 8, 3)
+
+
 class ExpertTile(NamedTuple):
     """pairs of a token and an expert; rows and columns of the weight; is_swapped: the weight is the left operand."""
 
@@ -67,6 +79,17 @@ def expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertT
     return ExpertTile(128, 128, 64, False, 8, 3)
 
 
+def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
+    """Return the same where the weight is the left operand in every tile, and columns are taken in the same runs."""
+    if dtype == torch.float32:
+        return ExpertTile(16, 32, 32, True, 4, 1)
+    if num_pairs <= 8 * num_experts:
+        return ExpertTile(16, 64, 64, True, 4, 4)
+    if num_pairs <= 32 * num_experts:
+        return ExpertTile(32, 64, 64, True, 4, 4)
+    return ExpertTile(64, 64, 64, True, 4, 3)
+
+
 class LinearTile(NamedTuple):
     """rows of the weight times tokens."""
 
@@ -85,3 +108,31 @@ def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
     if num_tokens <= 32:
         return LinearTile(64, 32, 4, 4)
     return LinearTile(64, 64, 4, 3)
+
+
+class DenseTile(NamedTuple):
+    """rows of the weight times tokens, columns taken at once."""
+
+    rows: int
+    tokens: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
+    """Return the tile for a linear layer with plain weights whose sums have one order at any number of tokens.
+
+    The columns are part of that order; so the weight is the wide matrix instruction's left operand in every tile.
+    """
+    if dtype == torch.float32:
+        return DenseTile(32, 16, 32, 4, 1)
+    if num_tokens <= 16:
+        return DenseTile(64, 16, 64, 4, 5)
+    if num_tokens <= 32:
+        return DenseTile(64, 32, 64, 4, 5)
+    if num_tokens <= 64:
+        return DenseTile(64, 64, 64, 4, 4)
+    if num_tokens <= 256:
+        return DenseTile(64, 128, 64, 4, 4)
+    return DenseTile(128, 128, 64, 8, 4)

@@ -14,7 +14,7 @@ from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
-from quire.quant.parameters import StoredParameter
+from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.memory import HOW_TO_SAVE, CudaMemory, DeviceMemory, measure_usage, plan_device_memory
 from quire.worker.device.runner import DeviceRunner
@@ -41,11 +41,8 @@ def build_device_runner(
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
     try:
         parameters = open_parameters(report.folder, report.spec)
-        if any(isinstance(parameter, StoredParameter) and parameter.is_integer for parameter in parameters.values()):
-            logger.warning(
-                "the checkpoint's integer weights are run in %s on a GPU, which takes more memory", report.spec.dtype
-            )
-        decoder = DeviceDecoder(report.spec, parameters, max_model_len, device)
+        policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
+        decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, config.deterministic)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, device), sizes, StepGraphs(recorder))
         plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, free_bytes)
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))

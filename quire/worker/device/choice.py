@@ -28,6 +28,8 @@ def choose_device(config: EngineConfig) -> torch.device | None:
         _refuse(config)
         if config.kv_cache_dtype == "fp8" and device.type == "cuda":
             _check_capability(device, _LEAST_OF_FP8, "with kv_cache_dtype 'fp8' (choose 'auto' or 'int8')")
+        if config.quantization == "fp8" and device.type == "cuda":
+            _check_capability(device, _LEAST_OF_FP8, "with quantization 'fp8' (choose 'int8' or 'int4')")
     else:
         _refuse_on_cpu(config)
     return device
@@ -76,6 +78,8 @@ def _check_capability(device: torch.device, least: tuple[int, int], reason: str)
 def _refuse_on_cpu(config: EngineConfig) -> None:
     if config.kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto' or 'int8'")
+    if config.quantization == "fp8":
+        raise ConfigError("quantization 'fp8' needs a GPU; on the CPU choose 'int8' or 'int4'")
     if config.async_scheduling:
         raise ConfigError(
             "async_scheduling needs a GPU: on the CPU the model and whoever plans its steps want the same cores; leave it out"
@@ -87,9 +91,5 @@ def _refuse(config: EngineConfig) -> None:
     missing: list[str] = []
     if config.speculative_config is not None:
         missing.append("speculative_config (leave it out)")
-    if config.quantization is not None:
-        missing.append(f"quantization {config.quantization!r} (leave it out: the weights are run in the model's dtype)")
-    if config.deterministic:
-        missing.append("deterministic (leave it out: products of matrices depend on the number of rows there)")
     if missing:
         raise ConfigError(f"not supported on a GPU yet: {'; '.join(missing)}; or choose device='cpu'")

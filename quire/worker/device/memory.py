@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from quire.base.errors import ConfigError
+from quire.base.gguf_file import is_gguf
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.model.config_reader import read_quantization_config
+from quire.model.stored_tensors import stored_bytes
+from quire.quant.config import has_narrow_form
+from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
+from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
 
 HOW_TO_SAVE = (
@@ -95,7 +102,7 @@ class DeviceUsage:
 
     foreign_bytes     taken by others, and by the driver and the code of the kernels
     weight_bytes      of the model and of what lies beside it for good
-    activation_bytes  peak of one full step, and of the recorded steps' own pool
+    activation_bytes  peak of one full step, and of the recorded steps' own pool; at least what measuring the device takes
     """
 
     total_bytes: int
@@ -120,10 +127,10 @@ def measure_usage(
     # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
     free, total = memory.free_and_total()
     foreign_bytes = max(0, total - free_before_bytes, total - free - memory.allocated())
-    return DeviceUsage(total, foreign_bytes, weight_bytes, round(activation_bytes * _SLACK))
+    return DeviceUsage(total, foreign_bytes, weight_bytes, max(round(activation_bytes * _SLACK), SCRATCH_BYTES))
 
 
-def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weights: int, sizes: tuple[int, int]) -> DeviceUsage:
+def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int, sizes: tuple[int, int]) -> DeviceUsage:
     """Return about what a model will take, which is not loaded; sizes: the most tokens, and the most sequences, of a step."""
     free, total = memory.free_and_total()
     width, (num_tokens, num_seqs) = DTYPE_BYTES[spec.dtype], sizes
@@ -138,7 +145,16 @@ def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weights: int, siz
         )
         per_token = max(per_token, (qkv + inner + 4 * spec.hidden_size) * width)
     logits = 2 * num_seqs * spec.vocab_size * width
-    return DeviceUsage(total, total - free, num_weights * width, num_tokens * per_token + logits)
+    return DeviceUsage(total, total - free, num_weight_bytes, num_tokens * per_token + logits)
+
+
+def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> int:
+    """Return about what the weights of a model take on a device: narrow ones as they are stored, or will be quantised."""
+    if config.quantization is not None:
+        return quantized_bytes(shapes, spec, DEVICE_POLICIES[config.quantization])
+    dense = sum(map(math.prod, shapes.values())) * DTYPE_BYTES[spec.dtype]
+    is_narrow = is_gguf(folder) or has_narrow_form(read_quantization_config(folder))
+    return min(dense, stored_bytes(folder)) if is_narrow else dense
 
 
 def estimate_memory(
@@ -147,15 +163,16 @@ def estimate_memory(
     spec: ModelSpec,
     shapes: Mapping[str, tuple[int, ...]],
     max_model_len: int,
+    folder: Path,
 ) -> MemoryPlan:
     """Return the plan for a model that is not loaded; for the interpreter's device, which is the CPU, that of the CPU."""
     kv = KvSpec.of(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
-    num_weights = sum(map(math.prod, shapes.values()))
+    num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     num_tokens = max_num_batched_tokens(config)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory()
-    usage = estimated_usage(memory, spec, num_weights, (num_tokens, config.max_num_seqs))
+    usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, config.max_num_seqs))
     return plan_device_memory(config, kv, usage, max_model_len)
 
 

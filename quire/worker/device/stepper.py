@@ -84,7 +84,8 @@ class DeviceStepper:
         # Tokens i64, and behind them their statuses, two i32 in one, so that one copy brings both.
         self._result = torch.zeros(_result_size(sizes.max_num_seqs), dtype=torch.int64, device=device)
         self._readback = Readback(self._result)
-        kinds = {tile_queries(layer.attention, decoder.dtype, pool.caches[0].k.dtype) for layer in spec.layers}
+        kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
+        kinds = {tile_queries(layer.attention, decoder.dtype, kv_dtype, is_in_order) for layer in spec.layers}
         self._tile_kinds = sorted(kinds)
         self._staging = Staging(self._most_bytes(max_blocks), device)
         self._frames: dict[GraphKey, _Frame] = {}

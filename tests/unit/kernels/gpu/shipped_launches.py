@@ -17,8 +17,9 @@ from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
 from quire.kernels.triton.launching import Launch
-from quire.kernels.triton.linear import NarrowWeight, multiply_launches
+from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
 from quire.kernels.triton.moe import expert_launches
+from quire.kernels.triton.narrow_weights import NarrowWeight
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.step import DeviceStep
@@ -31,7 +32,9 @@ def meta(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def attention_launches(count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, **spec):
+def attention_launches(
+    count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, is_in_order=False, **spec
+):
     num_sequences, length = 4, 4096
     starts = [count * index for index in range(num_sequences + 1)]
     trees = None
@@ -44,7 +47,8 @@ def attention_launches(count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtyp
     if kv_dtype != dtype:
         cache += [meta(4096, heads[1], block_size, dtype=torch.float32)] * 2
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
-    return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), DeviceStep.of(step, META), attention)
+    device_step = DeviceStep.of(step, META)
+    return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, None, is_in_order)
 
 
 FP8 = torch.float8_e4m3fn
@@ -84,12 +88,35 @@ def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
 
 
-def linear_launch(dtype, num_tokens, scale_rows=1, has_offset=False, shape=(12288, 4096)):
+def narrow_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096)):
     num_rows, num_columns = shape
     codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
     scales = meta(num_rows // scale_rows, num_columns // 128, dtype=F32)
-    weight = NarrowWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
-    return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[0]
+    return NarrowWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
+
+
+def narrow_expert_launch(index, num_tokens, dtype, scale_rows=1, num_experts=128, inner=768, width=2048):
+    spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
+    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
+    shapes = (num_experts * 2 * inner, width), (num_experts * width, inner)
+    weights = [narrow_weight(dtype, scale_rows, shape=shape) for shape in shapes]
+    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+
+
+def linear_launch(dtype, num_tokens, index=0, **options):
+    weight = narrow_weight(dtype, **options)
+    num_rows, num_columns = weight.shape
+    return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
+
+
+def widen_narrow(dtype, ids=None):
+    weight = narrow_weight(dtype, has_offset=dtype == torch.uint8)
+    return widen_launch(meta(weight.shape[0] if ids is None else len(ids), weight.shape[1]), weight, ids)
+
+
+def dense_launch(num_tokens, dtype=BF16, shape=(12288, 4096), index=0):
+    x, weight = meta(num_tokens, shape[1], dtype=dtype), meta(*shape, dtype=dtype)
+    return in_order_launches(meta(num_tokens, shape[0], dtype=dtype), x, weight)[index]
 
 
 def feedback_launch(index):
@@ -119,6 +146,13 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-page16": lambda: attention_launches(count=1024, block_size=16)[0],
     "prefill-f32": lambda: attention_launches(count=1024, kv_dtype=torch.float32, dtype=torch.float32)[0],
     "prefill-tree": lambda: attention_launches(count=64, has_tree=True)[0],
+    "decode-in-order": lambda: attention_launches(is_in_order=True)[0],
+    "decode-merge-in-order": lambda: attention_launches(is_in_order=True)[1],
+    "decode-fp8-in-order": lambda: attention_launches(kv_dtype=FP8, is_in_order=True)[0],
+    "decode-d256-in-order": lambda: attention_launches(head_dim=256, heads=(16, 8), is_in_order=True)[0],
+    "prefill-in-order": lambda: attention_launches(count=1024, is_in_order=True)[0],
+    "prefill-fp8-in-order": lambda: attention_launches(count=1024, kv_dtype=FP8, is_in_order=True)[0],
+    "prefill-d256-in-order": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), is_in_order=True)[0],
     "norm": lambda: norm_launch(4096),
     "norm-sandwich": lambda: norm_launch(5376, is_sandwich=True),
     "activate": lambda: activate_launch(meta(64, 12288), *meta(64, 24576).chunk(2, -1), "silu"),
@@ -141,6 +175,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-gate-up-1024": lambda: expert_launch(3, 1024),
     "moe-gate-up-4096": lambda: expert_launch(3, 4096),
     "moe-down-4096": lambda: expert_launch(4, 4096),
+    "moe-4-1": lambda: narrow_expert_launch(1, 1, torch.uint8),
+    "moe-4-1024": lambda: narrow_expert_launch(3, 1024, torch.uint8),
+    "moe-fp8-64": lambda: narrow_expert_launch(3, 64, FP8, 128),
+    "moe-fp8-4096": lambda: narrow_expert_launch(3, 4096, FP8, 128),
+    "moe-fp8-down-4096": lambda: narrow_expert_launch(4, 4096, FP8, 128),
     "moe-sum": lambda: expert_launch(5, 64),
     "feedback-ids": lambda: feedback_launch(0),
     "feedback-tables": lambda: feedback_launch(1),
@@ -149,6 +188,18 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "linear-4-offset": lambda: linear_launch(torch.uint8, 1, has_offset=True),
     "linear-4-64": lambda: linear_launch(torch.uint8, 64),
     "linear-8": lambda: linear_launch(torch.int8, 1),
+    "linear-4-4096": lambda: linear_launch(torch.uint8, 4096, shape=(4096, 4096)),
+    "linear-add": lambda: linear_launch(torch.uint8, 16, index=1),
+    "widen-4": lambda: widen_narrow(torch.uint8),
+    "widen-fp8-rows": lambda: widen_narrow(FP8, meta(64, dtype=I64)),
+    "dense-1": lambda: dense_launch(1),
+    "dense-32": lambda: dense_launch(32),
+    "dense-64": lambda: dense_launch(64),
+    "dense-256": lambda: dense_launch(256),
+    "dense-4096": lambda: dense_launch(4096),
+    "dense-4096-splits": lambda: dense_launch(4096, shape=(4096, 4096)),
+    "dense-odd": lambda: dense_launch(4096, shape=(4001, 4096)),
+    "dense-f32": lambda: dense_launch(64, F32),
     "linear-fp8": lambda: linear_launch(FP8, 1, scale_rows=128),
     "linear-fp8-64": lambda: linear_launch(FP8, 64, scale_rows=128),
 }

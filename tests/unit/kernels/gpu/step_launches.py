@@ -1,9 +1,10 @@
-"""Compile for sm_90 what the steps of a model launch, without a GPU: `python -m ...step_launches` prints JSON, a line a kernel.
+"""Compile for sm_90 what the steps of a model launch: `python -m ...step_launches KIND` prints JSON, a line a kernel.
 
 In a process of its own: where kernels are interpreted none can be compiled.
 """
 
 import json
+import sys
 
 import torch
 
@@ -14,6 +15,8 @@ from quire.kernels.triton.launching import Launch
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.quant.float8 import Float8Weight
+from quire.quant.weight import QuantizedWeight
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import full_step
 from quire.worker.device.staging import Readback
@@ -23,14 +26,26 @@ META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
 
 
-def launches_of_steps():
+def parameter(name, shape, kind):
+    """Return a parameter without data, its linear weights of a kind."""
+    if kind in ("plain", "in-order") or len(shape) < 2 or not name.startswith("layers."):
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+    rows, columns = shape
+    if kind == "fp8":
+        codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=META)
+        return Float8Weight(codes, torch.empty(rows // 128, columns // 128, device=META), (128, 128))
+    codes = torch.empty(shape, dtype=torch.int8, device=META)
+    return QuantizedWeight(codes, torch.empty(rows, columns // 128, device=META), None, tuple(range(-8, 8)))
+
+
+def launches_of_steps(kind):
     """Return the distinct launches of decode steps and of one with prompts, in the shapes of Qwen3-0.6B."""
     layer = LayerSpec(
         AttentionSpec(16, 8, 128, 128**-0.5, RopeSpec(128, 1e6), qk_norm=RMS), MlpSpec(3072, "silu"), attn_in=RMS, mlp_in=RMS
     )
     spec = ModelSpec("test", "bfloat16", 151936, 1024, (layer,), RMS, 40960, is_tied=True)
-    parameters = {name: torch.empty(shape, dtype=torch.bfloat16, device=META) for name, shape in parameter_shapes(spec).items()}
-    decoder = DeviceDecoder(spec, parameters, 40960, META)
+    parameters = {name: parameter(name, shape, kind) for name, shape in parameter_shapes(spec).items()}
+    decoder = DeviceDecoder(spec, parameters, 40960, META, None, kind == "in-order")
     pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, META)
     stepper = DeviceStepper(decoder, pool, StepSizes(256, 2048, 40960), StepGraphs())
     found = {}
@@ -48,7 +63,7 @@ def launches_of_steps():
 
 
 if __name__ == "__main__":
-    for launch in launches_of_steps():
+    for launch in launches_of_steps(sys.argv[1]):
         compiled = compile_launch(launch)
         found = {"registers": compiled.num_registers, "stack": compiled.stack_bytes, "shared": compiled.shared_bytes}
         print(json.dumps({"name": launch.kernel.fn.__name__, **found}), flush=True)

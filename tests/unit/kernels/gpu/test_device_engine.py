@@ -122,3 +122,25 @@ def test_greedy_tokens_are_the_cpus_when_the_model_has_windows_soft_caps_or_expe
     folder = write_checkpoint(tmp_path / family, family)
     expected, found, _ = both(folder, PROMPTS, greedy(6), max_num_seqs=3, max_num_batched_tokens=9)
     assert tokens(found) == tokens(expected)
+
+
+def scored(outputs):
+    """Return the tokens of each output with their log probabilities, to the bit."""
+    return [
+        [(token, options[token].logprob) for token, options in zip(choice.token_ids, choice.logprobs, strict=True)]
+        for output in outputs
+        for choice in output.outputs
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"quantization": "int8"}, marks=pytest.mark.slow)], ids=["dense", "int8"])
+def test_deterministic_tokens_have_the_same_bits_alone_and_in_a_batch_with_chunks_and_preemptions(qwen, options):
+    params = SamplingParams(temperature=0.8, seed=5, logprobs=1, max_tokens=6, ignore_eos=True, detokenize=False)
+    options = {"deterministic": True, **options}
+    llm = LLM(str(qwen), device=DEVICE, **(OPTIONS | options))
+    alone = [outcome for prompt in PROMPTS for outcome in scored(llm.generate([prompt], params, use_tqdm=False))]
+    llm.close()
+    crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 6}
+    together, num_preemptions = outputs_of(qwen, PROMPTS, params, DEVICE, **options, **crowded)
+    assert scored(together) == alone
+    assert num_preemptions > 0

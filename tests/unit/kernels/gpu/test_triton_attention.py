@@ -155,3 +155,38 @@ def test_attend_refuses_what_it_would_misread(device):
         attend(torch.zeros(1, 4, 64, device=device)[..., :32], cache, step, spec)
     with pytest.raises(InvariantError, match="k_scales"):
         attend(q, KvCache(cache.k.to(torch.int8), cache.v.to(torch.int8)), step, spec)
+
+
+@pytest.mark.parametrize(
+    "options, dtype",
+    [
+        ({}, torch.float32),
+        pytest.param({"window": 280}, torch.float32, marks=pytest.mark.slow),
+        pytest.param({}, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "window", "bf16"],
+)
+def test_a_query_has_the_same_bits_alone_and_in_a_prompt_when_sums_are_in_order(options, dtype, device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5, **options)
+    whole = make_case([600, 30], [40, 30], spec, 64, dtype)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])
+    cache = KvCache(whole.k_cache.to(device), whole.v_cache.to(device))
+    tables = whole.step.block_tables
+
+    def attended(first, last, lengths, tables):
+        slots = torch.zeros(last - first, dtype=torch.int64)
+        step = DeviceStep.of(AttentionInput(slots, [0, last - first], lengths, tables), device)
+        return attend(whole.q[first:last].to(device), cache, step, spec, sinks.to(device), is_in_order=True).cpu()
+
+    together = attend(
+        whole.q.to(device), cache, DeviceStep.of(whole.step, device), spec, sinks.to(device), is_in_order=True
+    ).cpu()
+    expected = dense_attention(whole, spec, sinks)
+    torch.testing.assert_close(together.double(), expected, atol=2e-2, rtol=2e-2) if dtype == torch.bfloat16 else (
+        torch.testing.assert_close(together.double(), expected, atol=3e-6, rtol=3e-6)
+    )
+    assert torch.equal(attended(39, 40, [600], tables[:1]), together[39:40])
+    assert torch.equal(attended(3, 5, [565], tables[:1]), together[3:5])
+    assert torch.equal(attended(7, 31, [591], tables[:1]), together[7:31])
+    assert torch.equal(attended(40, 70, [30], tables[1:]), together[40:])
+    assert torch.equal(attended(60, 61, [21], tables[1:]), together[60:61])

@@ -1,6 +1,5 @@
 """What the kernels become on sm_90: registers, spills, shared memory, and the instructions that were meant."""
 
-import ast
 import functools
 import json
 import os
@@ -34,6 +33,13 @@ ATTENTION_LIMITS = {
     "prefill-d256": (248, {"HGMMA": 32, "wide_copies": 32}),
     "prefill-page16": (192, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-f32": (255, {"FFMA": 512}),
+    "decode-in-order": (136, {"HGMMA": 16, "wide_copies": 16}),
+    "decode-merge-in-order": (40, {}),
+    "decode-fp8-in-order": (168, {"HGMMA": 16, "wide_copies": 8}),
+    "decode-d256-in-order": (168, {"HGMMA": 32, "wide_copies": 16}),
+    "prefill-in-order": (184, {"HGMMA": 16, "wide_copies": 16}),
+    "prefill-fp8-in-order": (240, {"HGMMA": 16, "wide_copies": 8}),
+    "prefill-d256-in-order": (255, {"HGMMA": 32, "wide_copies": 16}),
     "prefill-tree": (192, {"HGMMA": 16, "wide_copies": 16}),
 }
 OTHER_LIMITS = {
@@ -59,6 +65,11 @@ OTHER_LIMITS = {
     "moe-gate-up-1024": (168, {"HGMMA": 8, "wide_copies": 12}),
     "moe-gate-up-4096": (255, {"HGMMA": 8, "wide_copies": 12}),
     "moe-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
+    "moe-4-1": (96, {"HGMMA": 8, "wide_copies": 8}),
+    "moe-4-1024": (176, {"HGMMA": 8, "wide_copies": 8}),
+    "moe-fp8-64": (104, {"HGMMA": 8, "wide_copies": 8}),
+    "moe-fp8-4096": (232, {"HGMMA": 8, "wide_copies": 8}),
+    "moe-fp8-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
     "moe-sum": (40, {}),
     "feedback-ids": (40, {}),
     "feedback-tables": (40, {}),
@@ -67,6 +78,18 @@ OTHER_LIMITS = {
     "linear-4-offset": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-64": (168, {"HGMMA": 4, "wide_copies": 4}),
     "linear-8": (128, {"HGMMA": 4, "wide_copies": 4}),
+    "linear-4-4096": (216, {"HGMMA": 8, "wide_copies": 16}),
+    "linear-add": (40, {}),
+    "widen-4": (40, {}),
+    "widen-fp8-rows": (40, {}),
+    "dense-1": (48, {"HGMMA": 4, "wide_copies": 16}),
+    "dense-32": (56, {"HGMMA": 4, "wide_copies": 16}),
+    "dense-64": (80, {"HGMMA": 4, "wide_copies": 16}),
+    "dense-256": (216, {"HGMMA": 4, "wide_copies": 32}),
+    "dense-4096": (184, {"HGMMA": 8, "wide_copies": 32}),
+    "dense-4096-splits": (232, {"HGMMA": 8, "wide_copies": 32}),
+    "dense-odd": (255, {"HGMMA": 8, "wide_copies": 32}),
+    "dense-f32": (72, {"FFMA": 128}),
     "linear-fp8": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-fp8-64": (168, {"HGMMA": 4, "wide_copies": 4}),
 }
@@ -110,15 +133,23 @@ def test_all_launches_compile_within_their_limits(name):
 
 
 @pytest.mark.slow
-def test_what_the_steps_of_a_model_launch_compiles_without_spills():
+@pytest.mark.parametrize(
+    "kind, kernels",
+    [
+        ("plain", set()),
+        ("fp8", {"multiply_narrow", "widen_rows"}),
+        ("int4", {"multiply_narrow", "add_splits", "widen_rows"}),
+        ("in-order", {"multiply_dense", "add_splits"}),
+    ],
+)
+def test_what_the_steps_of_a_model_launch_compiles_without_spills(kind, kernels):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.kernels.gpu.step_launches"]
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.step_launches", kind]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"_take_ids", "_take_tables", "_place_heads", "attend_runs", "merge_chunks", "choose_rows", "_keep_ids"} <= {
-        kernel["name"] for kernel in found
-    }
+    usual = {"_take_ids", "_take_tables", "_place_heads", "attend_runs", "merge_chunks", "choose_rows", "_keep_ids"}
+    assert usual | kernels <= {kernel["name"] for kernel in found}
     assert all(kernel["stack"] <= 64 and kernel["shared"] <= MAX_SHARED_BYTES for kernel in found), found
 
 
@@ -151,9 +182,11 @@ def test_the_benchmark_says_how_it_is_used_where_there_is_no_server(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_without_a_gpu(tmp_path):
-    done = run_benchmark(tmp_path, "--smoke")
-    assert done.returncode == 0, done.stderr
-    kernels = [line for line in done.stdout.splitlines() if not line.startswith("{")]
-    assert len(kernels) == 10
-    sections = {ast.literal_eval(line)["section"] for line in done.stdout.splitlines() if line.startswith("{")}
-    assert sections == {"decode", "start", "prefill", "mixed"}
+    done = run_benchmark(tmp_path, "--smoke", "--out", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len([row for row in found["kernels"] if "name" in row]) == 12
+    assert {row["section"] for row in found["engine"]} == {"start", "prefill", "mixed", "engine"}
+    assert found["decode-large-fp8"][0]["weights"] == "fp8"
+    assert found["in-order-small"][0]["is_in_order"]
+    assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)

@@ -7,7 +7,8 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton import linear
-from quire.kernels.triton.linear import multiply, pack_float8, pack_integers
+from quire.kernels.triton.linear import in_order_launches, multiply, multiply_in_order, widen
+from quire.kernels.triton.narrow_weights import join_rows, pack_float8, pack_integers
 
 
 def on(device, weight):
@@ -75,3 +76,82 @@ def test_groups_that_no_run_of_columns_fits_are_refused():
     codes, scale, _ = integers(4, 96, 6, -8, 7)
     with pytest.raises(InvariantError, match="multiples of 32"):
         pack_integers(codes, scale)
+
+
+@pytest.mark.parametrize("low, high, num_groups", [(-8, 7, 3), (0, 15, 6), (-128, 127, 3)], ids=["4", "4-unsigned", "8"])
+def test_rows_are_widened_as_the_weight_says(low, high, num_groups, device):
+    codes, scale, offset = integers(9, 192, num_groups, low, high)
+    weight = on(device, pack_integers(codes, scale, offset))
+    spread = [part.repeat_interleave(192 // num_groups, 1) for part in (scale, offset)]
+    expected = codes.float() * spread[0] + spread[1]
+    assert torch.equal(widen(weight, torch.float32).cpu(), expected)
+    ids = torch.tensor([7, 0, 7, 3])
+    assert torch.equal(widen(weight, torch.bfloat16, ids.to(device)).cpu(), expected[ids].bfloat16())
+
+
+def test_blocks_of_float8_may_end_before_their_scale_does(device):
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randn(70, 200, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 4, generator=generator) + 0.1
+    dense = codes.float() * scale.repeat_interleave(64, 0)[:70].repeat_interleave(64, 1)[:, :200]
+    weight = pack_float8(codes, scale, (64, 64))
+    assert torch.equal(widen(on(device, weight), torch.float32).cpu(), dense)
+    check(torch.randn(3, 200, generator=generator), dense, weight, device)
+
+
+def test_columns_that_were_put_in_order_meet_their_inputs(device):
+    codes, scale, _ = integers(40, 64, 2, -8, 7)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    dense = torch.empty(40, 64)
+    dense[:, order] = codes.float() * scale.repeat_interleave(32, 1)
+    weight = dataclasses.replace(pack_integers(codes, scale), columns=order.to(device))
+    check(torch.randn(2, 64, generator=torch.Generator().manual_seed(4)), dense, weight, device)
+
+
+def test_joined_weights_are_their_rows_one_after_the_other(device):
+    parts = [pack_integers(*integers(rows, 64, 2, -8, 7, seed=rows)[: 2 + rows % 2], limits=(-8, 7)) for rows in (3, 16, 5)]
+    joined = join_rows([on(device, part) for part in parts])
+    expected = torch.cat([widen(on(device, part), torch.float32) for part in parts])
+    assert torch.equal(widen(joined, torch.float32), expected)
+    assert join_rows([parts[0], pack_integers(*integers(4, 64, 1, -8, 7)[:2])]) is None
+    codes = torch.ones(64, 64).to(torch.float8_e4m3fn)
+    blocks = pack_float8(codes, torch.tensor([[1.0], [2.0]]), (32, 64))
+    rows = pack_float8(codes, torch.full((64, 1), 3.0), (1, 64))
+    assert join_rows([blocks, blocks]).scale_rows == 32
+    mixed = join_rows([on(device, blocks), on(device, rows)])
+    assert widen(mixed, torch.float32)[:, 0].cpu().tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(70, 75), (33, 2048), (128, 256)], ids=["odd", "split", "whole"])
+def test_products_in_order_are_those_of_float64(shape, dtype, device):
+    generator = torch.Generator().manual_seed(5)
+    weight, x = (torch.randn(size, generator=generator).to(dtype) for size in (shape, (19, shape[1])))
+    bias = torch.linspace(-3, 3, shape[0]).to(dtype)
+    expected = x.double() @ weight.double().T + bias.double()
+    found = multiply_in_order(x.to(device), weight.to(device), bias.to(device)).cpu()
+    tolerance = 2e-5 if dtype == torch.float32 else 8e-3
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["dense", "narrow"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_at_any_number_of_rows_and_of_programs(is_narrow, dtype, device, monkeypatch):
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
+    if is_narrow:
+        weight = on(device, pack_integers(*integers(70, 1024, 8, -8, 7)))
+    else:
+        weight = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
+    product = multiply if is_narrow else multiply_in_order
+    shared = product(x, weight)
+    monkeypatch.setattr(linear, "_MANY_PROGRAMS", 5)
+    monkeypatch.setattr(linear, "_ROWS_OF_PROGRAM", 32)
+    launches = linear.multiply_launches if is_narrow else in_order_launches
+    for count in (1, 17, 33, 70):
+        found = product(x[:count], weight)
+        assert torch.equal(found, product(x, weight)[:count])
+    monkeypatch.undo()
+    assert len(launches(shared, x, weight)) == 2
+    for count in (1, 17, 33):
+        assert torch.equal(product(x[:count], weight), shared[:count])

@@ -10,7 +10,9 @@ from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import MlpSpec, MoeSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
+from quire.kernels.triton.linear import widen
 from quire.kernels.triton.moe import mixture_of_experts
+from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
 SPEC = MoeSpec(num_experts=6, top_k=2, expert=MlpSpec(40, "silu"))
@@ -67,6 +69,47 @@ def test_a_row_does_not_depend_on_others(device):
     for row in (0, 7, 19):
         rows = slice(row, row + 1)
         assert torch.equal(mixture_of_experts(x[rows], logits[rows], SPEC, gate_up, down), together[rows])
+
+
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 20])
+@pytest.mark.parametrize("kind", ["int4", "int4-offset", pytest.param("int8", marks=pytest.mark.slow), "float8"])
+def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
+    spec = dataclasses.replace(SPEC, expert=MlpSpec(32, "silu"))
+    x, router, *_ = make(spec, num_tokens, width=64)
+    generator = torch.Generator().manual_seed(7)
+    weights = []
+    for rows, columns in ((spec.num_experts * 64, 64), (spec.num_experts * 64, 32)):
+        if kind == "float8":
+            codes = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+            weights.append(pack_float8(codes, torch.rand(rows // 32, columns // 32, generator=generator), (32, 32)))
+        else:
+            low, high = (-127, 127) if kind == "int8" else (-8, 7)
+            codes = torch.randint(low, high + 1, (rows, columns), generator=generator, dtype=torch.int8)
+            scale, offset = (torch.randn(rows, columns // 32, generator=generator) / high for _ in range(2))
+            weights.append(pack_integers(codes, scale, offset if kind == "int4-offset" else None))
+    moved = [
+        dataclasses.replace(
+            weight,
+            codes=weight.codes.to(device),
+            scales=weight.scales.to(device),
+            offsets=None if weight.offsets is None else weight.offsets.to(device),
+        )
+        for weight in weights
+    ]
+    dense = [widen(weight, torch.float32).cpu().view(spec.num_experts, 64, -1) for weight in moved]
+    expected = mixture_ref(x, spec, router, *dense)
+    found = mixture_of_experts(x.to(device), F.linear(x, router).to(device), spec, *moved).cpu()
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_a_row_has_the_same_bits_at_any_number_of_rows_when_sums_are_in_order(dtype, device):
+    x, router, gate_up, down = (tensor.to(device) for tensor in make(SPEC, 200, dtype=dtype))
+    logits = F.linear(x, router)
+    together = mixture_of_experts(x, logits, SPEC, gate_up, down, is_in_order=True)
+    for count in (1, 30, 130):
+        alone = mixture_of_experts(x[:count], logits[:count], SPEC, gate_up, down, is_in_order=True)
+        assert torch.equal(alone, together[:count])
 
 
 def test_experts_that_are_not_covered_are_refused(device):

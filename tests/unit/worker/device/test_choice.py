@@ -70,18 +70,28 @@ def test_the_interpreter_is_refused_when_the_environment_does_not_ask_for_it(mac
         choose("interpreter")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"quantization": "int8"},
-        {"deterministic": True},
-    ],
-)
-def test_what_is_not_there_on_a_gpu_is_refused_by_name(machine, options):
+def test_what_is_not_there_on_a_gpu_is_refused_by_name(machine):
     machine(1)
-    with pytest.raises(ConfigError, match=f"not supported on a GPU yet: {next(iter(options))}.*device='cpu'"):
-        choose("auto", **options)
+    with pytest.raises(ConfigError, match="not supported on a GPU yet: speculative_config.*device='cpu'"):
+        choose("auto", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "fp8"}, {"deterministic": True}])
+def test_narrow_weights_and_deterministic_steps_are_there_on_a_gpu(machine, options):
+    machine(1)
+    assert choose("auto", **options) == torch.device("cuda", 0)
+
+
+def test_fp8_weights_are_refused_on_a_gpu_without_that_type(machine):
+    machine(1, capability=(8, 6))
+    with pytest.raises(ConfigError, match="at least 8.9 is needed with quantization 'fp8'"):
+        choose("cuda", quantization="fp8")
+
+
+def test_fp8_weights_are_refused_on_the_cpu(machine):
+    machine(0)
+    with pytest.raises(ConfigError, match="quantization 'fp8' needs a GPU"):
+        choose("auto", quantization="fp8")
 
 
 def test_fp8_keys_and_values_are_refused_on_a_gpu_without_that_type(machine):

@@ -7,6 +7,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.worker.device.memory import DeviceUsage, estimated_usage, measure_usage, plan_device_memory
+from quire.worker.device.peaks import SCRATCH_BYTES
 
 GIB = 1 << 30
 LAYER = LayerSpec(AttentionSpec(32, 8, 128, 0.1), MlpSpec(12288, "silu"))
@@ -59,6 +60,11 @@ def test_no_memory_is_kept_for_recorded_steps_when_there_are_none():
     assert usage.activation_bytes == 11 * GIB
 
 
+def test_the_pool_leaves_what_measuring_the_device_takes():
+    usage = measure_usage(FakeMemory(0, 80 * GIB), 80 * GIB, lambda: 1 << 20, None)
+    assert usage.activation_bytes == SCRATCH_BYTES > 1 << 28
+
+
 def test_the_pool_is_no_larger_than_all_sequences_need():
     usage = DeviceUsage(141 * GIB, 0, GIB, GIB)
     assert plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks == 8 * 16
@@ -95,6 +101,6 @@ def test_the_error_says_what_to_change_when_nothing_is_left(options, usage, name
 
 
 def test_the_estimate_counts_weights_and_the_widest_layer():
-    usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 8 * GIB, (2048, 128))
+    usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 16 * GIB, (2048, 128))
     assert (usage.total_bytes, usage.foreign_bytes, usage.weight_bytes) == (141 * GIB, 41 * GIB, 16 * GIB)
     assert 2048 * 3 * 12288 * 2 < usage.activation_bytes < GIB

@@ -1,0 +1,89 @@
+"""Run sections of a benchmark, each in a process of its own, so that one that crashes, hangs or takes all memory costs itself.
+
+A section writes its rows as lines of JSON, each as soon as it is there; what it wrote counts whatever becomes of it. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a benchmark, and the most seconds it may take."""
+
+    name: str
+    limit_s: float
+
+
+def run_section(section: Section, command: Sequence[str], rows_file: Path, left_s: float) -> list[Row]:
+    """Run a section and return the rows that it wrote, and one that says so where it failed or was stopped.
+
+    left_s  the seconds that are left for all sections
+    """
+    limit_s = min(section.limit_s, left_s)
+    if limit_s <= 1:
+        return [{"section": section.name, "error": "left out: no time was left"}]
+    rows_file.unlink(missing_ok=True)
+    output_file = rows_file.with_suffix(".txt")
+    started = time.monotonic()
+    with output_file.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            error = "" if process.wait(limit_s) == 0 else f"ended with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            error = f"stopped after {limit_s:.0f} s"
+    rows = _read_rows(rows_file)
+    if error:
+        tail = output_file.read_text(errors="replace")[-2000:]
+        rows.append({"section": section.name, "error": error, "output": tail})
+    return [*rows, {"section": section.name, "seconds": time.monotonic() - started}]
+
+
+def _read_rows(file: Path) -> list[Row]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows: list[Row] = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the last line of a process that was stopped
+            rows.append({"error": f"half a row: {line[:80]}"})
+    return rows
+
+
+def write_rows(rows: Iterator[Row], file: Path) -> None:
+    """Append rows to a file as they come, in the process of a section."""
+    with file.open("a") as out:
+        for row in rows:
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+
+
+def run_all_sections(
+    sections: Sequence[Section],
+    command_of: Callable[[Section, list[Row]], Sequence[str]],
+    folder: Path,
+    budget_s: float,
+    take: Callable[[Section, list[Row]], None],
+) -> None:
+    """Run sections one after the other within a time, and hand over the rows of each when it ends.
+
+    command_of  of a section and of the rows so far
+    """
+    deadline = time.monotonic() + budget_s
+    found: list[Row] = []
+    for section in sections:
+        rows = run_section(section, command_of(section, found), folder / f"{section.name}.jsonl", deadline - time.monotonic())
+        found += rows
+        take(section, rows)

@@ -1,0 +1,224 @@
+"""Models with narrow weights on the device against the dense models of the same numbers."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.triton.narrow_weights import NarrowWeight
+from quire.kernels.triton.step import DeviceStep
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.build import whole_prompt_logits
+from quire.model.checkpoint import load_parameters, open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.decoder import Decoder
+from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_weights import load_on_device
+from quire.model.parameters import parameter_shapes
+from quire.model.quantized_writer import write_quantized
+from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
+from quire.worker.device.memory import device_weight_bytes
+from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.quant import packers
+
+DEVICE = "cuda" if HAS_GPU else "interpreter"
+PROMPT = [5, 100, 7, 44, 300, 2, 9]
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "hidden_size": 64, "head_dim": 16}
+
+
+def compressed(layout, **weights):
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, **weights}
+    groups = {"g": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+CONFIGS = {
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": True,
+        "sym": False,
+        "checkpoint_format": "gptq_v2",
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "int8": compressed("int-quantized", strategy="channel"),
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]},
+    "fp8-rows": compressed("float-quantized", type="float", strategy="channel"),
+    "fp8-tensor": compressed("float-quantized", type="float", strategy="tensor"),
+    "fp8-small": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]},
+}
+BLOCKS = {"fp8": (32, 32), "fp8-small": (16, 16), "fp8-rows": (1, 1 << 16), "fp8-tensor": (1 << 16, 1 << 16)}
+
+
+def quantise(method, weight, seed):
+    """Return the stored parts of a weight [O, K] in a format, and the numbers they stand for."""
+    rows, columns = weight.shape
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    if method in BLOCKS:
+        high, wide = (min(side, size) for side, size in zip(BLOCKS[method], weight.shape, strict=True))
+        scale = torch.rand(-(-rows // high), -(-columns // wide), generator=generator) + 0.5
+        codes = weight.to(torch.float8_e4m3fn)
+        whole = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        name = "weight_scale_inv" if CONFIGS[method]["quant_method"] == "fp8" else "weight_scale"
+        return {"weight": codes, name: scale.view(1) if method == "fp8-tensor" else scale}, codes.float() * whole
+    if method == "int8":
+        codes = torch.from_numpy(rng.integers(-128, 128, (rows, columns)).astype(np.int8))
+        scale = torch.rand(rows, 1, generator=generator) / 64
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+    codes, zeros = rng.integers(0, 16, (rows, columns)), rng.integers(0, 16, (rows, columns // 32))
+    scales = (rng.random((rows, columns // 32)) / 16).astype(np.float16)
+    groups = np.arange(columns) // 32
+    if method == "awq":
+        return packers.awq(codes, zeros, scales), packers.affine(codes, zeros, scales, groups)
+    groups = np.random.default_rng(columns).permutation(groups)
+    return packers.gptq(codes, zeros, scales, 4, True, groups), packers.affine(codes, zeros, scales, groups)
+
+
+def write(tmp_path, family, method):
+    """Write a quantised checkpoint and the dense one of its numbers; return both folders."""
+    quantised, dense = (write_checkpoint(tmp_path / kind, family, **SIZES) for kind in ("quantised", "dense"))
+    stored, numbers = {}, {}
+    for index, (name, tensor) in enumerate(load_file(dense / "model.safetensors").items()):
+        numbers[name] = tensor
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or "_proj" not in module:
+            stored[name] = tensor
+            continue
+        parts, numbers[name] = quantise(method, tensor, index)
+        stored |= {f"{module}.{part}": value for part, value in parts.items()}
+    config = json.loads((dense / "config.json").read_text())
+    for folder, tensors, extra in ((quantised, stored, {"quantization_config": CONFIGS[method]}), (dense, numbers, {})):
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({**config, **extra}))
+    return quantised, dense
+
+
+def device_logits(model, device, prompt=PROMPT):
+    """Return the logits of every token of a prompt."""
+    pool = DeviceKvPool(KvSpec.of(model.spec, 16, model.spec.dtype), 2, device)
+    places = torch.arange(len(prompt))
+    step = AttentionInput(places, [0, len(prompt)], [len(prompt)], torch.tensor([[0, 1]]))
+    hidden = model.forward(torch.tensor(prompt).to(device), places.to(device), DeviceStep.of(step, device), pool)
+    return model.logits(hidden).cpu()
+
+
+def reference_logits(spec, parameters):
+    return whole_prompt_logits(Decoder(spec, parameters, 64), PROMPT)
+
+
+def opened(folder):
+    spec = read_model_spec(folder)
+    return spec, open_parameters(folder, spec)
+
+
+@pytest.mark.parametrize(
+    "family, method",
+    [
+        ("qwen3", "gptq"),
+        ("qwen3", "fp8"),
+        *(pytest.param("qwen3", method, marks=pytest.mark.slow) for method in ("awq", "int8", "fp8-rows", "fp8-tensor")),
+        *(pytest.param("qwen3_moe", method, marks=pytest.mark.slow) for method in ("awq", "int8", "fp8", "fp8-tensor")),
+    ],
+)
+def test_logits_are_those_of_the_dense_checkpoint_and_its_weights_stay_narrow(tmp_path, family, method, device):
+    quantised, dense = write(tmp_path, family, method)
+    spec, parameters = opened(quantised)
+    found = device_logits(DeviceDecoder(spec, parameters, 64, device), device)
+    expected = reference_logits(spec, load_parameters(dense, spec))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    weights = load_on_device(open_parameters(quantised, spec), spec, device)
+    narrow = {name for name, parts in weights.linears.items() if all(isinstance(part, NarrowWeight) for part in parts)}
+    experts = family == "qwen3_moe"
+    assert narrow == {
+        f"layers.{i}.{name}.weight" for i in (0, 1) for name in (("qkv", "o") if experts else ("qkv", "o", "gate_up", "down"))
+    }
+    assert all(len(parts) == 1 for parts in weights.linears.values())
+    assert all(isinstance(stack, NarrowWeight) for stack in weights.experts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, method, words", [("qwen3", "fp8-small", "multiples of 32"), ("qwen3_moe", "gptq", "columns of experts")]
+)
+def test_what_no_kernel_runs_narrow_is_dense_and_the_log_says_so(tmp_path, family, method, words, device, caplog):
+    quantised, dense = write(tmp_path, family, method)
+    spec, parameters = opened(quantised)
+    with caplog.at_level(logging.WARNING):
+        model = DeviceDecoder(spec, parameters, 64, device)
+    assert words in caplog.text
+    expected = reference_logits(spec, load_parameters(dense, spec))
+    assert (device_logits(model, device) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_our_own_int4_checkpoints_stay_narrow(tmp_path, device):
+    dense = write_checkpoint(tmp_path / "dense", "qwen3", **SIZES)
+    written = write_quantized(dense, tmp_path / "int4", "int4", 32)
+    spec, parameters = opened(written.folder)
+    weights = load_on_device(parameters, spec, device)
+    assert all(isinstance(weights.linears[f"layers.0.{name}.weight"][0], NarrowWeight) for name in ("qkv", "o", "gate_up"))
+    assert weights.linears["layers.0.o.weight"][0].is_packed
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_weights_that_are_quantised_while_they_are_loaded_are_those_of_the_policy(tmp_path, family, quantization, device):
+    folder = write_checkpoint(tmp_path / "dense", family, **SIZES, tie_word_embeddings=family == "qwen3")
+    spec, parameters = opened(folder)
+    policy = DEVICE_POLICIES[quantization]
+    loaded = load_parameters(folder, spec)
+    quantize = parameter_quantizer(loaded, spec, policy)
+    dense = {
+        name: torch.stack([numbers(quantize.narrowed(name, expert)) for expert in tensor])
+        if tensor.ndim == 3
+        else numbers(quantize.narrowed(name, tensor))
+        if tensor.ndim == 2
+        else tensor
+        for name, tensor in loaded.items()
+    }
+    assert any(not torch.equal(dense[name], loaded[name]) for name in dense)
+    found = device_logits(DeviceDecoder(spec, parameters, 64, device, policy), device)
+    expected = reference_logits(spec, dense)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def numbers(weight):
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+
+
+def test_a_checkpoint_that_is_quantised_is_not_quantised_again(tmp_path, device):
+    spec, parameters = opened(write(tmp_path, "qwen3", "fp8")[0])
+    with pytest.raises(ConfigError, match="quantised already|is already"):
+        DeviceDecoder(spec, parameters, 64, device, DEVICE_POLICIES["int8"])
+
+
+def test_the_memory_plan_counts_narrow_bytes(tmp_path):
+    quantised, dense = write(tmp_path, "qwen3", "fp8")
+    spec = read_model_spec(dense)
+    shapes = parameter_shapes(spec)
+    options = {"model": "demo", "device": "auto"}
+    whole = device_weight_bytes(EngineConfig(**options), spec, shapes, dense)
+    assert device_weight_bytes(EngineConfig(**options), spec, shapes, quantised) < whole
+    assert device_weight_bytes(EngineConfig(**options, quantization="int8"), spec, shapes, dense) < whole / 3
+
+
+def test_the_engine_runs_a_quantised_model_from_its_options_to_its_tokens(tmp_path):
+    folder = write_checkpoint(tmp_path / "dense", "qwen3", **SIZES)
+    options = {"skip_tokenizer_init": True, "block_size": 16, "num_kv_blocks": 8, "max_model_len": 64, "dtype": "float32"}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    found = []
+    for chosen in ({}, {"quantization": "int8"}, {"quantization": "int8", "kv_cache_dtype": "fp8"}):
+        llm = LLM(str(folder), device=DEVICE, **options, **chosen)
+        found.append(llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids)
+        llm.close()
+    assert all(len(tokens) == 4 for tokens in found)
+    assert sum(a == b for a, b in zip(found[0], found[1], strict=True)) >= 2
