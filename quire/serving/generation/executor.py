@@ -261,7 +261,7 @@ def count_characters(texts: object, limit: int) -> int:
         left -= len(value) if isinstance(value, str | bytes) else 1
         parts: Collection[object] = ()
         if isinstance(value, msgspec.Struct):
-            parts = [part for name in value.__struct_fields__ if (part := getattr(value, name)) is not None]
+            parts = [part for part in msgspec.structs.astuple(value) if part is not None]
         elif isinstance(value, dict):
             found = cast("dict[object, object]", value)
             parts = (*found.keys(), *found.values()) if len(found) <= left else ()
