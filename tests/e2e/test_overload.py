@@ -25,6 +25,7 @@ MAX_SEQS = 16
 MAX_TOKENS = 100
 WAIT_SERVICES = 4  # a request is taken in for an estimated wait of so many times what it takes the full engine to answer one
 SLACK = 2  # its first token may take so many times the longest wait and an answer: the machine may lose half of its speed
+MAX_OPEN = 1000  # requests of the test at once, many times what the server holds: more would wait for the test, not for it
 MAX_GROWTH_MIB = 32
 MAX_LAG_S = 0.1
 NUM_TRIES = 3  # others may have the machine for a while: what is wrong is so each time
@@ -55,11 +56,19 @@ async def measure_service(server, seconds):
 
 async def arrive(server, rate, seconds, seed):
     """Send at random times, whatever becomes of what was sent before; return [(status, headers, body)]."""
-    loop, rng, tasks = asyncio.get_running_loop(), random.Random(seed), []
+    loop, rng, tasks, room = asyncio.get_running_loop(), random.Random(seed), [], asyncio.Semaphore(MAX_OPEN)
     next_s, end_s = loop.time(), loop.time() + seconds
+
+    async def one():
+        try:
+            return await Wire.ask(server, MAX_TOKENS)
+        finally:
+            room.release()
+
     while next_s < end_s:
         await asyncio.sleep(max(next_s - loop.time(), 0))
-        tasks.append(asyncio.create_task(Wire.ask(server, MAX_TOKENS)))
+        await room.acquire()
+        tasks.append(asyncio.create_task(one()))
         next_s += rng.expovariate(rate)
     return await asyncio.gather(*tasks)
 
