@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
 
 from quire.api.decode import LARGE_BYTES, BodyError, decode_body
 from quire.base.errors import RequestError
@@ -27,6 +28,15 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 HUGE_BYTES = 1 << 20  # decoding these holds the interpreter for milliseconds at a time: one after the other, or they add up
 MAX_TRACEPARENT_LENGTH = 128
 MAX_TIMEOUT_S = 24 * 3600.0
+
+
+def headers_of(scope: Scope) -> Mapping[str, str]:
+    """Return the headers by their names in lower case; of several with one name the first."""
+    found = scope.get("quire.headers")
+    if found is None:
+        found = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        scope["quire.headers"] = found
+    return found
 
 
 @dataclass(slots=True)
@@ -51,6 +61,11 @@ class Call:
         return self.request.scope["quire.route"]
 
     @property
+    def headers(self) -> Mapping[str, str]:
+        """See headers_of."""
+        return headers_of(self.request.scope)
+
+    @property
     def path_params(self) -> Mapping[str, Any]:
         """The parameters in the path."""
         return self.request.path_params
@@ -63,7 +78,7 @@ class Call:
     @property
     def traceparent(self) -> str | None:
         """The W3C trace context that the client sent, as it sent it."""
-        value = self.request.headers.get("traceparent")
+        value = self.headers.get("traceparent")
         return value if value is not None and len(value) <= MAX_TRACEPARENT_LENGTH else None
 
     async def body(
@@ -109,12 +124,12 @@ class Call:
     @property
     def content_length(self) -> int | None:
         """How many bytes the body has, as its head says; None where that says nothing, or no number."""
-        stated = self.request.headers.get("content-length", "")
+        stated = self.headers.get("content-length", "")
         return int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
 
     async def json_parts(self, max_bytes: int | None = None) -> list[bytes]:
         """Return the bytes of a body that says it is JSON, in the parts in which they came."""
-        kind = self.request.headers.get("content-type", "").split(";")[0].strip().lower()
+        kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content-type must be application/json, got {kind[:100]!r}", code="unsupported_media_type")
         limit = self.config.max_body_bytes
@@ -122,7 +137,7 @@ class Call:
 
     async def _parts(self, max_bytes: int) -> list[bytes]:
         """Return the whole body. Raises ApiError as soon as it is known to be over max_bytes (413), or over the room (503)."""
-        encoding = self.request.headers.get("content-encoding", "identity").lower()
+        encoding = self.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise ApiError(415, f"content-encoding {encoding[:100]!r} is not supported", code="unsupported_media_type")
         length = self.content_length
@@ -149,7 +164,7 @@ class Call:
 
     def deadline_s(self, is_streaming: bool) -> float:
         """Return until when the answer is wanted, in time.monotonic(): as the client says, or the default."""
-        headers = self.request.headers
+        headers = self.headers
         # The official clients say by themselves how long they will wait for a whole answer.
         for name in ("x-request-timeout", *(() if is_streaming else ("x-stainless-read-timeout",))):
             stated = headers.get(name)

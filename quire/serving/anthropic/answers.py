@@ -186,6 +186,11 @@ class MessageFold:
             elif self._message is not None:
                 self._add(self._message, event)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether there is much to write: text alone is not."""
+        return False
+
     def body(self) -> bytes:
         """Return the answer. Raises ApiError where the events are not all there."""
         if self._message is None or self._message.stop_reason is None:

@@ -30,7 +30,7 @@ def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: Engin
         try:
             await server.load_model()
             started_s = time.monotonic()
-            with tqdm(total=len(spans), unit="request", file=sys.stderr) as bar:
+            with tqdm(total=len(spans), unit="request", file=sys.stderr, disable=None) as bar:  # none without a terminal
 
                 def show(progress: BatchProgress) -> None:
                     bar.update(progress.num_done - bar.n)

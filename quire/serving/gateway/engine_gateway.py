@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
@@ -26,6 +26,7 @@ _FED_AHEAD_SHARE = 8
 """One sequence in so many is in the engine beyond those it runs, so that it never starves while news of a step travel here."""
 _FED_AHEAD_LEAST = 4
 _SWEEP_S = 1.0
+_NOTHING_HELD = nullcontext()
 
 
 class ClassSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +112,9 @@ class EngineGateway:
         self._dispatch()
         return stream
 
-    @contextlib.contextmanager
-    def holding(self, owner: str, call_id: str | None) -> Generator[None]:
+    def holding(self, owner: str, call_id: str | None) -> AbstractContextManager[None]:
         """Count a call among those in flight of its key while it is prepared; without an id, of a batch, count nothing."""
-        with contextlib.ExitStack() as held:
-            if call_id is not None:
-                held.enter_context(self._admission.holding(owner, call_id))
-            yield
+        return _NOTHING_HELD if call_id is None else self._admission.holding(owner, call_id)
 
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
         """Return the x-ratelimit-* headers of an owner; none where it has no rates."""

@@ -26,6 +26,7 @@ BRIEF_S = 0.0005
 _BRIEF_PER_TURN_S = 0.002
 """Of brief calls, in one turn of the event loop: those of a burst would hold up tokens and timers all together."""
 _MEAN_OVER_CALLS = 20
+_NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,7 +262,7 @@ def count_characters(texts: object, limit: int) -> int:
         left -= len(value) if isinstance(value, str | bytes) else 1
         parts: Collection[object] = ()
         if isinstance(value, msgspec.Struct):
-            parts = [part for name in value.__struct_fields__ if (part := getattr(value, name)) is not None]
+            parts = [part for part in msgspec.structs.astuple(value) if part is not None]
         elif isinstance(value, dict):
             found = cast("dict[object, object]", value)
             parts = (*found.keys(), *found.values()) if len(found) <= left else ()
@@ -269,7 +270,11 @@ def count_characters(texts: object, limit: int) -> int:
         elif isinstance(value, list | tuple):
             parts = cast("Collection[object]", value)
         left -= len(parts)
-        if left >= 0:
+        if left < 0:
+            break
+        if _NUMBERS.issuperset(map(type, parts)):  # token ids
+            left -= len(parts)
+        else:
             stack.extend(parts)
     return limit - left
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from quire.contracts.sampling_params import SamplingParams
@@ -21,6 +22,21 @@ def make_sampling(stated: Mapping[str, Any], recommended: Mapping[str, Any], **f
     fields.update(forced)
     num_sequences = max(fields.get("n") or 1, fields.get("best_of") or 1)
     if num_sequences == 1 or fields.get("temperature", 1.0) != 0:
-        return SamplingParams(**fields), False
+        return _params(fields), False
     fields.update(n=1, best_of=None)
-    return SamplingParams(**fields), True
+    return _params(fields), True
+
+
+def _params(fields: Mapping[str, Any]) -> SamplingParams:
+    if fields.get("constraint") is not None:  # which may be long
+        return SamplingParams(**fields)
+    try:
+        return _known_params(tuple((name, type(value), value) for name, value in fields.items()))
+    except TypeError:  # there are lists or dicts among them
+        return SamplingParams(**fields)
+
+
+@lru_cache(maxsize=256)
+def _known_params(fields: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    """Return the parameters, which are frozen: for the same fields the same ones, because checking them has its cost."""
+    return SamplingParams(**{name: value for name, _, value in fields})

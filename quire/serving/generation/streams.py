@@ -152,17 +152,20 @@ async def generation_events(
 
     What an outlet takes is not yielded; the end of a choice is. Raises ApiError. Closing the generator aborts what still runs.
     """
+    if len(jobs) == 1:
+        ((job, plan),) = jobs
+        async with gateway.open(job) as stream:
+            reader = GenerationReader(plan)
+            if outlet is not None and not reader.may_end_early:
+                stream.divert(_taker(reader, outlet))
+            async for events in _read_stream(stream, reader):
+                yield events
+        return
     async with AsyncExitStack() as stack:
         opened: list[tuple[GenerationStream, GenerationReader]] = []
         for prompt, (job, plan) in enumerate(jobs):
             stream = await stack.enter_async_context(gateway.open(job))
             opened.append((stream, GenerationReader(plan, prompt)))
-        if len(opened) == 1:
-            if outlet is not None and not opened[0][1].may_end_early:
-                opened[0][0].divert(_taker(opened[0][1], outlet))
-            async for events in _read_stream(*opened[0]):
-                yield events
-            return
         async for events in _merge(opened):
             yield events
 

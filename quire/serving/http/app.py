@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import quire
 from quire.base.logging import get_logger
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint
+from quire.serving.endpoint import Call, Endpoint, headers_of
 from quire.serving.errors import BODY_ROOM_CODE, ApiError
 from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
 from quire.serving.ignored import IGNORED_HEADER, header_of
@@ -176,7 +175,7 @@ class Shell:
             return
         started_s = time.monotonic()
         scope["quire.send"] = send
-        headers = Headers(scope=scope)
+        headers = headers_of(scope)
         request_id = scope["quire.request_id"] = f"req_{secrets.token_hex(13)}"
         status = 0
 
@@ -201,12 +200,12 @@ class Shell:
         finally:
             self._record(scope, status or 500, time.monotonic() - started_s)
 
-    def _identify(self, scope: Scope, headers: Headers) -> Owner:
+    def _identify(self, scope: Scope, headers: Mapping[str, str]) -> Owner:
         if scope["path"] in self._open_paths:
             return Owner(name="anonymous", cache_salt="")
         return self._authenticator.identify(headers)
 
-    def _id_headers(self, request_id: str, headers: Headers) -> list[tuple[bytes, bytes]]:
+    def _id_headers(self, request_id: str, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
         value = request_id.encode()
         found = [(b"x-request-id", value), (b"request-id", value)]
         client_id = headers.get("x-request-id", "")

@@ -88,6 +88,7 @@ class Lifecycle:
                 ws="none",
                 lifespan="off",
                 access_log=False,
+                proxy_headers=False,  # nobody asks from where a request comes
                 log_config=None,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 server_header=False,

@@ -45,6 +45,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0  # of the headers that were parsed
         self._num_body_bytes = 0  # that have come of the body at hand
         self._has_length = False
+        self._num_stated_mib = 0.0
         self._is_in_head = True
         self._is_refused = False
         self._num_dropped_bytes = 0  # of what came after the answer
@@ -94,12 +95,12 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._is_in_head:
             self._num_head_bytes += len(data)
-            if self._timer is None:  # a further request on a kept connection
-                self._wait(self.head_timeout_s, "the request head did not arrive in time")
         super().data_received(data)
         # A body may have come with the head in one piece: only what is still a head counts.
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(TOO_LARGE, lingers=True)
+        elif self._timer is None and not self._is_refused:
+            self._wait_for_rest()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -119,8 +120,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.transport = PoliteTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
         length = next((value for name, value in self.headers if name == b"content-length"), None)
         self._has_length = length is not None
-        num_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
-        self._wait(self.body_timeout_s + num_mib, "the request body did not arrive in time")
+        self._num_stated_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
 
     def on_body(self, body: bytes) -> None:
         # Of a body that did not say its length, each MiB that has come gives the rest its second.
@@ -145,6 +145,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _is_head_too_large(self) -> bool:
         return self.headers is not None and (len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEAD_BYTES)
+
+    def _wait_for_rest(self) -> None:
+        """Wait for what is missing of a request that did not come in one piece, as most do."""
+        if not self._is_in_head:
+            num_mib = self._num_stated_mib if self._has_length else self._num_body_bytes // MIB
+            self._wait(self.body_timeout_s + num_mib, "the request body did not arrive in time")
+        elif self._num_head_bytes > 0:
+            self._wait(self.head_timeout_s, "the request head did not arrive in time")
 
     def _wait(self, seconds: float, message: str) -> None:
         self._stop_waiting()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Self
 
 import msgspec
@@ -72,15 +74,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     @classmethod
     def of(cls, request: Request) -> Self:
         """Return the message of a request. Raises RequestError for a number that cannot be sent."""
-        params = {}
-        for name, default in _DEFAULT_PARAMS.items():
-            value = getattr(request.params, name)
-            if name == "constraint" and value is not None:
-                params[name] = dataclasses.asdict(value)
-            elif value != default and name != "structured_outputs":  # which the constraint follows from
-                if isinstance(value, int) and not -(2**63) <= value < 2**64:
-                    raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
-                params[name] = value
+        params = _stated_by(request.params)
         try:
             token_ids = request.prompt_token_ids
             token_ids = (token_ids if isinstance(token_ids, array) else array(_TOKEN_ID, token_ids)).tobytes()
@@ -110,7 +104,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
         return Request(
             request_id=RequestId(self.request_id),
             prompt_token_ids=tuple(token_ids),
-            params=SamplingParams(**{**self.params, **self._constraint()}),
+            params=_params({**self.params, **self._constraint()}),
             seed=self.seed,
             prompt=self.prompt,
             eos_token_ids=frozenset(self.eos_token_ids),
@@ -126,6 +120,48 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
         if not isinstance(fields, dict) or fields.keys() - _CONSTRAINT_NAMES:
             raise RequestError("constraint must be an object with the fields of Constraint", "constraint")
         return {"constraint": Constraint(**fields)}
+
+
+# Most requests state what others have stated before: what was made of it then is kept, and changed by nobody.
+
+
+def _stated(params: SamplingParams) -> dict[str, Any]:
+    stated: dict[str, Any] = {}
+    for name, default in _DEFAULT_PARAMS.items():
+        value = getattr(params, name)
+        if name == "constraint" and value is not None:
+            stated[name] = dataclasses.asdict(value)
+        elif value != default and name != "structured_outputs":  # which the constraint follows from
+            if isinstance(value, int) and not -(2**63) <= value < 2**64:
+                raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
+            stated[name] = value
+    return stated
+
+
+_known_stated = lru_cache(maxsize=256)(_stated)
+
+
+def _stated_by(params: SamplingParams) -> dict[str, Any]:
+    if params.constraint is not None:  # which may be long
+        return _stated(params)
+    try:
+        return _known_stated(params)
+    except TypeError:  # there are lists or dicts among them
+        return _stated(params)
+
+
+def _params(fields: Mapping[str, Any]) -> SamplingParams:
+    if "constraint" in fields:
+        return SamplingParams(**fields)
+    try:
+        return _known_params(tuple((name, type(value), value) for name, value in fields.items()))
+    except TypeError:  # there are lists or dicts among them
+        return SamplingParams(**fields)
+
+
+@lru_cache(maxsize=256)
+def _known_params(fields: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    return SamplingParams(**{name: value for name, _, value in fields})
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):

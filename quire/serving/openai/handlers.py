@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
 from quire.serving.endpoint import Call
@@ -35,19 +35,14 @@ class StreamEncoder(Protocol):
 
 
 class Fold(Protocol):
-    """Adds events up to a whole answer."""
+    """Adds events up to a whole answer. `body` may take long where it is_long, and may then be called in any thread."""
+
+    @property
+    def is_long(self) -> bool: ...
 
     def add(self, events: Sequence[GenerationEvent]) -> None: ...
 
     def body(self) -> bytes: ...
-
-
-@runtime_checkable
-class LongFold(Protocol):
-    """A fold whose body may take long to write; that may then be done in any thread."""
-
-    @property
-    def is_long(self) -> bool: ...
 
 
 def caller_of(call: Call, is_streaming: bool) -> Caller:
@@ -101,7 +96,6 @@ def whole_answer(gateway: Gateway, jobs: Jobs, fold: Fold) -> Answer:
         async with aclosing(generation_events(gateway, jobs, Folding(fold.add))) as events_of_deltas:
             async for events in events_of_deltas:
                 fold.add(events)
-        is_long = isinstance(fold, LongFold) and fold.is_long
-        return Ready(await asyncio.to_thread(fold.body) if is_long else fold.body())
+        return Ready(await asyncio.to_thread(fold.body) if fold.is_long else fold.body())
 
     return Unary(work)

@@ -18,7 +18,8 @@ from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.interfaces import Owner, PriorityClass
 
-_ALPHABET = string.ascii_letters + string.digits
+_ALPHABET = (string.ascii_letters + string.digits).encode()
+_LETTER_OF_BYTE = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
 _PLAIN_FIELDS = (
     "temperature",
     "top_p",
@@ -44,12 +45,8 @@ _PLAIN_FIELDS = (
 
 
 def make_id(prefix: str) -> str:
-    """Return a new id: the prefix and 29 letters or digits (over 170 bits)."""
-    number, letters = secrets.randbits(256), [prefix]  # so many bits that the remainder below is as good as uniform
-    for _ in range(29):
-        number, index = divmod(number, len(_ALPHABET))
-        letters.append(_ALPHABET[index])
-    return "".join(letters)
+    """Return a new id: the prefix and 29 letters or digits (over 160 bits; the first eight letters come a little oftener)."""
+    return prefix + secrets.token_bytes(29).translate(_LETTER_OF_BYTE).decode()
 
 
 def check_n(n: int | None, limit: int, param: str = "n") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.base.errors import ConfigError, RequestError
+from quire.contracts.sampling_params import SamplingParams
 from quire.serving.config import ServerConfig
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.generation.prepare import prepare_chat, prepare_prompts, render_chat
@@ -104,6 +105,24 @@ def test_sampling_takes_the_statement_then_the_recommendation_then_the_default()
     assert (params.top_p, params.top_k, params.max_tokens, params.n, is_copied) == (0.5, 3, None, 2, False)
     params, is_copied = make_sampling({"n": 4, "best_of": 5}, {"temperature": 0})
     assert (params.n, params.best_of, is_copied) == (1, None, True)
+
+
+def test_what_was_stated_before_is_not_taken_for_what_only_equals_it():
+    stated = {"max_tokens": 1, "stop": "a"}
+    first = make_sampling(stated, {})[0]
+    assert make_sampling(dict(stated), {})[0] == first == SamplingParams(max_tokens=1, stop="a")
+    assert make_sampling({**stated, "seed": 3}, {})[0] == SamplingParams(max_tokens=1, stop="a", seed=3)
+    with pytest.raises(RequestError) as caught:
+        make_sampling({**stated, "max_tokens": True}, {})
+    assert caught.value.param == "max_tokens"
+
+
+def test_lists_that_are_changed_later_change_no_parameters():
+    words = ["red"]
+    params = make_sampling({"bad_words": words}, {})[0]
+    words.append("blue")
+    assert params.bad_words == ("red",)
+    assert make_sampling({"bad_words": words}, {})[0].bad_words == ("red", "blue")
 
 
 def test_visible_positions_skip_what_is_not_visible():

@@ -112,6 +112,9 @@ def test_params_are_checked_again_when_they_come_out():
         with pytest.raises(RequestError) as caught:
             msgspec.structs.replace(submit, params=params).request()
         assert caught.value.param == param
+    assert msgspec.structs.replace(submit, params={"max_tokens": 1}).request().params == SamplingParams(max_tokens=1)
+    with pytest.raises(RequestError):  # though it equals what was right before
+        msgspec.structs.replace(submit, params={"max_tokens": True}).request()
     with pytest.raises(RequestError, match="no i32"):
         msgspec.structs.replace(submit, prompt_token_ids=b"12345").request()
 
