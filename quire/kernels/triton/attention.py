@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.step import DeviceStep, Tiles
 from quire.kernels.triton.tiles import (
     CHUNK,
+    LONG_CHUNK,
     ROWS_OF_DECODE,
     AttentionTile,
     in_order_attention_tile,
@@ -26,6 +28,9 @@ from quire.kernels.triton.tiles import (
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTISED = (torch.int8, torch.float8_e4m3fn)
 _MERGED_AT_ONCE = 16
+_PARTIAL_BYTES = 256 << 20
+"""What the partial results of long runs take at most, unless those of few tiles take more; further tiles follow in turn."""
+_ALIGNED_TILES = 4  # whose lists begin at a multiple of 16 bytes
 
 
 class KvCache(NamedTuple):
@@ -73,9 +78,10 @@ def attend_launches(
 ) -> list[Launch]:
     """Return the launches of `attend`, which write `out`, in one piece.
 
-    Sequences of few queries, decode steps above all, are split into chunks of cached keys, so that a few long ones fill the
-    device; their partial results are merged in order. Others have a program for each run of queries. In order, both have the
-    same tiles and the same chunks, and chunks are merged one by one.
+    Cached keys are taken in chunks, each by a program of its own, so that a few long sequences fill the device; the partial
+    results are merged in order. Sequences of few queries, decode steps above all, have short chunks; for others a program for
+    each run of queries and LONG_CHUNK keys is enough, and for windows within that one for each run. In order, both have the
+    same tiles and the same chunks, which are merged one by one.
     """
     _check(out, q, cache, spec, sinks)
     if step.has_cached_drafts and spec.window is not None:
@@ -90,13 +96,17 @@ def attend_launches(
     short, long = step.tiles(num_queries, num_short)
     launches: list[Launch] = []
     if short.num_tiles:
-        tile = fixed or short_attention_tile(*kinds)
+        tile = fixed or short_attention_tile(spec.head_dim, group, q.dtype, cache.k.dtype)
         rows = power_of_two(short.num_queries * group, tile.rows)
-        launches += _split(_Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), is_in_order))
+        launches += _split(_Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), CHUNK, is_in_order))
     if long.num_tiles:
         tile = fixed or long_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
-        launches.append(_attend_runs(_Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), is_in_order)))
+        chunk = CHUNK if is_in_order else LONG_CHUNK
+        call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order)
+        # Whether a row's keys are cut depends on the window, never on what else is in the step.
+        is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
+        launches += [_attend_runs(call)] if is_whole else _split(call)
     return launches
 
 
@@ -116,23 +126,31 @@ class _Call(NamedTuple):
     sinks: Tensor | None
     tiles: Tiles
     tile: AttentionTile
+    chunk: int
     is_in_order: bool
 
 
 def _split(call: _Call) -> list[Launch]:
     """Return the launches over chunks of keys, with the merge where there is more than one."""
-    window = call.spec.window
-    num_chunks = -(-call.step.max_context_len // CHUNK)
-    if window is not None:
-        num_chunks = min(num_chunks, -(-(window + call.tiles.num_queries - 1) // CHUNK) + 1)
+    spec, tiles = call.spec, call.tiles
+    num_chunks = -(-call.step.max_context_len // call.chunk)
+    if spec.window is not None:
+        num_chunks = min(num_chunks, -(-(spec.window + tiles.num_queries - 1) // call.chunk) + 1)
     if num_chunks <= 1:
         return [_attend_runs(call)]
-    spec = call.spec
-    rows = call.tiles.num_queries * spec.num_heads // spec.num_kv_heads
-    shape = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks, rows)
-    partial = torch.empty(*shape, spec.head_dim, dtype=torch.float32, device=call.q.device)
-    log_sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    return [_attend_runs(call, (partial, log_sums)), _merge_chunks(call, partial, log_sums)]
+    shape = (spec.num_kv_heads, num_chunks, tiles.num_queries * spec.num_heads // spec.num_kv_heads)
+    at_once = tiles.num_tiles
+    if call.chunk == LONG_CHUNK:
+        fitting = _PARTIAL_BYTES // (math.prod(shape) * spec.head_dim * 4)
+        at_once = min(at_once, max(1, fitting // _ALIGNED_TILES) * _ALIGNED_TILES)
+    partial = torch.empty(at_once, *shape, spec.head_dim, dtype=torch.float32, device=call.q.device)
+    log_sums = torch.empty(at_once, *shape, dtype=torch.float32, device=call.q.device)
+    launches: list[Launch] = []
+    for first in range(0, tiles.num_tiles, at_once):
+        part = call._replace(tiles=tiles.part(first, at_once))
+        count = part.tiles.num_tiles
+        launches += [_attend_runs(part, (partial[:count], log_sums[:count])), _merge_chunks(part, partial, log_sums)]
+    return launches
 
 
 def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Launch:
@@ -211,7 +229,7 @@ def _run_constants(call: _Call) -> dict[str, object]:
         "GROUP": spec.num_heads // spec.num_kv_heads,
         "QUERIES": call.tiles.num_queries,
         "HEAD_DIM": spec.head_dim,
-        "CHUNK": CHUNK,
+        "CHUNK": call.chunk,
         "WINDOW": spec.window or 0,
     }
 

@@ -178,8 +178,7 @@ def _attend_span(
             scales = tl.load(v_scales_ptr + base + rows, mask=keys < end, other=0.0)
             unit = tl.maximum(tl.max(scales, 0), 1e-30)
             weights = narrow(weights * (scales / unit)[None, :], COMPUTE)
-            part = dot(weights, v.to(COMPUTE), tl.zeros([q.shape[0], BLOCK_D], tl.float32))
-            acc = acc * shrink[:, None] + part * unit
+            acc = dot(weights, v.to(COMPUTE), acc * (shrink / unit)[:, None]) * unit
         else:
             acc = dot(narrow(weights, COMPUTE), v.to(COMPUTE), acc * shrink[:, None])
     return acc, best, total
@@ -219,16 +218,22 @@ def _attend_keys(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    middle = low
-    if WINDOW == 0:
-        # Keys that every row sees, in whole tiles.
-        middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
-        middle = tl.maximum(middle, low)
+    # [low, first) may lie before a row's window, [first, middle) is seen by every row, [middle, high) is not there for all.
+    first = low
+    if WINDOW > 0:
+        first = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, low), high)
         acc, best, total = _attend_span(
-            acc, best, total, q, low, middle, queries, is_row, end, tree_start, token_shift, kv_head,
+            acc, best, total, q, low, first, queries, is_row, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
         )  # fmt: skip
+    middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
+    middle = tl.maximum(middle, first)
+    acc, best, total = _attend_span(
+        acc, best, total, q, first, middle, queries, is_row, end, tree_start, token_shift, kv_head,
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
+        HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+    )  # fmt: skip
     acc, best, total = _attend_span(
         acc, best, total, q, middle, high, queries, is_row, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
@@ -344,7 +349,8 @@ def attend_runs(
             sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             top = tl.maximum(log_sum, sink)
             weight = tl.exp2(log_sum - top)
-            out = out * (weight / (weight + tl.exp2(sink - top)))[:, None]
+            # As merge_chunks has it: whether a launch is split depends on the others of its step.
+            out = out * weight[:, None] / (tl.exp2(sink - top) + weight)[:, None]
         out_rows = (token + queries).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         out = narrow(out, out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)

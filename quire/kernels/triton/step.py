@@ -28,6 +28,13 @@ class Tiles(NamedTuple):
     num_tiles: int
     num_queries: int
 
+    def part(self, first: int, count: int) -> Tiles:
+        """Return tiles [first, first + count), fewer at the end; all of them where there are no lists."""
+        if self.sequences is None or self.offsets is None:
+            return self
+        sequences, offsets = self.sequences[first : first + count], self.offsets[first : first + count]
+        return Tiles(sequences, offsets, len(sequences), self.num_queries)
+
 
 class TileLists(NamedTuple):
     """Runs of queries as (sequence, offset), on the host; longest_short: no short sequence has more queries, at least 1."""
@@ -52,6 +59,8 @@ class DeviceStep:
     max_context_len  at least every context length
     has_cached_drafts
                      whether first drafts of a tree are cached, so that their positions are not among those above
+    host_context_lens
+                     context_lens on the host; None where they change with each launch of a recorded step
     """
 
     slots: Tensor
@@ -64,6 +73,7 @@ class DeviceStep:
     query_counts: tuple[int, ...]
     max_context_len: int
     has_cached_drafts: bool = False
+    host_context_lens: tuple[int, ...] | None = None
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
     @classmethod
@@ -87,6 +97,7 @@ class DeviceStep:
             counts,
             max(step.context_lens, default=0),
             trees is not None and any(drafts > count for drafts, count in zip(trees.num_drafts.tolist(), counts, strict=True)),
+            tuple(step.context_lens),
         )
 
     @classmethod
@@ -117,7 +128,7 @@ class DeviceStep:
         counts = self.query_counts
         if self.num_drafts is None and all(count == 1 for count in counts):
             return Tiles(None, None, len(counts), 1), Tiles(None, None, 0, num_queries)
-        lists = list_tiles(counts, num_queries, num_short)
+        lists = list_tiles(counts, num_queries, num_short, self.host_context_lens or counts)
         return self._send(lists.short, lists.longest_short), self._send(lists.long, num_queries)
 
     def _send(self, pairs: list[tuple[int, int]], num_queries: int) -> Tiles:
@@ -125,12 +136,12 @@ class DeviceStep:
         return Tiles(found[0], found[1], len(pairs), num_queries)
 
 
-def list_tiles(counts: Sequence[int], num_queries: int, num_short: int) -> TileLists:
-    """Return the runs of queries of sequences with so many queries each; see DeviceStep.tiles."""
+def list_tiles(counts: Sequence[int], num_queries: int, num_short: int, context_lens: Sequence[int]) -> TileLists:
+    """Return the runs of queries of sequences with so many queries and cached tokens each; see DeviceStep.tiles."""
     short = [(index, 0) for index, count in enumerate(counts) if count <= num_short]
     long = [(i, offset) for i, count in enumerate(counts) if count > num_short for offset in range(0, count, num_queries)]
-    # What takes longest begins first, so that the last programs are short ones: a later run sees more keys.
-    long.sort(key=lambda tile: -tile[1])
+    # What sees most keys begins first, so that the last programs are short ones.
+    long.sort(key=lambda tile: counts[tile[0]] - context_lens[tile[0]] - min(tile[1] + num_queries, counts[tile[0]]))
     longest = max((counts[index] for index, _ in short), default=1)
     # Kernels are compiled for the longest: few numbers, so that few are, in the middle of serving.
     return TileLists(short, long, min(power_of_two(longest), num_short))

@@ -12,6 +12,9 @@ import torch
 CHUNK = 256
 """Cached tokens that one program of a split attention launch reads. Part of the result: sums are merged chunk by chunk."""
 
+LONG_CHUNK = 4096
+"""The same of a launch for many queries. Long prompts pay for it with partial results, a few hundredths of their attention."""
+
 ROWS_OF_DECODE = 16
 """Rows of the smallest matrix instruction; a sequence whose queries and heads fit these is split over its keys."""
 
@@ -25,13 +28,14 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
 
-def short_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
-    """Return the tile for sequences of few queries."""
+def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
+    """Return the tile for sequences of few queries; `group` query heads share their keys."""
     if dtype == torch.float32:
         return AttentionTile(ROWS_OF_DECODE, 32, 8, 2)
-    if kv_dtype != dtype:  # conversions take registers
+    if kv_dtype != dtype or group > ROWS_OF_DECODE:  # conversions, and further rows, take registers
         return AttentionTile(ROWS_OF_DECODE, 32, 4, 3)
-    return AttentionTile(ROWS_OF_DECODE, 64, 4, 3 if head_dim <= 128 else 2)
+    is_even = group & (group - 1) == 0  # other divisions of rows into heads take registers, too
+    return AttentionTile(ROWS_OF_DECODE, 64, 4, 3 if head_dim <= 128 and is_even else 2)
 
 
 def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
@@ -39,8 +43,8 @@ def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
     if dtype == torch.float32:
         return AttentionTile(32, 32, 8, 1) if head_dim <= 64 else AttentionTile(16, 32, 8, 1)
     if head_dim > 128:
-        return AttentionTile(128, 32, 8, 2)
-    return AttentionTile(128, 64 if kv_dtype == dtype else 32, 8, 3)
+        return AttentionTile(128, 32, 8, 2) if kv_dtype == dtype else AttentionTile(32, 32, 8, 2)
+    return AttentionTile(128, 64, 8, 3)
 
 
 def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:

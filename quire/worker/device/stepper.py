@@ -170,7 +170,7 @@ class DeviceStepper:
 
     def _launch_mixed(self, step: HostStep, sampling: Sampling, changes: TableChanges, keeps_hidden: bool) -> Launched:
         num_tokens, num_sequences, num_sampled = len(step.given_ids), len(step.counts), len(step.logit_rows)
-        lists = [list_tiles(step.counts, *kind) for kind in self._tile_kinds]
+        lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self._tile_kinds]
         parts = [*_step_parts(num_tokens, num_sequences, num_sampled), *option_parts(num_sampled), *_tile_parts(lists)]
         staged = self._staging.arrange(parts)
         _fill(staged.host, step, self.columns)
@@ -194,7 +194,9 @@ class DeviceStepper:
     def _mixed_step(self, step: HostStep, arrays: Mapping[str, Tensor], tables: Tensor, lists: list[TileLists]) -> DeviceStep:
         longest = int(step.context_lens.max())
         starts, lengths = arrays["query_starts"], arrays["context_lens"]
-        found = DeviceStep(arrays["slots"], starts, lengths, tables, None, None, None, step.counts, longest)
+        host_lengths = tuple(step.context_lens.tolist())
+        trees = None, None, None
+        found = DeviceStep(arrays["slots"], starts, lengths, tables, *trees, step.counts, longest, False, host_lengths)
         for index, (kind, tiles) in enumerate(zip(self._tile_kinds, lists, strict=True)):
             short, long = ((arrays[f"{name}_sequences{index}"], arrays[f"{name}_offsets{index}"]) for name in ("short", "long"))
             longest_tiles = Tiles(*long, len(tiles.long), kind[0])

@@ -33,14 +33,23 @@ def meta(*shape, dtype=BF16):
 
 
 def attention_launches(
-    count=1, head_dim=128, heads=(32, 8), kv_dtype=BF16, dtype=BF16, block_size=64, has_tree=False, is_in_order=False, **spec
+    count=1,
+    head_dim=128,
+    heads=(32, 8),
+    kv_dtype=BF16,
+    dtype=BF16,
+    block_size=64,
+    has_tree=False,
+    num_tokens=4096,
+    is_in_order=False,
+    **spec,
 ):
-    num_sequences, length = 4, 4096
+    num_sequences, length = 4, num_tokens
     starts = [count * index for index in range(num_sequences + 1)]
     trees = None
     if has_tree:
         trees = TreeInput(torch.full((num_sequences,), count - 1), torch.zeros(starts[-1], dtype=torch.int64))
-    tables = torch.zeros(num_sequences, 128, dtype=torch.int64)
+    tables = torch.zeros(num_sequences, 1024, dtype=torch.int64)
     step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables, trees)
     q = meta(starts[-1], heads[0], head_dim, dtype=dtype)
     cache = [meta(4096, heads[1], block_size, head_dim, dtype=kv_dtype)] * 2
@@ -74,11 +83,11 @@ def heads_launch(num_tokens, kv_dtype=BF16):
     )
 
 
-def sampler_launch(index, has_cuts):
+def sampler_launch(index, has_cuts, vocab_size=151936):
     dtypes = (F32, I32, I32, torch.float64, F32, I64, I64)
-    options = RowOptions(*(meta(64, dtype=dtype) for dtype in dtypes), meta(64, 151936 // 32, dtype=I32))
+    options = RowOptions(*(meta(64, dtype=dtype) for dtype in dtypes), meta(64, vocab_size // 32, dtype=I32))
     choices = Choices(meta(64, dtype=I64), meta(64, dtype=I32))
-    return sample_launches(choices, meta(64, 151936, dtype=F32), options, has_cuts)[index]
+    return sample_launches(choices, meta(64, vocab_size, dtype=F32), options, has_cuts)[index]
 
 
 def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
@@ -153,6 +162,14 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-in-order": lambda: attention_launches(count=1024, is_in_order=True)[0],
     "prefill-fp8-in-order": lambda: attention_launches(count=1024, kv_dtype=FP8, is_in_order=True)[0],
     "prefill-d256-in-order": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), is_in_order=True)[0],
+    "decode-group7": lambda: attention_launches(heads=(28, 4))[0],
+    "decode-group32": lambda: attention_launches(heads=(32, 1))[0],
+    "prefill-split": lambda: attention_launches(count=32, num_tokens=32768)[0],
+    "prefill-merge": lambda: attention_launches(count=32, num_tokens=32768)[1],
+    "prefill-window-fp8": lambda: attention_launches(count=1024, window=4096, kv_dtype=FP8)[0],
+    "prefill-d192-int8": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8), kv_dtype=torch.int8)[0],
+    "prefill-d256-fp8": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0, kv_dtype=FP8)[0],
+    "prefill-d256-window": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0, window=4096)[0],
     "norm": lambda: norm_launch(4096),
     "norm-sandwich": lambda: norm_launch(5376, is_sandwich=True),
     "activate": lambda: activate_launch(meta(64, 12288), *meta(64, 24576).chunk(2, -1), "silu"),
@@ -165,6 +182,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "sample-weigh": lambda: sampler_launch(1, has_cuts=True),
     "sample-collect": lambda: sampler_launch(2, has_cuts=True),
     "sample-choose-cut": lambda: sampler_launch(3, has_cuts=True),
+    "sample-choose-cut-262144": lambda: sampler_launch(3, has_cuts=True, vocab_size=262144),
     "moe-route": lambda: expert_launch(0, 8),
     "moe-count": lambda: expert_launch(1, 64),
     "moe-sort": lambda: expert_launch(2, 64),

@@ -9,8 +9,9 @@ import torch
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionInput
-from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton import attention
+from quire.kernels.triton.attention import KvCache, attend, attend_launches
+from quire.kernels.triton.step import DeviceStep, list_tiles
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
 
 STEPS = {
@@ -58,6 +59,57 @@ def test_sinks_take_their_share_when_split_and_whole(window, counts, device):
     sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])
     expected = dense_attention(case, spec, sinks)
     torch.testing.assert_close(run(case, spec, device, sinks).double(), expected, atol=3e-6, rtol=3e-6)
+
+
+@pytest.fixture
+def long_chunk(monkeypatch):
+    """The chunk of long runs, as short as a test can bear; their partial results are merged four tiles at a time."""
+    monkeypatch.setattr(attention, "LONG_CHUNK", 64)
+    monkeypatch.setattr(attention, "_PARTIAL_BYTES", 1)
+    return 64
+
+
+@pytest.mark.parametrize(
+    "heads, options, sinks",
+    [((4, 2), {}, None), ((5, 1), {"window": 100, "softcap": 3.0}, None), ((4, 2), {}, [0.5, -2.0, 3.0, 1.0])],
+    ids=["gqa", "window", "sinks"],
+)
+def test_runs_of_queries_behind_long_prefixes_are_split_over_their_keys(heads, options, sinks, long_chunk, device):
+    spec = AttentionSpec(*heads, 32, 32**-0.5, **options)
+    case = make_case([333, 20, 80], [45, 20, 1], spec, 16)
+    sinks = None if sinks is None else torch.tensor(sinks)
+    q = case.q.to(device)
+    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    launches = attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(case.step, device), spec)
+    assert [launch.grid[2] for launch in launches if len(launch.grid) == 3][-1] == (3 if options else 6)
+    found = run(case, spec, device, sinks)
+    torch.testing.assert_close(found.double(), dense_attention(case, spec, sinks), atol=3e-6, rtol=3e-6)
+
+
+def test_windows_within_a_long_chunk_are_not_split_for_runs_of_queries(long_chunk, device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5, window=long_chunk)
+    case = make_case([200], [45], spec, 16)
+    q = case.q.to(device)
+    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    launches = attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(case.step, device), spec)
+    assert [launch.grid for launch in launches] == [(3, 2, 1)]
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_bits_of_split_runs_do_not_change_with_their_neighbours_or_the_cuts_of_their_prompts(window, long_chunk, device):
+    spec = AttentionSpec(4, 2, 32, 32**-0.5, window=window)
+    case = make_case([150, 400], [150, 20], spec, 16, torch.bfloat16)
+    together = run(case, spec, device)
+    for first, last in ((0, 50), (50, 110), (110, 150)):
+        rows = slice(first, last)
+        single = AttentionInput(case.step.slots[rows], [0, last - first], [last], case.step.block_tables[:1])
+        alone = dataclasses.replace(case, step=single, q=case.q[rows])
+        assert torch.equal(run(alone, spec, device), together[rows])
+
+
+def test_runs_that_see_most_keys_come_first():
+    assert list_tiles([40, 1, 20], 16, 4, [40, 900, 300]).long == [(2, 16), (2, 0), (0, 32), (0, 16), (0, 0)]
 
 
 PARENTS = [-1, -1, 0, 1, 2, 2, 3, 0, 4, 8]
