@@ -133,7 +133,7 @@ def sample_launches(
     results = {"out_ptr": choices.tokens, "statuses_ptr": choices.statuses}
     constants = {**blocks, "NUM_DEPTHS": NUM_DEPTHS.value, "HAS_CUTS": has_cuts}
     arguments = rows | keys | peaks | found | lists | results
-    num_warps = 16 if has_cuts else 1
+    num_warps = 32 if has_cuts else 1  # fewer would spill
     return [scan, *between, Launch(choose_rows, (num_rows,), arguments, constants, num_warps, 1, is_fused=False)]
 
 

@@ -140,3 +140,10 @@ def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
     if num_tokens <= 256:
         return DenseTile(64, 128, 64, 4, 4)
     return DenseTile(128, 128, 64, 8, 4)
+
+
+def float8_tile(num_tokens: int) -> LinearTile:
+    """Return the tile for a linear layer with float8 weights and float8 activations."""
+    if num_tokens <= 256:
+        return LinearTile(128, 64, 4, 3)
+    return LinearTile(128, 128, 8, 3)

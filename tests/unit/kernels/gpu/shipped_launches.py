@@ -15,6 +15,7 @@ from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
+from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
@@ -83,9 +84,9 @@ def heads_launch(num_tokens, kv_dtype=BF16):
     )
 
 
-def sampler_launch(index, has_cuts, vocab_size=151936):
+def sampler_launch(index, has_cuts, vocab_size=151936, has_masks=True):
     dtypes = (F32, I32, I32, torch.float64, F32, I64, I64)
-    options = RowOptions(*(meta(64, dtype=dtype) for dtype in dtypes), meta(64, vocab_size // 32, dtype=I32))
+    options = RowOptions(*(meta(64, dtype=dtype) for dtype in dtypes), meta(64, vocab_size // 32, dtype=I32) if has_masks else None)
     choices = Choices(meta(64, dtype=I64), meta(64, dtype=I32))
     return sample_launches(choices, meta(64, vocab_size, dtype=F32), options, has_cuts)[index]
 
@@ -126,6 +127,14 @@ def widen_narrow(dtype, ids=None):
 def dense_launch(num_tokens, dtype=BF16, shape=(12288, 4096), index=0):
     x, weight = meta(num_tokens, shape[1], dtype=dtype), meta(*shape, dtype=dtype)
     return in_order_launches(meta(num_tokens, shape[0], dtype=dtype), x, weight)[index]
+
+
+def float8_launch(index, num_tokens, group_size=128, shape=(12288, 4096)):
+    num_rows, num_columns = shape
+    scale_rows = 128 if group_size < num_columns else 1
+    scales = meta(num_rows // scale_rows, num_columns // group_size, dtype=F32)
+    weight = NarrowWeight(meta(*shape, dtype=FP8), scales, None, group_size, scale_rows, 128, 0)
+    return float8_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
 
 
 def feedback_launch(index):
@@ -182,7 +191,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "sample-weigh": lambda: sampler_launch(1, has_cuts=True),
     "sample-collect": lambda: sampler_launch(2, has_cuts=True),
     "sample-choose-cut": lambda: sampler_launch(3, has_cuts=True),
-    "sample-choose-cut-262144": lambda: sampler_launch(3, has_cuts=True, vocab_size=262144),
+    "sample-choose-cut-262144": lambda: sampler_launch(3, has_cuts=True, vocab_size=262144, has_masks=False),
     "moe-route": lambda: expert_launch(0, 8),
     "moe-count": lambda: expert_launch(1, 64),
     "moe-sort": lambda: expert_launch(2, 64),
@@ -220,6 +229,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "dense-f32": lambda: dense_launch(64, F32),
     "linear-fp8": lambda: linear_launch(FP8, 1, scale_rows=128),
     "linear-fp8-64": lambda: linear_launch(FP8, 64, scale_rows=128),
+    "float8-quantize": lambda: float8_launch(0, 1024),
+    "float8-quantize-token": lambda: float8_launch(0, 1024, group_size=12288, shape=(4096, 12288)),
+    "float8-128": lambda: float8_launch(1, 128),
+    "float8-1024": lambda: float8_launch(1, 1024),
+    "float8-1024-token": lambda: float8_launch(1, 1024, group_size=4096),
 }
 
 _MATRIX, _COPIES, _LOCAL = ("HGMMA", "QGMMA", "IGMMA", "HMMA"), "LDGSTS", ("LDL", "STL")

@@ -101,6 +101,11 @@ OTHER_LIMITS = {
     "dense-f32": (72, {"FFMA": 128}),
     "linear-fp8": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-fp8-64": (168, {"HGMMA": 4, "wide_copies": 4}),
+    "float8-quantize": (64, {}),
+    "float8-quantize-token": (96, {}),
+    "float8-128": (240, {"QGMMA": 4, "wide_copies": 8}),
+    "float8-1024": (240, {"QGMMA": 4, "wide_copies": 8}),
+    "float8-1024-token": (240, {"QGMMA": 4, "wide_copies": 8}),
 }
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables"]

@@ -1,0 +1,145 @@
+"""Linear layers in float8 throughout: activations are rounded per token, or per group of columns, for steps of many tokens.
+
+The matrix units of Hopper multiply float8 twice as fast as bfloat16. Fewer tokens are bound by reading the weights, where
+linear.py leaves the activations as they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
+from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.narrow_weights import NarrowWeight
+from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.tiles import float8_tile
+
+FLOAT8_FROM = 65
+"""Tokens from which on a step is bound by its products. Not measured yet."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT8 = torch.float8_e4m3fn
+_LEAST_CAPABILITY = (8, 9)
+_SCALED_MM_CAPABILITY = (9, 0)
+_SCALED_MM_MULTIPLE = 16
+_COLUMNS_OF_PROGRAM = 1024
+_GROUPED = 8
+
+
+class Float8Rows(NamedTuple):
+    """codes [T, K] float8_e4m3fn, in one piece, and what multiplies them: scales [T, G] f32, one per group of columns."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def suits_float8(weight: NarrowWeight, num_tokens: int) -> bool:
+    """Return whether `multiply_float8` is to be preferred for a step of so many tokens, on the weight's device."""
+    if weight.codes.dtype != _FLOAT8 or num_tokens < FLOAT8_FROM:
+        return False
+    device = weight.codes.device
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def multiply_float8(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T (+ bias), of x rounded to float8 with a scale per token and group of the weight's columns.
+
+    x        [T, K] float, rows in one piece
+    weight   of float8, as pack_float8 makes it
+    bias     [O] float
+    Returns  [T, O] in x's dtype, summed in f32; NaN in every place of a token that has one. A row depends on no other row, but
+             where the library multiplies on how many there are
+    """
+    if _fits_library(x, weight):
+        rows = quantize(x, weight.shape[1])
+        # Rows of x with rows of the weight: the library takes both scales as they are.
+        scales = weight.scales.view(1, -1).expand(1, weight.shape[0]).contiguous()
+        found = torch._scaled_mm(rows.codes, weight.codes.t(), rows.scales, scales, out_dtype=x.dtype)
+        return found if bias is None else found.add_(bias)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    run_all(float8_launches(out, x, weight, bias))
+    return out
+
+
+def _fits_library(x: Tensor, weight: NarrowWeight) -> bool:
+    num_rows, num_columns = weight.shape
+    has_row_scales = weight.group_size >= num_columns and (weight.scale_rows == 1 or weight.scale_rows >= num_rows)
+    is_even = num_rows % _SCALED_MM_MULTIPLE == num_columns % _SCALED_MM_MULTIPLE == 0
+    return (
+        x.device.type == "cuda"
+        and x.dtype == torch.bfloat16
+        and has_row_scales
+        and is_even
+        and torch.cuda.get_device_capability(x.device) >= _SCALED_MM_CAPABILITY
+    )
+
+
+def quantize(x: Tensor, group_size: int) -> Float8Rows:
+    """Return rows [T, K] rounded to float8, each group of `group_size` columns by its largest value."""
+    rows = _empty_rows(x, group_size)
+    quantize_launch(rows, x, group_size).run()
+    return rows
+
+
+def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
+    """Return the launch of `quantize`, which writes `rows`."""
+    check_tensor("x", x, (None, None), *_FLOATS)
+    num_tokens, num_columns = x.shape
+    group_size = min(group_size, num_columns)
+    num_groups = triton.cdiv(num_columns, group_size)
+    check_contiguous("codes", rows.codes, (num_tokens, num_columns), _FLOAT8)
+    check_contiguous("scales", rows.scales, (num_tokens, num_groups), torch.float32)
+    width = power_of_two(group_size)
+    height = max(1, min(_COLUMNS_OF_PROGRAM // width, power_of_two(num_groups)))
+    arguments = {"x_ptr": x, "codes_ptr": rows.codes, "scales_ptr": rows.scales, "x_stride": x.stride(0)}
+    constants = {"NUM_COLUMNS": num_columns, "GROUP": group_size, "BLOCK_R": height, "BLOCK_C": width}
+    num_warps = min(16, max(1, width * height // 512))
+    return Launch(quantize_rows, (num_tokens, triton.cdiv(num_groups, height)), arguments, constants, num_warps, 1)
+
+
+def float8_launches(out: Tensor, x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> list[Launch]:
+    """Return the launches of `multiply_float8`, which write `out`, without the library's product."""
+    num_rows, num_columns = weight.shape
+    num_tokens = x.shape[0]
+    if weight.codes.dtype != _FLOAT8:
+        raise InvariantError(f"float8 products take weights of {_FLOAT8}, got {weight.codes.dtype}")
+    check_tensor("x", x, (None, num_columns), *_FLOATS)
+    check_contiguous("out", out, (num_tokens, num_rows), x.dtype)
+    if bias is not None:
+        check_contiguous("bias", bias, (num_rows,), *_FLOATS)
+    rows = _empty_rows(x, weight.group_size)
+    tile = float8_tile(num_tokens)
+    arguments = {
+        "x_ptr": rows.codes,
+        "x_scales_ptr": rows.scales,
+        "codes_ptr": weight.codes,
+        "scales_ptr": weight.scales,
+        "bias_ptr": bias,
+        "out_ptr": out,
+        "num_tokens": num_tokens,
+    }
+    constants = {
+        "NUM_ROWS": num_rows,
+        "NUM_COLUMNS": num_columns,
+        "GROUP": weight.group_size,
+        "SCALE_ROWS": weight.scale_rows,
+        "BLOCK_M": tile.tokens,
+        "BLOCK_N": tile.rows,
+        "BLOCK_K": weight.run,
+        "GROUPED": _GROUPED,
+    }
+    grid = (triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows),)
+    product = Launch(multiply_quantized, grid, arguments, constants, tile.num_warps, tile.num_stages)
+    return [quantize_launch(rows, x, weight.group_size), product]
+
+
+def _empty_rows(x: Tensor, group_size: int) -> Float8Rows:
+    num_tokens, num_columns = x.shape
+    num_groups = triton.cdiv(num_columns, min(group_size, num_columns))
+    scales = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x.device)
+    return Float8Rows(torch.empty(num_tokens, num_columns, dtype=_FLOAT8, device=x.device), scales)

@@ -1,0 +1,96 @@
+"""Linear layers in float8 throughout against float64."""
+
+import pytest
+import torch
+
+from quire.base.errors import InvariantError
+from quire.kernels.triton import float8
+from quire.kernels.triton.float8 import multiply_float8, quantize, suits_float8
+from quire.kernels.triton.narrow_weights import NarrowWeight, pack_float8, pack_integers
+
+FP8 = torch.float8_e4m3fn
+
+
+def spread(values, group_size):
+    """Return values [R, G] as [R, G * group_size]."""
+    return values.double().repeat_interleave(group_size, 1)
+
+
+def make_weight(num_rows, num_columns, block, device, seed=0):
+    """Return a weight on the device, and the same dense in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = (20 * torch.randn(num_rows, num_columns, generator=generator)).to(FP8)
+    width = min(block[1], num_columns)
+    scale = torch.rand(-(-num_rows // block[0]), num_columns // width, generator=generator) + 0.1
+    dense = codes.double() * spread(scale, width)[torch.arange(num_rows) // block[0]]
+    weight = pack_float8(codes, scale, block)
+    rest = weight.group_size, weight.scale_rows, weight.run, weight.base
+    return NarrowWeight(codes.to(device), scale.to(device), None, *rest), dense
+
+
+@pytest.mark.parametrize("group_size, num_columns", [(128, 384), (96, 192), (300, 300), (1, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_are_rounded_by_the_largest_value_of_each_group(group_size, num_columns, dtype, device):
+    x = 5 * torch.randn(7, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[2] = 0
+    codes, scales = (part.cpu() for part in quantize(x.to(device), group_size))
+    sizes = x.float().view(7, -1, group_size).abs().amax(-1)
+    torch.testing.assert_close(scales, sizes / 448)
+    back = codes.double() * spread(scales, group_size)
+    # Half a step: of three bits of fraction, or of the smallest numbers.
+    assert ((back - x.double()).abs() <= x.double().abs() / 16 * 1.001 + spread(scales, group_size) / 1024).all()
+    assert back[2].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "shape, block", [((100, 192), (64, 64)), ((130, 300), (1, 300)), ((70, 256), (1000, 1000)), ((33, 384), (128, 128))],
+    ids=["blocks", "rows", "tensor", "wide"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+def test_products_are_those_of_the_rounded_rows(shape, block, dtype, device):
+    weight, dense = make_weight(*shape, block, device)
+    x = torch.randn(67, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.linspace(-3, 3, shape[0]).to(dtype)
+    codes, scales = (part.cpu() for part in quantize(x.to(device), weight.group_size))
+    rounded = codes.double() * spread(scales, weight.group_size)[:, : shape[1]]
+    expected = rounded @ dense.T + bias.double()
+    found = multiply_float8(x.to(device), weight, bias.to(device)).cpu()
+    assert found.dtype == dtype
+    tolerance = 2e-5 if dtype == torch.float32 else 8e-3
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    plain = x.double() @ dense.T + bias.double()
+    assert (found.double() - plain).norm() <= 0.04 * plain.norm()
+
+
+def test_rows_with_values_far_out_leave_the_others_as_they_are(device):
+    weight, _ = make_weight(40, 256, (128, 128), device)
+    x = torch.randn(66, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[3] *= 1e30
+    x[4, 7], x[5, 200] = torch.nan, torch.inf
+    found = multiply_float8(x.to(device), weight).cpu()
+    alone = multiply_float8(x[10:11].to(device), weight).cpu()
+    assert torch.equal(alone, found[10:11])
+    assert found[4:6].isnan().all()
+    assert not found[6:].isnan().any()
+    assert not found[:3].isnan().any()
+
+
+def test_float8_is_preferred_for_many_tokens_and_float8_weights_alone(device):
+    weight, _ = make_weight(40, 256, (128, 128), device)
+    integers = pack_integers(torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 1))
+    assert suits_float8(weight, float8.FLOAT8_FROM)
+    assert not suits_float8(weight, float8.FLOAT8_FROM - 1)
+    assert not suits_float8(integers, 1000)
+    with pytest.raises(InvariantError, match="float8 products take weights"):
+        multiply_float8(torch.ones(2, 64), integers)
+
+
+def test_the_library_gets_operands_and_scales_that_it_takes(monkeypatch):
+    monkeypatch.setattr(float8, "_fits_library", lambda x, weight: True)
+    monkeypatch.setattr(
+        float8, "quantize", lambda x, group: float8.Float8Rows(x.to(FP8), torch.ones(len(x), 1, device=x.device))
+    )
+    for block in ((1, 64), (1000, 1000)):
+        weight, _ = make_weight(48, 64, block, "meta")
+        found = multiply_float8(torch.empty(80, 64, dtype=torch.bfloat16, device="meta"), weight)
+        assert (found.shape, found.dtype) == ((80, 48), torch.bfloat16)
