@@ -14,7 +14,19 @@ import quire
 from quire.base.errors import QuireError
 from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
-from quire.cli import batch, bench, calibrate_layers, calibrate_tree, chat, generate, inspect, quantize, serve, train_draft
+from quire.cli import (
+    batch,
+    bench,
+    calibrate_layers,
+    calibrate_tree,
+    chat,
+    generate,
+    inspect,
+    quantize,
+    serve,
+    train_draft,
+    tune,
+)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -36,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, calibrate_tree, train_draft, bench):
+    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, calibrate_tree, train_draft, tune, bench):
         module.add_parser(commands)
     return parser
 

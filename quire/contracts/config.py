@@ -95,6 +95,8 @@ class EngineConfig:
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
     async_scheduling        plan and launch a step while the one before still runs, on a GPU alone; None: where that is possible
     attention_backend       "auto" or "triton", which are the same
+    tile_table              a file of `quire tune`, with the tiles of a GPU's kernels; None: that of the environment variable
+                            QUIRE_TILE_TABLE, the user's own, or the defaults
     deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU, at some
                             cost on a GPU, refused where torch alone runs the model
     num_threads             threads that torch computes with, in the whole process; None: torch's own choice
@@ -125,6 +127,7 @@ class EngineConfig:
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     attention_backend: Literal["auto", "triton"] = "auto"
+    tile_table: str | None = None
     deterministic: bool = False
     num_threads: int | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -149,7 +152,7 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
         _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
-        for name in ("tokenizer", "revision"):
+        for name in ("tokenizer", "revision", "tile_table"):
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold

@@ -55,6 +55,7 @@ def multiply_float8(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None)
     Returns  [T, O] in x's dtype, summed in f32; NaN in every place of a token that has one. A row depends on no other row, but
              where the library multiplies on how many there are
     """
+    x = x if weight.columns is None else x.index_select(1, weight.columns)
     if _fits_library(x, weight):
         rows = quantize(x, weight.shape[1])
         # Rows of x with rows of the weight: the library takes both scales as they are.
@@ -103,7 +104,7 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
 
 
 def float8_launches(out: Tensor, x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> list[Launch]:
-    """Return the launches of `multiply_float8`, which write `out`, without the library's product."""
+    """Return the launches of `multiply_float8`, which write `out`; the columns of x are in the order of the stored ones."""
     num_rows, num_columns = weight.shape
     num_tokens = x.shape[0]
     if weight.codes.dtype != _FLOAT8:

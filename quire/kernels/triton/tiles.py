@@ -1,6 +1,7 @@
-"""The tiles that the kernels are launched with: defaults for Hopper, so that nothing is tuned at start-up.
+"""The tiles that the kernels are launched with, by shape, from the table of the device (tile_table.py).
 
-Chosen by what the compiler makes of them for sm_90 (registers, shared memory, instructions); not yet measured on a GPU.
+The defaults were chosen by what the compiler makes of them for sm_90 (registers, shared memory, instructions); not yet measured
+on a GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from quire.kernels.triton.tile_table import active_table
 
 CHUNK = 256
 """Cached tokens that one program of a split attention launch reads. Part of the result: sums are merged chunk by chunk."""
@@ -30,21 +33,23 @@ class AttentionTile(NamedTuple):
 
 def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
     """Return the tile for sequences of few queries; `group` query heads share their keys."""
-    if dtype == torch.float32:
-        return AttentionTile(ROWS_OF_DECODE, 32, 8, 2)
-    if kv_dtype != dtype or group > ROWS_OF_DECODE:  # conversions, and further rows, take registers
-        return AttentionTile(ROWS_OF_DECODE, 32, 4, 3)
-    is_even = group & (group - 1) == 0  # other divisions of rows into heads take registers, too
-    return AttentionTile(ROWS_OF_DECODE, 64, 4, 3 if head_dim <= 128 and is_even else 2)
+    is_even = group & (group - 1) == 0  # other divisions of rows into heads take registers
+    shape = {**_attention_shape(head_dim, dtype, kv_dtype), "group": group, "is_even_group": is_even}
+    return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
 def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
     """Return the tile for runs of queries."""
-    if dtype == torch.float32:
-        return AttentionTile(32, 32, 8, 1) if head_dim <= 64 else AttentionTile(16, 32, 8, 1)
-    if head_dim > 128:
-        return AttentionTile(128, 32, 8, 2) if kv_dtype == dtype else AttentionTile(32, 32, 8, 2)
-    return AttentionTile(128, 64, 8, 3)
+    return AttentionTile(**active_table().find("attention-long", _attention_shape(head_dim, dtype, kv_dtype)))
+
+
+def _attention_shape(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int | str]:
+    # Conversions of what is quantised take registers.
+    return {"head_dim": head_dim, "dtype": _name(dtype), "is_quantised": kv_dtype != dtype}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
@@ -72,15 +77,8 @@ class ExpertTile(NamedTuple):
 
 def expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
     """Return the tile for a mixture of experts, by how many pairs an expert gets on average."""
-    if dtype == torch.float32:
-        return ExpertTile(16, 32, 32, False, 4, 1)
-    if num_pairs <= 8 * num_experts:
-        return ExpertTile(16, 64, 128, True, 4, 4)
-    if num_pairs <= 32 * num_experts:
-        return ExpertTile(32, 64, 128, True, 4, 4)
-    if num_pairs <= 64 * num_experts:
-        return ExpertTile(64, 64, 64, False, 4, 4)
-    return ExpertTile(128, 128, 64, False, 8, 3)
+    shape = {"dtype": _name(dtype), "pairs_per_expert": num_pairs / num_experts}
+    return ExpertTile(**active_table().find("experts", shape))
 
 
 def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
@@ -105,13 +103,7 @@ class LinearTile(NamedTuple):
 
 def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
     """Return the tile for a linear layer with narrow weights."""
-    if dtype == torch.float32:
-        return LinearTile(32, 16, 4, 1)
-    if num_tokens <= 16:
-        return LinearTile(64, 16, 4, 4)
-    if num_tokens <= 32:
-        return LinearTile(64, 32, 4, 4)
-    return LinearTile(64, 64, 4, 3)
+    return LinearTile(**active_table().find("linear", {"dtype": _name(dtype), "tokens": num_tokens}))
 
 
 class DenseTile(NamedTuple):
@@ -144,6 +136,4 @@ def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
 
 def float8_tile(num_tokens: int) -> LinearTile:
     """Return the tile for a linear layer with float8 weights and float8 activations."""
-    if num_tokens <= 256:
-        return LinearTile(128, 64, 4, 3)
-    return LinearTile(128, 128, 8, 3)
+    return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))

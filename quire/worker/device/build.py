@@ -11,6 +11,7 @@ from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.tile_table import choose_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
@@ -34,6 +35,10 @@ def build_device_runner(
         raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        choose_table(torch.cuda.get_device_name(device), f"{major}.{minor}", config.tile_table)
+    elif config.tile_table is not None:
+        raise ConfigError("tile_table is for a GPU; leave it out")
     memory = CudaMemory(device) if device.type == "cuda" else None
     free_bytes = 0 if memory is None else memory.free_and_total()[0]
     max_model_len, kv = report.memory.max_model_len, report.memory.kv

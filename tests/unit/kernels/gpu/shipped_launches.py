@@ -86,7 +86,9 @@ def heads_launch(num_tokens, kv_dtype=BF16):
 
 def sampler_launch(index, has_cuts, vocab_size=151936, has_masks=True):
     dtypes = (F32, I32, I32, torch.float64, F32, I64, I64)
-    options = RowOptions(*(meta(64, dtype=dtype) for dtype in dtypes), meta(64, vocab_size // 32, dtype=I32) if has_masks else None)
+    options = RowOptions(
+        *(meta(64, dtype=dtype) for dtype in dtypes), meta(64, vocab_size // 32, dtype=I32) if has_masks else None
+    )
     choices = Choices(meta(64, dtype=I64), meta(64, dtype=I32))
     return sample_launches(choices, meta(64, vocab_size, dtype=F32), options, has_cuts)[index]
 

@@ -1,0 +1,249 @@
+"""Measure which tiles are fastest for the kernels on a GPU, and write them as a table that engines then start with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
+from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec
+from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.triton.attention import KvCache, attend_launches
+from quire.kernels.triton.compiling import CompiledKernel, compile_launch
+from quire.kernels.triton.float8 import float8_launches
+from quire.kernels.triton.launching import Launch, run_all
+from quire.kernels.triton.linear import multiply_launches
+from quire.kernels.triton.moe import expert_launches
+from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
+from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.tile_table import Number, TileRule, TileTable, choose_table, user_path, using
+
+logger = get_logger(__name__)
+
+_LEAST_GAIN = 0.03
+"""A tile must be faster by so much than the one there is: less may be chance."""
+
+_PAGE = 64
+_CACHE_BYTES = 128 << 20  # more than a GPU's L2 cache
+_REPLAYS = 15
+_MANY_TOKENS = 1 << 30
+
+Tile = Mapping[str, int | bool]
+
+
+class TuningCase(NamedTuple):
+    """One entry of a table: the kernel, the shapes that it is for, one of them to measure, and the tiles to try there.
+
+    make  returns the launches with the table in use then, on tensors that may be those of an earlier call
+    """
+
+    kernel: str
+    when: Mapping[str, Number]
+    make: Callable[[], list[Launch]]
+    candidates: Sequence[Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may take; spilled registers are refused where a tile without them is there."""
+
+    max_shared_bytes: int
+
+
+def tune(
+    cases: Iterable[TuningCase],
+    base: TileTable,
+    limits: Limits,
+    measure: Callable[[list[Launch]], float],
+    inspect: Callable[[Launch], CompiledKernel],
+) -> TileTable:
+    """Return a table with the fastest tile for each case.
+
+    base     the table that a case's present tile comes from, and what is not tuned
+    measure  returns the seconds that launches take
+    inspect  compiles a launch: tiles over the limits are not run
+    """
+    rules: dict[str, list[TileRule]] = {}
+    for case in cases:
+        present = _present_tile(case, base)
+        best, best_s, first_s = present, float("inf"), float("inf")
+        for tile in [present, *(tile for tile in case.candidates if tile != present)]:
+            with using(TileTable(base.device, base.capability, {case.kernel: (TileRule({}, tile),)}).over(base)):
+                launches = case.make()
+                if not _is_within(launches, limits, inspect):
+                    continue
+                seconds = measure(launches)
+            if tile is present:
+                first_s = seconds
+            if seconds < min(best_s, first_s * (1 - _LEAST_GAIN)) or tile is present:
+                best, best_s = tile, seconds
+        if best_s == float("inf"):
+            logger.warning("no tile of %s for %s is within the limits of %s", case.kernel, dict(case.when), base.device)
+            continue
+        logger.info("%s %s: %s, %.1f us, before %.1f us", case.kernel, dict(case.when), dict(best), best_s * 1e6, first_s * 1e6)
+        rules.setdefault(case.kernel, []).append(TileRule(case.when, best))
+    return TileTable(base.device, base.capability, {kernel: tuple(found) for kernel, found in rules.items()})
+
+
+def _present_tile(case: TuningCase, base: TileTable) -> Tile:
+    # A bound is itself within the bound.
+    shape = {name.partition("_")[2] if name.startswith(("max_", "min_")) else name: value for name, value in case.when.items()}
+    return base.find(case.kernel, shape)
+
+
+def _is_within(launches: list[Launch], limits: Limits, inspect: Callable[[Launch], CompiledKernel]) -> bool:
+    compiled = [inspect(launch) for launch in launches]
+    return all(kernel.shared_bytes <= limits.max_shared_bytes and kernel.stack_bytes == 0 for kernel in compiled)
+
+
+def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Path:
+    """Tune the kernels on the current GPU, write the table, and return where it is.
+
+    output   None: where engines on this device find it, see tile_table.user_path
+    kernels  None: all
+    Raises ConfigError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(f"tiles are measured on a GPU, and torch {torch.__version__} finds none here; run this where one is")
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    base = choose_table(properties.name, f"{properties.major}.{properties.minor}")
+    base = TileTable(properties.name, f"{properties.major}.{properties.minor}", base.rules)
+    arch = properties.major * 10 + properties.minor
+    limits = Limits(properties.shared_memory_per_block_optin)
+    cases = [case for case in tuning_cases(device) if kernels is None or case.kernel in kernels]
+    if not cases:
+        known = ", ".join(dict.fromkeys(case.kernel for case in tuning_cases(device)))
+        raise ConfigError(f"no kernel of {', '.join(kernels or ())} is tuned; there are {known}")
+    found = tune(cases, base, limits, _measure_on_gpu, lambda launch: compile_launch(launch, arch))
+    path = user_path(properties.name) if output is None else output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _measure_on_gpu(launches: list[Launch]) -> float:
+    run_all(launches)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_all(launches)
+    flushed = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(_REPLAYS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed.zero_()  # a model's other layers would have taken the cache
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1000)
+    return statistics.median(times)
+
+
+def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase]:
+    """Return the cases: bf16 activations in the shapes of Qwen3-8B and 30B-A3B; tiny ones have few tokens, for tests."""
+    shapes = _Shapes(device, is_tiny)
+    cases = [
+        shapes.attention("attention-short" if is_decode else "attention-long", head_dim, kv_dtype)
+        for is_decode in (True, False)
+        for head_dim in (64, 128, 256)
+        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    ]
+    cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
+    cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
+    return cases + [shapes.experts(most) for most in (8, 32, 64, _MANY_TOKENS)]
+
+
+class _Shapes:
+    def __init__(self, device: torch.device, is_tiny: bool) -> None:
+        self._device, self._is_tiny = device, is_tiny
+        self._rows, self._columns = (96, 256) if is_tiny else (12288, 4096)
+
+    def attention(self, kernel: str, head_dim: int, kv_dtype: torch.dtype) -> TuningCase:
+        is_decode = kernel == "attention-short"
+        spec = (
+            AttentionSpec(4, 2, head_dim, head_dim**-0.5) if self._is_tiny else AttentionSpec(32, 8, head_dim, head_dim**-0.5)
+        )
+        num_sequences, length = (64, 2048) if is_decode else (1, 4096)
+        if self._is_tiny:
+            num_sequences, length = 1, 70
+        count = 1 if is_decode else length
+        num_blocks = -(-length // _PAGE)
+        q = self._random(num_sequences * count, spec.num_heads, head_dim)
+        shape = (num_sequences * num_blocks, spec.num_kv_heads, _PAGE, head_dim)
+        is_quantised = kv_dtype != torch.bfloat16
+        scales = [torch.ones(shape[:3], device=self._device)] * 2 if is_quantised else []
+        cache = KvCache(self._random(*shape).to(kv_dtype), self._random(*shape).to(kv_dtype), *scales)
+        starts = [count * index for index in range(num_sequences + 1)]
+        tables = torch.arange(shape[0]).view(num_sequences, num_blocks)
+        step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
+
+        def make() -> list[Launch]:
+            return attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(step, self._device), spec)
+
+        when = {"dtype": "bfloat16", "head_dim": head_dim, "is_quantised": is_quantised}
+        keys, stages = (32, 64, 128), (2, 3)
+        if is_decode:
+            found = _grid(keys=keys, num_warps=(2, 4, 8), num_stages=(*stages, 4))
+            return TuningCase(
+                kernel, {**when, "group": spec.num_heads // spec.num_kv_heads, "is_even_group": True}, make, found
+            )
+        return TuningCase(kernel, when, make, _grid(rows=(64, 128), keys=keys, num_warps=(4, 8), num_stages=stages))
+
+    def linear(self, most: int) -> TuningCase:
+        codes = torch.randint(-8, 8, (self._rows, self._columns), dtype=torch.int8)
+        weight = pack_integers(codes.to(self._device), torch.rand(self._rows, self._columns // 128).to(self._device))
+        x = self._random(self._num_tokens(most, 128), self._columns)
+
+        def make() -> list[Launch]:
+            return multiply_launches(self._random(len(x), self._rows), x, weight)
+
+        tokens = [tokens for tokens in (16, 32, 64, 128) if tokens <= max(most, 16)]
+        candidates = _grid(rows=(64,), tokens=tokens, num_warps=(4, 8), num_stages=(3, 4, 5))
+        return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most}, make, candidates)
+
+    def float8(self, most: int) -> TuningCase:
+        codes = self._random(self._rows, self._columns).to(torch.float8_e4m3fn)
+        scale = torch.ones(-(-self._rows // 128), self._columns // 128, device=self._device)
+        weight, x = pack_float8(codes, scale, (128, 128)), self._random(self._num_tokens(most, 2048), self._columns)
+
+        def make() -> list[Launch]:
+            return float8_launches(self._random(len(x), self._rows), x, weight)
+
+        candidates = _grid(rows=(64, 128, 256), tokens=(64, 128), num_warps=(4, 8), num_stages=(3, 4))
+        return TuningCase("float8", {"max_tokens": most}, make, candidates)
+
+    def experts(self, most: int) -> TuningCase:
+        num_experts, top_k, inner, width = (4, 2, 48, 64) if self._is_tiny else (128, 8, 768, 2048)
+        spec = MoeSpec(num_experts, top_k, MlpSpec(inner, "silu"))
+        num_tokens = self._num_tokens(most * num_experts // top_k, 4096)
+        x, logits = self._random(num_tokens, width), self._random(num_tokens, num_experts)
+        weights = self._random(num_experts, 2 * inner, width), self._random(num_experts, width, inner)
+
+        def make() -> list[Launch]:
+            return expert_launches(torch.empty_like(x), x, logits, spec, *weights)
+
+        pairs = [pairs for pairs in (16, 32, 64, 128) if pairs <= 2 * most]
+        options = {"rows": (64, 128), "columns": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)}
+        candidates = _grid(pairs=pairs, is_swapped=(False, True), **options)
+        return TuningCase("experts", {"dtype": "bfloat16", "max_pairs_per_expert": most}, make, candidates)
+
+    def _num_tokens(self, most: int, otherwise: int) -> int:
+        return 5 if self._is_tiny else min(most, otherwise)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._device).bfloat16()
+
+
+def _grid(**options: Iterable[int | bool]) -> list[Tile]:
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]

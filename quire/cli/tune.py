@@ -1,0 +1,30 @@
+"""`quire tune`: measure which tiles are fastest for the kernels on this machine's GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quire.cli import options
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "tune",
+        **options.PARSER,
+        help="measure which tiles are fastest for the kernels on this machine's GPU",
+        description=f"{__doc__} Engines on the same kind of GPU then start with them; nothing is tuned when they start.",
+    )
+    parser.add_argument("--output", type=Path, help="JSON file for --tile-table; None: where engines find it by themselves")
+    parser.add_argument("--kernel", action="append", metavar="NAME", help="tune this one alone; may be given several times")
+    options.add_common_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune and print where the table is."""
+    from quire.bench.tuning import tune_device
+
+    print(tune_device(args.output, args.kernel))
+    return 0
