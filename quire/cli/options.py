@@ -61,7 +61,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="plan a step while the one before runs; None: on a GPU, where alone it is possible",
     )
-    group.add_argument("--attention-backend", choices=("auto", "triton"), help="who attends on a GPU")
+    backends = ("auto", "triton", "flashinfer", "flash_attn")
+    group.add_argument("--attention-backend", choices=backends, help="who attends to prompts on a GPU; auto: our kernels")
     group.add_argument("--tile-table", metavar="FILE", help="tiles of a GPU's kernels, as `quire tune` writes them")
     group.add_argument("--deterministic", action="store_true", help="the same tokens in any batch; refused where it is not so")
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")

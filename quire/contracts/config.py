@@ -13,7 +13,10 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-_ATTENTION_BACKENDS = ("auto", "triton")
+ATTENTION_LIBRARIES = ("flashinfer", "flash_attn")
+"""Values of attention_backend that name what a user has to install."""
+
+_ATTENTION_BACKENDS = ("auto", "triton", *ATTENTION_LIBRARIES)
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
 
 
@@ -94,7 +97,8 @@ class EngineConfig:
     gpu_memory_utilization  share of a GPU's memory that may be taken, what others take included
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
     async_scheduling        plan and launch a step while the one before still runs, on a GPU alone; None: where that is possible
-    attention_backend       "auto" or "triton", which are the same
+    attention_backend       "auto" and "triton": our kernels; "flashinfer" and "flash_attn": these libraries, where they are
+                            installed, for the steps of a GPU that are launched one by one, those with prompts above all
     tile_table              a file of `quire tune`, with the tiles of a GPU's kernels; None: that of the environment variable
                             QUIRE_TILE_TABLE, the user's own, or the defaults
     deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU, at some
@@ -126,7 +130,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     async_scheduling: bool | None = None
-    attention_backend: Literal["auto", "triton"] = "auto"
+    attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn"] = "auto"
     tile_table: str | None = None
     deterministic: bool = False
     num_threads: int | None = None
@@ -184,5 +188,5 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
         _require(is_share, "gpu_memory_utilization", share, "above 0 and at most 1")
-        allowed = f"one of {_ATTENTION_BACKENDS} (others are not supported yet)"
+        allowed = f"one of {_ATTENTION_BACKENDS}"
         _require(self.attention_backend in _ATTENTION_BACKENDS, "attention_backend", self.attention_backend, allowed)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.triton.sizes import power_of_two
 
@@ -44,6 +45,18 @@ class TileLists(NamedTuple):
     longest_short: int
 
 
+class AttentionLibrary(Protocol):
+    """What attends instead of our kernels."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceStep, spec: AttentionSpec) -> Tensor:
+        """Return [T, H, D]: every query over its sequence's cached keys, causally.
+
+        q     [T, H, D], k and v [num_blocks, K, block_size, D], all of one dtype
+        step  without trees, of sequences that are not empty, with host_context_lens
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
     """Where the tokens of one step stand, for all layers; a sequence of context length 0 is padding, and attends to nothing.
@@ -61,6 +74,7 @@ class DeviceStep:
                      whether first drafts of a tree are cached, so that their positions are not among those above
     host_context_lens
                      context_lens on the host; None where they change with each launch of a recorded step
+    library          what attends this step in place of our kernels; None: they do
     """
 
     slots: Tensor
@@ -74,6 +88,7 @@ class DeviceStep:
     max_context_len: int
     has_cached_drafts: bool = False
     host_context_lens: tuple[int, ...] | None = None
+    library: AttentionLibrary | None = None
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
     @classmethod

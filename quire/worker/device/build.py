@@ -11,6 +11,7 @@ from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import choose_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
@@ -48,7 +49,10 @@ def build_device_runner(
         parameters = open_parameters(report.folder, report.spec)
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, config.deterministic)
-        stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, device), sizes, StepGraphs(recorder))
+        pool = DeviceKvPool(kv, 1, device)
+        specs = [layer.attention for layer in report.spec.layers]
+        library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
+        stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder), library)
         plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, free_bytes)
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
         if recorder is not None:

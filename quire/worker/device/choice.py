@@ -9,7 +9,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
-from quire.contracts.config import EngineConfig
+from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
 
 logger = get_logger(__name__)
 
@@ -80,6 +80,8 @@ def _refuse_on_cpu(config: EngineConfig) -> None:
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto' or 'int8'")
     if config.quantization == "fp8":
         raise ConfigError("quantization 'fp8' needs a GPU; on the CPU choose 'int8' or 'int4'")
+    if config.attention_backend in ATTENTION_LIBRARIES:
+        raise ConfigError(f"attention_backend {config.attention_backend!r} needs a GPU; on the CPU choose 'auto'")
     if config.async_scheduling:
         raise ConfigError(
             "async_scheduling needs a GPU: on the CPU the model and whoever plans its steps want the same cores; leave it out"
@@ -91,5 +93,7 @@ def _refuse(config: EngineConfig) -> None:
     missing: list[str] = []
     if config.speculative_config is not None:
         missing.append("speculative_config (leave it out)")
+    if config.deterministic and config.attention_backend in ATTENTION_LIBRARIES:
+        missing.append(f"deterministic with attention_backend {config.attention_backend!r} (choose 'triton')")
     if missing:
         raise ConfigError(f"not supported on a GPU yet: {'; '.join(missing)}; or choose device='cpu'")

@@ -15,7 +15,7 @@ from quire.kernels.triton.attention import tile_queries
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.sampling import Choices, sample_launches
-from quire.kernels.triton.step import DeviceStep, TileLists, Tiles, list_tiles
+from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, Tiles, list_tiles
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.worker.device.columns import SamplingColumns, option_parts, row_options
@@ -68,8 +68,16 @@ class _Frame(NamedTuple):
 class DeviceStepper:
     """Launches the steps of one model. Lines [0, max_num_seqs) of its tables belong to sequences, the last one to padding."""
 
-    def __init__(self, decoder: DeviceDecoder, pool: DeviceKvPool, sizes: StepSizes, graphs: StepGraphs) -> None:
+    def __init__(
+        self,
+        decoder: DeviceDecoder,
+        pool: DeviceKvPool,
+        sizes: StepSizes,
+        graphs: StepGraphs,
+        library: AttentionLibrary | None = None,
+    ) -> None:
         self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
+        self._library = library  # attends the steps that are launched one by one
         device, spec = decoder.device, decoder.spec
         self.padding_line = sizes.max_num_seqs
         self.columns = SamplingColumns(sizes.max_num_seqs + 1, spec.vocab_size)
@@ -196,7 +204,8 @@ class DeviceStepper:
         starts, lengths = arrays["query_starts"], arrays["context_lens"]
         host_lengths = tuple(step.context_lens.tolist())
         trees = None, None, None
-        found = DeviceStep(arrays["slots"], starts, lengths, tables, *trees, step.counts, longest, False, host_lengths)
+        host = step.counts, longest, False, host_lengths
+        found = DeviceStep(arrays["slots"], starts, lengths, tables, *trees, *host, self._library)
         for index, (kind, tiles) in enumerate(zip(self._tile_kinds, lists, strict=True)):
             short, long = ((arrays[f"{name}_sequences{index}"], arrays[f"{name}_offsets{index}"]) for name in ("short", "long"))
             longest_tiles = Tiles(*long, len(tiles.long), kind[0])

@@ -132,3 +132,13 @@ def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
 def test_options_outside_their_range_are_refused_by_name(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         EngineConfig(model="demo", **options)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+def test_attention_by_a_library_is_refused_on_the_cpu_and_in_deterministic_mode(name, machine):
+    machine(1)
+    with pytest.raises(ConfigError, match=f"{name}' needs a GPU"):
+        choose("cpu", attention_backend=name)
+    with pytest.raises(ConfigError, match=f"deterministic with attention_backend '{name}'"):
+        choose("cuda", attention_backend=name, deterministic=True)
+    assert choose("cuda", attention_backend=name) == torch.device("cuda", 0)
