@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.triton.float8 import multiply_float8, suits_float8
 from quire.kernels.triton.linear import multiply, multiply_in_order, widen
 from quire.kernels.triton.narrow_weights import NarrowWeight
 
@@ -53,8 +54,9 @@ class DeviceLinear:
 
     def _product(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if isinstance(weight, NarrowWeight):
-            if self.is_in_order or len(x) < _WIDENED_FROM:
-                found = multiply(x, weight, bias)
+            is_float8 = not self.is_in_order and suits_float8(x, weight)
+            if is_float8 or self.is_in_order or len(x) < _WIDENED_FROM:
+                found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias)
                 return found if out is None else out.copy_(found)
             x = x if weight.columns is None else x.index_select(1, weight.columns)
             weight = widen(weight, x.dtype)

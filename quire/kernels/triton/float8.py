@@ -38,9 +38,9 @@ class Float8Rows(NamedTuple):
     scales: Tensor
 
 
-def suits_float8(weight: NarrowWeight, num_tokens: int) -> bool:
-    """Return whether `multiply_float8` is to be preferred for a step of so many tokens, on the weight's device."""
-    if weight.codes.dtype != _FLOAT8 or num_tokens < FLOAT8_FROM:
+def suits_float8(x: Tensor, weight: NarrowWeight) -> bool:
+    """Return whether `multiply_float8` is to be preferred: for many tokens, not in f32, on a device that has float8."""
+    if weight.codes.dtype != _FLOAT8 or x.dtype == torch.float32 or len(x) < FLOAT8_FROM:
         return False
     device = weight.codes.device
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY

@@ -1,6 +1,7 @@
 """What libraries are told about a step: stand-ins note their calls, and compute with the reference what these ask for."""
 
 import dataclasses
+import itertools
 import sys
 import types
 
@@ -42,7 +43,7 @@ class FakeWrapper:
         assert options["causal"]
         assert options["q_data_type"] == options["kv_data_type"] == BF16
         starts = paged_kv_indptr.tolist()
-        self.pages = [paged_kv_indices[first:last] for first, last in zip(starts, starts[1:], strict=False)]
+        self.pages = [paged_kv_indices[first:last] for first, last in itertools.pairwise(starts)]
         last_lens = paged_kv_last_page_len.tolist()
         size = options["page_size"]
         self.lengths = [(len(pages) - 1) * size + last for pages, last in zip(self.pages, last_lens, strict=True)]

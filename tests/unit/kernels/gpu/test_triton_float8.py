@@ -78,9 +78,11 @@ def test_rows_with_values_far_out_leave_the_others_as_they_are(device):
 def test_float8_is_preferred_for_many_tokens_and_float8_weights_alone(device):
     weight, _ = make_weight(40, 256, (128, 128), device)
     integers = pack_integers(torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 1))
-    assert suits_float8(weight, float8.FLOAT8_FROM)
-    assert not suits_float8(weight, float8.FLOAT8_FROM - 1)
-    assert not suits_float8(integers, 1000)
+    x = torch.empty(float8.FLOAT8_FROM, 256, dtype=torch.bfloat16)
+    assert suits_float8(x, weight)
+    assert not suits_float8(x[1:], weight)
+    assert not suits_float8(x.float(), weight)
+    assert not suits_float8(x, integers)
     with pytest.raises(InvariantError, match="float8 products take weights"):
         multiply_float8(torch.ones(2, 64), integers)
 
