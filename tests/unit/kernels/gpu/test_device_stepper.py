@@ -1,11 +1,14 @@
 """Steps as they are launched on the device: what padding leaves alone, what stays there, and how it gets there."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec
+from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kv.device_pool import DeviceKvPool
@@ -33,13 +36,13 @@ class CountedGraphs(StepGraphs):
         super().run(key, step)
 
 
-def make_stepper(device, max_num_seqs):
+def make_stepper(device, max_num_seqs, library=None):
     generator = torch.Generator().manual_seed(3)
     parameters = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in parameter_shapes(SPEC).items()}
     graphs = CountedGraphs()
     kv = KvSpec.of(SPEC, BLOCK_SIZE, "float32")
     decoder = DeviceDecoder(SPEC, parameters, 64, device)
-    stepper = DeviceStepper(decoder, DeviceKvPool(kv, NUM_BLOCKS, device), StepSizes(max_num_seqs, 32, 64), graphs)
+    stepper = DeviceStepper(decoder, DeviceKvPool(kv, NUM_BLOCKS, device), StepSizes(max_num_seqs, 32, 64), graphs, library)
     assert not parameters  # taken one by one
     return stepper, graphs
 
@@ -184,3 +187,22 @@ def test_tokens_tables_and_last_tokens_are_taken_by_line_when_there_are_more_tha
     tokens = torch.tensor([8, -1, 9], device=device)
     keep_ids_launch(moved[5], tokens, torch.tensor([5, 2, 0], dtype=torch.int32, device=device)).run()
     assert moved[5].tolist() == [9, 101, 102, 103, 104, 8]  # where there is no token, the old one stays
+
+
+def test_a_library_attends_the_steps_that_are_launched_one_by_one(device):
+    class Library:
+        def __init__(self):
+            self.lengths = []
+
+        def attend(self, q, k, v, step, spec):
+            self.lengths.append(step.host_context_lens)
+            return attend(q, KvCache(k, v), dataclasses.replace(step, library=None), spec)
+
+    library = Library()
+    found = []
+    for chosen in (library, None):
+        stepper, _ = make_stepper(device, 2, chosen)
+        first = sampled(stepper, prompt(0, [5, 6, 7]), tables(0))
+        found.append([*first, *sampled(stepper, decode([0], [4], first))])
+    assert found[0] == found[1]
+    assert library.lengths == [(3,)]

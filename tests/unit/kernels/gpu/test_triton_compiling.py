@@ -199,7 +199,7 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     done = run_benchmark(tmp_path, "--smoke", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len([row for row in found["kernels"] if "name" in row]) == 12
+    assert len([row for row in found["kernels"] if "name" in row]) == 13
     assert {row["section"] for row in found["engine"]} == {"start", "prefill", "mixed", "engine"}
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]

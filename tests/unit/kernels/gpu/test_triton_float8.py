@@ -6,7 +6,9 @@ import torch
 from quire.base.errors import InvariantError
 from quire.kernels.triton import float8
 from quire.kernels.triton.float8 import multiply_float8, quantize, suits_float8
+from quire.kernels.triton.linear import multiply
 from quire.kernels.triton.narrow_weights import NarrowWeight, pack_float8, pack_integers
+from quire.model.device_linear import DeviceLinear
 
 FP8 = torch.float8_e4m3fn
 
@@ -96,3 +98,12 @@ def test_the_library_gets_operands_and_scales_that_it_takes(monkeypatch):
         weight, _ = make_weight(48, 64, block, "meta")
         found = multiply_float8(torch.empty(80, 64, dtype=torch.bfloat16, device="meta"), weight)
         assert (found.shape, found.dtype) == ((80, 48), torch.bfloat16)
+
+
+def test_layers_round_activations_when_there_are_many_unless_sums_have_an_order(device):
+    weight, _ = make_weight(64, 256, (128, 128), device)
+    x = torch.randn(float8.FLOAT8_FROM, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    layer = DeviceLinear((weight,))
+    assert torch.equal(layer(x), multiply_float8(x, weight))
+    assert torch.equal(layer(x[1:]), multiply(x[1:], weight))
+    assert torch.equal(DeviceLinear((weight,), is_in_order=True)(x), multiply(x, weight))
