@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
+from quire.base.errors import ConfigError
 from quire.cli import options
 
 
@@ -23,7 +25,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune and print where the table is."""
+    """Tune and print where the table is. Raises ConfigError without a GPU, or without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("the kernels of a GPU need Triton: pip install 'quire[gpu]' on the machine that has the GPU")
     from quire.bench.tuning import tune_device
 
     print(tune_device(args.output, args.kernel))

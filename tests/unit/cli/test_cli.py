@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from quire.cli.main import main
 
@@ -345,3 +346,12 @@ def test_closed_pipe_is_not_an_error(tiny_model):
     command = f"{sys.executable} -m quire inspect {tiny_model} --parameters | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune")
+def test_tune_is_refused_without_a_gpu_and_writes_nothing(capsys, tmp_path):
+    status, out, err = run(capsys, "tune", "--output", tmp_path / "table.json")
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert "GPU" in err
+    assert not list(tmp_path.iterdir())
