@@ -81,3 +81,12 @@ def pytest_runtest_makereport():
 def device():
     """The device of the tensors that kernels get."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Have the interpreter run few programs, which it does one after the other: several heads in each."""
+    from quire.kernels.triton import heads
+
+    if not HAS_GPU:
+        monkeypatch.setattr(heads, "_FEW_TOKENS", 0)
