@@ -24,6 +24,7 @@ if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 from gpu_sections import Row, Section, run_all_sections, write_rows
+from gpu_tests import files_for_a_gpu, pytest_command, run_test_files
 
 SECTIONS = [
     Section("roofline", 30),
@@ -48,7 +49,10 @@ MODELS = {
 """Of a section: whether the model is the small one, its weights, and whether it is deterministic."""
 
 _SMOKE_LIMIT_S = 600
-_TESTS = "tests/unit/kernels/gpu"
+_TESTS_AT_ONCE = 8
+"""Files; each has a core to compile on, and a context on the device."""
+
+_SECONDS_TO_STOP = 5
 
 
 def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: Path, limit_s: float) -> Iterator[Row]:
@@ -64,7 +68,7 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
     if name == "roofline":
         yield {"section": name, **gpu_kernels.environment(device), **gpu_kernels.measure_roofline(device)}
     elif name == "tests":
-        yield {"section": name, **run_tests(is_smoke)}
+        yield from test_rows(is_smoke, limit_s - _SECONDS_TO_STOP)
     elif name == "engine":
         yield from gpu_model.engine_rows(place, until_s)
     elif name == "kernels":
@@ -75,12 +79,15 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
         yield from gpu_model.decode_rows(place, small if is_small else large, until_s, options)
 
 
-def run_tests(is_smoke: bool) -> dict[str, object]:
-    """Run the kernels' tests on this device; returns the exit code and the end of the output."""
-    chosen = ["--collect-only", f"{_TESTS}/test_triton_linear.py"] if is_smoke else ["-x", _TESTS, "-m", "slow or not slow"]
-    command = [sys.executable, "-m", "pytest", "-q", *chosen]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return {"returncode": done.returncode, "tail": (done.stdout + done.stderr)[-3000:]}
+def test_rows(is_smoke: bool, limit_s: float) -> Iterator[Row]:
+    """Yield what became of the kernels' tests on this device, file by file; is_smoke: of finding the tests of one."""
+    names = files_for_a_gpu()[:1] if is_smoke else files_for_a_gpu()
+
+    def command_of(name: str) -> list[str]:
+        return [*pytest_command(name), "--collect-only"] if is_smoke else pytest_command(name)
+
+    for row in run_test_files(names, command_of, limit_s, min(_TESTS_AT_ONCE, os.cpu_count() or 1)):
+        yield {"section": "tests", **row}
 
 
 def measure(sections: list[Section], is_smoke: bool, budget_s: float, out: Path) -> bool:

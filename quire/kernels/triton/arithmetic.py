@@ -29,9 +29,10 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return x, f32, in a float type, rounded to nearest even; float8e4nv saturates."""
+    """Return x, f32, in a float type, rounded to nearest even; float8e4nv saturates. NaN stays NaN."""
     if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        keep_nan: tl.constexpr = tl.PropagateNan.ALL
+        x = tl.minimum(tl.maximum(x, -448.0, propagate_nan=keep_nan), 448.0, propagate_nan=keep_nan)
     if INTERPRETED:
         if dtype == tl.bfloat16:
             x = _bfloat16_bits(x).to(tl.bfloat16, bitcast=True)
@@ -54,7 +55,10 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def whole(x: tl.tensor) -> tl.tensor:
-    """Return x, f32 with |x| < 2**22, rounded to the nearest whole number, ties to even. Needs enable_fp_fusion=False."""
+    """Return x, f32 with |x| < 2**22, rounded to the nearest whole number, ties to even.
+
+    Where x is a product and multiplies are fused with adds, the exact product is rounded instead of x, in one step.
+    """
     return (x + 12582912.0) - 12582912.0
 
 

@@ -220,9 +220,11 @@ def _store_heads(
     mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     places = cache_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
     if LARGEST > 0:
-        size = tl.max(tl.abs(x), 1)
+        # What a maximum leaves out would be stored as a number, and a failed sequence go on: its scale is NaN.
+        has_nan = tl.max((x != x).to(tl.int32), 1) > 0
+        size = tl.where(has_nan, float("nan"), tl.max(tl.abs(x), 1))
         tl.store(scales_ptr + rows, size * (1.0 / LARGEST), mask=is_head)
-        x = x * tl.where(size > 0, LARGEST / size, 0.0)[:, None]
+        x = tl.where(has_nan[:, None], 0.0, x * tl.where(size > 0, LARGEST / size, 0.0)[:, None])
         if cache_ptr.dtype.element_ty == tl.int8:
             tl.store(places, whole(x).to(tl.int8), mask=mask)
         else:

@@ -13,8 +13,9 @@ from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
 
 logger = get_logger(__name__)
 
-_LEAST_CAPABILITY = (8, 0)
-_LEAST_OF_FP8 = (8, 9)
+# Tiles are chosen for Hopper: what a program of theirs takes is not there on 8.x, nor on 12.x.
+_LEAST_CAPABILITY = (9, 0)
+_LEAST_SHARED_KIB = 227
 
 
 def choose_device(config: EngineConfig) -> torch.device | None:
@@ -26,10 +27,6 @@ def choose_device(config: EngineConfig) -> torch.device | None:
     device = _find_device(config.device)
     if device is not None:
         _refuse(config)
-        if config.kv_cache_dtype == "fp8" and device.type == "cuda":
-            _check_capability(device, _LEAST_OF_FP8, "with kv_cache_dtype 'fp8' (choose 'auto' or 'int8')")
-        if config.quantization == "fp8" and device.type == "cuda":
-            _check_capability(device, _LEAST_OF_FP8, "with quantization 'fp8' (choose 'int8' or 'int4')")
     else:
         _refuse_on_cpu(config)
     return device
@@ -48,9 +45,7 @@ def _find_device(name: str) -> torch.device | None:
         return torch.device("cpu")
     is_there = torch.cuda.is_available()
     if name == "auto":
-        if is_there and not has_triton:
-            logger.warning("there is a GPU, but not Triton: the CPU runs the model; pip install 'quire[gpu]'")
-        return _checked(torch.device("cuda", torch.cuda.current_device())) if is_there and has_triton else None
+        return _find_own_device(has_triton) if is_there else None
     if not is_there:
         raise ConfigError(
             f"device is {name!r}, but torch {torch.__version__} finds no CUDA device here; choose 'auto' or 'cpu'"
@@ -60,19 +55,34 @@ def _find_device(name: str) -> torch.device | None:
     index = int(name.partition(":")[2] or torch.cuda.current_device())
     if index >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices, counted from 0")
-    return _checked(torch.device("cuda", index))
-
-
-def _checked(device: torch.device) -> torch.device:
-    _check_capability(device, _LEAST_CAPABILITY, "")
+    device = torch.device("cuda", index)
+    lack = _what_it_lacks(device)
+    if lack is not None:
+        raise ConfigError(f"{lack}; choose 'auto' or 'cpu'")
     return device
 
 
-def _check_capability(device: torch.device, least: tuple[int, int], reason: str) -> None:
+def _find_own_device(has_triton: bool) -> torch.device | None:
+    """Return torch's current CUDA device, or None, with a line of the log that says why, where it cannot be used."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    lack = _what_it_lacks(device) if has_triton else "there is a GPU, but not Triton (pip install 'quire[gpu]')"
+    if lack is not None:
+        logger.warning("%s: the CPU runs the model", lack)
+        return None
+    return device
+
+
+def _what_it_lacks(device: torch.device) -> str | None:
+    """Return why the kernels do not run on a CUDA device, None where they do."""
     capability = torch.cuda.get_device_capability(device)
-    if capability < least:
-        got, needed = (".".join(map(str, version)) for version in (capability, least))
-        raise ConfigError(f"{device} has compute capability {got}, at least {needed} is needed {reason}".rstrip())
+    shared_kib = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
+    if capability >= _LEAST_CAPABILITY and shared_kib >= _LEAST_SHARED_KIB:
+        return None
+    got, needed = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+    return (
+        f"{device} has compute capability {got} and {shared_kib} KiB of shared memory for a program; the kernels need at "
+        f"least {needed} (Hopper, or Blackwell of data centres) and {_LEAST_SHARED_KIB} KiB"
+    )
 
 
 def _refuse_on_cpu(config: EngineConfig) -> None:

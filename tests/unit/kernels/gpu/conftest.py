@@ -1,4 +1,7 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton is imported."""
+"""Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton is imported.
+
+QUIRE_GPU_TESTS=required makes every skip here a failure: a run that is there to test the kernels must not be green without.
+"""
 
 import importlib.util
 import os
@@ -9,23 +12,37 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
+READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
+"""Modules whose tests run no kernel in their own process."""
 
 
 def release(package):
     return tuple(int(part) for part in version(package).split(".")[:2])
 
 
-def reason_to_skip():
-    if importlib.util.find_spec("triton") is None:
+def has_triton():
+    return importlib.util.find_spec("triton") is not None
+
+
+def reason_not_to_interpret():
+    """Return why Triton's interpreter cannot be used by this installation, None where it can."""
+    if not has_triton():
         return "triton is not installed: pip install 'quire[gpu]'"
-    if HAS_GPU:
-        return None
     if release("triton") < (3, 7) and release("numpy") >= (2, 4):
         return "the interpreter of Triton 3.6 needs numpy<2.4"
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        return "triton was imported before its interpreter could be chosen: run with TRITON_INTERPRET=1"
-    os.environ["TRITON_INTERPRET"] = "1"
     return None
+
+
+def reason_to_skip():
+    if HAS_GPU and has_triton():
+        return None
+    reason = reason_not_to_interpret()
+    if reason is None and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        reason = "triton was imported before its interpreter could be chosen: run with TRITON_INTERPRET=1"
+    if reason is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+    return reason
 
 
 REASON = reason_to_skip()
@@ -39,10 +56,37 @@ class Skipped(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    return None if REASON is None else Skipped.from_parent(parent, path=module_path)
+    is_there = REASON is None or (module_path.name in READ_OR_COMPILED and has_triton())
+    return None if is_there else Skipped.from_parent(parent, path=module_path)
+
+
+def fail_where_skipped(report):
+    if report.skipped and not MAY_SKIP and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although QUIRE_GPU_TESTS=required: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return fail_where_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return fail_where_skipped((yield))
 
 
 @pytest.fixture(scope="session")
 def device():
     """The device of the tensors that kernels get."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Have the interpreter run few programs, which it does one after the other: several heads in each."""
+    from quire.kernels.triton import heads
+
+    if not HAS_GPU:
+        monkeypatch.setattr(heads, "_FEW_TOKENS", 0)

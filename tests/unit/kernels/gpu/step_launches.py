@@ -1,4 +1,4 @@
-"""Compile for sm_90 what the steps of a model launch: `python -m ...step_launches KIND` prints JSON, a line a kernel.
+"""Compile for sm_90 what the steps of a model launch: `python -m ...step_launches KIND...` prints JSON.
 
 In a process of its own: where kernels are interpreted none can be compiled.
 """
@@ -38,8 +38,8 @@ def parameter(name, shape, kind):
     return QuantizedWeight(codes, torch.empty(rows, columns // 128, device=META), None, tuple(range(-8, 8)))
 
 
-def launches_of_steps(kind):
-    """Return the distinct launches of decode steps and of one with prompts, in the shapes of Qwen3-0.6B."""
+def add_launches_of_steps(kind, found):
+    """Add to `found` the distinct launches of decode steps and of one with prompts, in the shapes of Qwen3-0.6B."""
     layer = LayerSpec(
         AttentionSpec(16, 8, 128, 128**-0.5, RopeSpec(128, 1e6), qk_norm=RMS), MlpSpec(3072, "silu"), attn_in=RMS, mlp_in=RMS
     )
@@ -48,7 +48,6 @@ def launches_of_steps(kind):
     decoder = DeviceDecoder(spec, parameters, 40960, META, None, kind == "in-order")
     pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, META)
     stepper = DeviceStepper(decoder, pool, StepSizes(256, 2048, 40960), StepGraphs())
-    found = {}
 
     def note(launch):
         shown = [(name, value.dtype if isinstance(value, torch.Tensor) else value) for name, value in launch.arguments.items()]
@@ -59,11 +58,13 @@ def launches_of_steps(kind):
     for count, length in ((1, 77), (64, 3000)):
         stepper.launch(full_step(count, count, length, 256), "cuts", TableChanges([]))
     stepper.run_full(2048, 64, 3000)
-    return list(found.values())
 
 
 if __name__ == "__main__":
-    for launch in launches_of_steps(sys.argv[1]):
+    launches: dict[str, Launch] = {}
+    for chosen in sys.argv[1:]:
+        add_launches_of_steps(chosen, launches)
+    for launch in launches.values():
         compiled = compile_launch(launch)
-        found = {"registers": compiled.num_registers, "stack": compiled.stack_bytes, "shared": compiled.shared_bytes}
-        print(json.dumps({"name": launch.kernel.fn.__name__, **found}), flush=True)
+        described = {"registers": compiled.num_registers, "stack": compiled.stack_bytes, "shared": compiled.shared_bytes}
+        print(json.dumps({"name": launch.kernel.fn.__name__, **described}), flush=True)

@@ -9,6 +9,7 @@ from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
+pytestmark = pytest.mark.usefixtures("few_programs")
 DEVICE = "cuda" if HAS_GPU else "interpreter"
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
 PROMPTS = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [200, 3]]

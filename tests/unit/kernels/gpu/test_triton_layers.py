@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from quire.base.errors import InvariantError, UnsupportedError
-from quire.contracts.model_spec import NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
-from quire.kernels.reference.attention import store_kv
+from quire.kernels.reference.attention import AttentionInput, store_kv
 from quire.kernels.reference.norm import normalize as normalize_ref
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kernels.triton import heads
 from quire.kernels.triton.activation import activate
-from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.heads import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
+from quire.kernels.triton.step import DeviceStep
 
 F16 = pytest.param(torch.float16, marks=pytest.mark.slow, id="f16")
 DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16"), F16])
@@ -172,6 +173,24 @@ def test_place_heads_quantises_each_head_of_a_token_by_its_largest_value(stored,
             error = (back - dense[token]).abs()
             assert bool((error <= (0.51 * size / 127)[:, None] if stored == torch.int8 else error <= size[:, None] / 28).all())
         assert int((scales == 7.0).sum()) == 24 - 8
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_nan_is_one_for_all_that_attend_to_it_when_keys_and_values_are_quantised(stored, part, device):
+    """Else a failed sequence would go on with wrong tokens."""
+    parts = {"q": random(2, 2, 16), "k": random(2, 1, 16), "v": random(2, 1, 16)}
+    parts[part][0, 0, 3] = torch.nan
+    cache = KvCache(
+        *(torch.zeros(2, 1, 4, 16, dtype=stored, device=device) for _ in range(2)),
+        *(torch.zeros(2, 1, 4, device=device) for _ in range(2)),
+    )
+    step = DeviceStep.of(AttentionInput(torch.tensor([0, 4]), [0, 1, 2], [1, 1], torch.tensor([[0], [1]])), device)
+    projected = Projections(*(tensor.to(device) for tensor in parts.values()))
+    q = place_heads(projected, cache, step.slots, torch.zeros(2, dtype=torch.int64, device=device), None)
+    out = attend(q, cache, step, AttentionSpec(2, 1, 16, 0.25))
+    assert bool(out[0].isnan().all())
+    assert bool(out[1].isfinite().all())
 
 
 def test_place_heads_refuses_what_it_would_misread(device):

@@ -21,7 +21,7 @@ PLAIN = DrawOptions(1.0, False, 0, 1.0, -math.inf, 7, 11)
 GREEDY = PLAIN._replace(is_greedy=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_low", "key_high", "position", "stream"])
 def write_noise(run_ptr, tokens_ptr, ids_ptr, key_low, key_high, position, stream, BLOCK: tl.constexpr):
     """Write the noise of tokens 4096 on, and of given ones."""
     places = tl.arange(0, BLOCK)

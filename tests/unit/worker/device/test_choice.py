@@ -1,6 +1,8 @@
 """Which device is chosen, and what is refused there."""
 
 import importlib.util
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ real_find_spec = importlib.util.find_spec
 def machine(monkeypatch):
     """A machine with these CUDA devices, with or without Triton."""
 
-    def make(num_devices, has_triton=True, capability=(9, 0)):
+    def make(num_devices, has_triton=True, capability=(9, 0), shared_kib=227):
+        properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         found = object() if has_triton else None
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *rest: found if name == "triton" else real_find_spec(name, *rest)
@@ -54,7 +58,8 @@ def test_cpu_stays_the_cpu_where_there_is_a_gpu(machine):
         ("cuda", {"num_devices": 0}, "finds no CUDA device"),
         ("cuda:3", {"num_devices": 2}, "there are 2 CUDA devices"),
         ("cuda", {"num_devices": 1, "has_triton": False}, "Triton is not installed: pip install"),
-        ("cuda", {"num_devices": 1, "capability": (7, 5)}, "compute capability 7.5, at least 8.0"),
+        ("cuda", {"num_devices": 1, "capability": (8, 0), "shared_kib": 163}, "compute capability 8.0 .* at least 9.0"),
+        ("cuda:0", {"num_devices": 1, "capability": (12, 0), "shared_kib": 99}, "99 KiB of shared memory .* 227 KiB"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused(machine, device, there, words):
@@ -82,23 +87,26 @@ def test_narrow_weights_and_deterministic_steps_are_there_on_a_gpu(machine, opti
     assert choose("auto", **options) == torch.device("cuda", 0)
 
 
-def test_fp8_weights_are_refused_on_a_gpu_without_that_type(machine):
-    machine(1, capability=(8, 6))
-    with pytest.raises(ConfigError, match="at least 8.9 is needed with quantization 'fp8'"):
-        choose("cuda", quantization="fp8")
-
-
 def test_fp8_weights_are_refused_on_the_cpu(machine):
     machine(0)
     with pytest.raises(ConfigError, match="quantization 'fp8' needs a GPU"):
         choose("auto", quantization="fp8")
 
 
-def test_fp8_keys_and_values_are_refused_on_a_gpu_without_that_type(machine):
-    machine(1, capability=(8, 6))
-    with pytest.raises(ConfigError, match="capability 8.6, at least 8.9 is needed with kv_cache_dtype 'fp8'"):
-        choose("cuda", kv_cache_dtype="fp8")
-    assert choose("cuda", kv_cache_dtype="int8") == torch.device("cuda", 0)
+@pytest.mark.parametrize("there", [{"capability": (8, 9), "shared_kib": 99}, {"capability": (12, 0), "shared_kib": 99}])
+def test_auto_takes_the_cpu_and_says_why_when_the_gpu_is_not_one_that_the_kernels_are_made_for(machine, there, caplog):
+    machine(1, **there)
+    with caplog.at_level(logging.WARNING):
+        assert choose("auto") is None
+    assert "the CPU runs the model" in caplog.text
+    assert "the kernels need at least 9.0" in caplog.text
+
+
+@pytest.mark.parametrize("option", ["kv_cache_dtype", "quantization"])
+def test_fp8_is_refused_when_auto_takes_the_cpu(machine, option):
+    machine(1, capability=(8, 9), shared_kib=99)
+    with pytest.raises(ConfigError, match=f"{option} 'fp8' needs a GPU"):
+        choose("auto", **{option: "fp8"})
 
 
 def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):

@@ -1,0 +1,111 @@
+"""The kernels' tests on a GPU, for bench/gpu.py: each file in a process, several at once, for they mostly compile.
+
+No torch: nothing here takes any of the device's memory.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+Row = dict[str, object]
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path("tests/unit/kernels/gpu")
+_FIRST = [
+    "test_triton_attention.py",
+    "test_triton_layers.py",
+    "test_triton_decoder.py",
+    "test_device_engine.py",
+    "test_device_stepper.py",
+    "test_triton_linear.py",
+    "test_triton_sampling.py",
+    "test_device_overlap.py",
+    "test_device_golden.py",
+]
+"""What is worth most; the other files come after these."""
+
+_WITHOUT_A_GPU = {"test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"}
+"""Files that test nothing on a GPU: they read sources, compile ahead of time, and try this benchmark in the interpreter."""
+
+_COUNTED = ("passed", "failed", "error", "skipped")
+_TAIL = 1500
+
+
+def files_for_a_gpu() -> list[str]:
+    """Return the names of the files that a GPU runs, what is worth most first."""
+    found = {path.name for path in (ROOT / FOLDER).glob("test_*.py")} - _WITHOUT_A_GPU
+    return [*(name for name in _FIRST if name in found), *sorted(found - set(_FIRST))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    name: str
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    started_s: float
+
+
+def run_test_files(
+    names: Sequence[str], command_of: Callable[[str], Sequence[str]], limit_s: float, at_once: int
+) -> Iterator[Row]:
+    """Yield what became of each file, as they end: counts of tests by outcome, and the end of the output where it is not green.
+
+    A file that has not ended after limit_s is stopped, and those that have not begun say so. A failing test stops nothing.
+    """
+    deadline = time.monotonic() + limit_s
+    waiting, running = list(names), list[_Run]()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            is_late = time.monotonic() > deadline
+            while waiting and len(running) < at_once and not is_late:
+                running.append(_start(waiting.pop(0), command_of, Path(folder)))
+            ended = [run for run in running if is_late or run.process.poll() is not None]
+            for run in ended:
+                running.remove(run)
+                yield _row_of(run)
+            if is_late:
+                yield from ({"file": name, "error": "left out: no time was left"} for name in waiting)
+                return
+            time.sleep(0.05)
+
+
+def _start(name: str, command_of: Callable[[str], Sequence[str]], folder: Path) -> _Run:
+    output = (folder / f"{name}.txt").open("w+b")
+    process = subprocess.Popen(command_of(name), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    return _Run(name, process, output, time.monotonic())
+
+
+def _row_of(run: _Run) -> Row:
+    code = run.process.poll()
+    if code is None:
+        run.process.kill()
+        run.process.wait()
+    seconds = time.monotonic() - run.started_s
+    with run.output as output:
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    row: Row = {"file": run.name, "seconds": seconds, **_counts(text)}
+    if code is None:
+        row["error"] = f"stopped after {seconds:.0f} s"
+    elif code != 0:
+        row["error"] = f"ended with {code}"
+    return row | {"output": text[-_TAIL:]} if "error" in row else row
+
+
+def _counts(text: str) -> dict[str, int]:
+    """Return how many tests had each outcome, from pytest's last line."""
+    last = next((line for line in reversed(text.splitlines()) if re.search(r"\d+ \w+.* in [\d.]+s", line)), "")
+    return {word: int(found[1]) for word in _COUNTED if (found := re.search(rf"(\d+) {word}", last))}
+
+
+def pytest_command(name: str) -> list[str]:
+    """Return how one file is tested, slow tests included."""
+    return [sys.executable, "-m", "pytest", "-q", str(FOLDER / name), "-m", "slow or not slow"]

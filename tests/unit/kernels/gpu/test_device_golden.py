@@ -1,0 +1,42 @@
+"""Golden checkpoints on the device give the greedy tokens of the CPU, which tests/golden compares with transformers."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
+
+from tests.golden.make_checkpoints import CASES, make_checkpoint
+from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of, tokens
+
+# One is longer than windows, a chunk, and the original length of the scaled ropes (32); one decodes beside its chunks.
+PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 6)]
+QUICK = ("llama-llama3", "gpt2-scaled")
+IN_THE_INTERPRETER = (
+    *QUICK, "llama-mqa", "llama-bias", "llama-head-dim", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window",
+    "qwen2-window", "qwen3-bias", "gemma", "gemma2", "gemma3-multimodal", "phi3-window", "phi3-longrope", "olmo2-bias",
+    "granite-bias", "mixtral-window", "qwen3-moe", "qwen3-moe-mlp-only",
+)  # fmt: skip
+"""Every family and kind of rope once; a GPU, which is not as slow, takes all cases."""
+
+
+@pytest.mark.golden
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in QUICK else pytest.param(case, marks=pytest.mark.slow)
+        for case in (CASES if HAS_GPU else IN_THE_INTERPRETER)
+    ],
+)
+def test_greedy_tokens_are_the_cpus(case, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 24}
+    expected, _ = outputs_of(folder, PROMPTS, greedy(4), "cpu", **options)
+    found, _ = outputs_of(folder, PROMPTS, greedy(4), DEVICE, **options)
+    assert tokens(found) == tokens(expected)
+
+
+def test_every_family_is_compared():
+    families = {case.partition("-")[0] for case in CASES} | {"qwen3-moe"}
+    assert families <= {case.partition("-")[0] for case in IN_THE_INTERPRETER} | set(IN_THE_INTERPRETER)
