@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -10,32 +11,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base.logging import get_logger
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
+from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.heads import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.moe import mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.step import DeviceStep
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
+
+logger = get_logger(__name__)
 
 
 class DeviceDecoder:
     """A decoder-only model whose parameters and cache lie on a device. Nothing here waits for the device or copies to it.
 
     Between the matrix products a layer has five launches: norm, heads (norm of q and k, rope, store), attention, norm with the
-    residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another.
+    residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another. In decode
+    steps of few sequences most layers are five launches, products included: see device_layers.py.
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     policy         how weights are quantised while they are loaded; None: run as they are stored, narrow where kernels are
     is_in_order    a row has the same bits at any number of rows: sums are formed in one order, by kernels of our own
     Raises ConfigError where a policy is given and weights are quantised already.
+
+    is_fused, which may be changed between steps, says whether layers that can be are five launches where they may be.
     """
 
     def __init__(
@@ -68,6 +77,17 @@ class DeviceDecoder:
         self._layers = [
             _DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order) for index, layer in enumerate(spec.layers)
         ]
+        self.is_fused = True
+        most_kv_heads = max((layer.attention.num_kv_heads for layer in spec.layers), default=1)
+        arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
+        reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived)) is not None)
+        logger.info(
+            "%d of %d layers are five launches each in decode steps of up to %d sequences%s",
+            len(self._layers) - reasons.total(),
+            len(self._layers),
+            FEW_TOKENS,
+            "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items()),
+        )
 
     def on_device(self) -> AbstractContextManager[object]:
         """Launch on the model's device meanwhile; which device is the current one is a matter of each thread."""
@@ -85,13 +105,19 @@ class DeviceDecoder:
             x = x * self._embed_scale
         if self._positions is not None:
             x = x + F.embedding(positions, self._positions)
-        first = self._layers[0].attn_in if self._layers else self._final_norm
-        y = x if first is None else normalize(x, first)
+        is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode
+        y = None
         for index, layer in enumerate(self._layers):
+            if is_few and layer.fused is not None:
+                layer.fused.forward(x, positions, step, pool.caches[index])
+                y = None
+                continue
+            if y is None:
+                y = x if layer.attn_in is None else normalize(x, layer.attn_in)
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].attn_in
             y = layer.forward(x, y, positions, step, pool.caches[index], following)
-        return y
+        return normalize(x, self._final_norm) if y is None else y
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -125,6 +151,15 @@ class _DeviceLayer:
         self._mlp_out = norm_of(own, "mlp_out", spec.mlp_out)
         q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in ("q_norm", "k_norm"))
         self._qk_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        self.fused: FusedLayer | None = None
+
+    def fuse(self, arrived: Tensor) -> str | None:
+        """Set `fused` where the layer can be, and return why it cannot; arrived as in FusedLayer."""
+        reason = reason_not_to_fuse(self._spec, self._linears)
+        if reason is None:
+            norms = self.attn_in, self._mlp_in
+            self.fused = FusedLayer(self._spec, self._linears, norms, self._qk_norms, self._rope, arrived)
+        return reason
 
     def forward(
         self, x: Tensor, y: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache, following: Norm | None

@@ -36,6 +36,7 @@ _TYPE_NAMES = {
 }
 _DIVISIBLE = [["tt.divisibility", 16]]
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)")
+_WAIT = "ACQBULK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,15 @@ class CompiledKernel:
     stack_bytes    per thread; not 0: registers were spilled
     shared_bytes   per program
     opcodes        how often each machine instruction occurs, by its name with all modifiers
+    num_early_loads
+                   loads from memory that stand before it waits for the launch before it, see dependent.py; 0 without a wait
     """
 
     num_registers: int
     stack_bytes: int
     shared_bytes: int
     opcodes: Counter[str]
+    num_early_loads: int
 
     def count(self, opcode: str) -> int:
         """Return the number of instructions of a name, e.g. "HGMMA", or of a name and its first modifiers."""
@@ -82,6 +86,8 @@ def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
     attributes = {(names.index(name),): _DIVISIBLE for name in divisible}
     source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": launch.is_fused}
+    if launch.is_pdl:
+        options["launch_pdl"] = True
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return _inspect(compiled.asm["cubin"], int(compiled.metadata.shared))
 
@@ -113,8 +119,10 @@ def _inspect(cubin: bytes, shared_bytes: int) -> CompiledKernel:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise InvariantError(f"cuobjdump names no registers: {usage!r}")
-    opcodes = Counter(match[1] for match in _OPCODE.finditer(code))
-    return CompiledKernel(int(found[1]), int(found[2]), shared_bytes, opcodes)
+    opcodes = [match[1] for match in _OPCODE.finditer(code)]
+    early = opcodes[: opcodes.index(_WAIT)] if _WAIT in opcodes else []
+    num_early = sum(opcode.startswith(("LDG.", "LDGSTS.")) for opcode in early)
+    return CompiledKernel(int(found[1]), int(found[2]), shared_bytes, Counter(opcodes), num_early)
 
 
 def _run_tool(*command: str) -> str:

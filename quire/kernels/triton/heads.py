@@ -20,7 +20,7 @@ from quire.kernels.triton.sizes import power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_TOKENS = 64
-_LARGEST_OF = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST_OF = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Rope(NamedTuple):
@@ -120,7 +120,7 @@ def place_heads_launch(
         "EPS": 0.0 if spec is None else spec.eps,
         "OFFSET": 0.0 if spec is None else float(spec.offset),
         "CASTS_LATE": spec is not None and spec.late_cast,
-        "LARGEST": _LARGEST_OF.get(cache.k.dtype, 0.0),
+        "LARGEST": LARGEST_OF.get(cache.k.dtype, 0.0),
     }
     num_groups = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, 1 if block_h == 1 else 4, num_stages=1)
@@ -143,10 +143,10 @@ def _check(
         check_tensor(name, tensor, (num_tokens, heads, head_dim), q.dtype)
         if heads > 1 and tensor.stride(1) != head_dim:
             raise InvariantError(f"the heads of a token of {name} must lie in one piece, got strides {tensor.stride()}")
-    check_contiguous("k cache", cache.k, (None, num_kv_heads, None, head_dim), q.dtype, *_LARGEST_OF)
+    check_contiguous("k cache", cache.k, (None, num_kv_heads, None, head_dim), q.dtype, *LARGEST_OF)
     check_contiguous("v cache", cache.v, tuple(cache.k.shape), cache.k.dtype)
     for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
-        if (scales is None) == (cache.k.dtype in _LARGEST_OF):
+        if (scales is None) == (cache.k.dtype in LARGEST_OF):
             raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
         if scales is not None:
             check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
@@ -161,7 +161,7 @@ def _check(
 
 
 @triton.jit
-def _load_heads(
+def load_heads(
     ptr: tl.tensor,
     heads: tl.tensor,
     is_head: tl.tensor,
@@ -206,7 +206,7 @@ def _load_heads(
 
 
 @triton.jit
-def _store_heads(
+def store_heads(
     x: tl.tensor,
     cache_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -275,25 +275,25 @@ def _place_heads(
     if group < Q_GROUPS:
         heads = group * BLOCK_H + lanes
         is_head = heads < NUM_HEADS
-        x = _load_heads(
+        x = load_heads(
             q_ptr + token * q_stride, heads, is_head, q_weight_ptr, table_ptr, position,
             HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
         )  # fmt: skip
-        _store_heads(x, out_ptr, None, token * NUM_HEADS + heads, is_head, HEAD_DIM, BLOCK_D, 0.0)
+        store_heads(x, out_ptr, None, token * NUM_HEADS + heads, is_head, HEAD_DIM, BLOCK_D, 0.0)
     else:
         slot = tl.load(slots_ptr + token)
         heads = (group - Q_GROUPS) % KV_GROUPS * BLOCK_H + lanes
         is_head = heads < tl.where(slot >= 0, NUM_KV_HEADS, 0)
         rows = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
         if group < Q_GROUPS + KV_GROUPS:
-            x = _load_heads(
+            x = load_heads(
                 k_ptr + token * k_stride, heads, is_head, k_weight_ptr, table_ptr, position,
                 HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
             )  # fmt: skip
-            _store_heads(x, k_cache_ptr, k_scales_ptr, rows, is_head, HEAD_DIM, BLOCK_D, LARGEST)
+            store_heads(x, k_cache_ptr, k_scales_ptr, rows, is_head, HEAD_DIM, BLOCK_D, LARGEST)
         else:
-            x = _load_heads(
+            x = load_heads(
                 v_ptr + token * v_stride, heads, is_head, None, None, position,
                 HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
             )  # fmt: skip
-            _store_heads(x, v_cache_ptr, v_scales_ptr, rows, is_head, HEAD_DIM, BLOCK_D, LARGEST)
+            store_heads(x, v_cache_ptr, v_scales_ptr, rows, is_head, HEAD_DIM, BLOCK_D, LARGEST)

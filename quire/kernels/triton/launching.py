@@ -33,6 +33,7 @@ class Launch:
     num_warps  warps of 32 threads per program
     num_stages tiles that a loop has under way
     is_fused   whether a multiply and an add may become one operation; noise.py forbids it
+    is_pdl     whether it begins before the launch before it has ended; its kernel waits, see dependent.py
     """
 
     kernel: triton.JITFunction
@@ -42,6 +43,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     is_fused: bool = True
+    is_pdl: bool = False
 
     def run(self) -> None:
         """Launch on the current stream; nothing where the grid is empty."""
@@ -53,6 +55,7 @@ class Launch:
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             enable_fp_fusion=self.is_fused,
+            **({"launch_pdl": True} if self.is_pdl else {}),
         )
 
 

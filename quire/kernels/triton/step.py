@@ -122,6 +122,11 @@ class DeviceStep:
         starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
         return cls(slots, starts, context_lens, block_tables, None, None, None, (1,) * count, max_context_len)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it has one token of each sequence, and no trees."""
+        return self.num_drafts is None and all(count == 1 for count in self.query_counts)
+
     def place_tiles(self, num_queries: int, num_short: int, short: Tiles, long: Tiles) -> None:
         """Take the work lists that `tiles` would make with these arguments, see list_tiles, on the device already."""
         self._tiles[num_queries, num_short] = short, long
@@ -141,7 +146,7 @@ class DeviceStep:
 
     def _make_tiles(self, num_queries: int, num_short: int) -> tuple[Tiles, Tiles]:
         counts = self.query_counts
-        if self.num_drafts is None and all(count == 1 for count in counts):
+        if self.is_decode:
             return Tiles(None, None, len(counts), 1), Tiles(None, None, 0, num_queries)
         lists = list_tiles(counts, num_queries, num_short, self.host_context_lens or counts)
         return self._send(lists.short, lists.longest_short), self._send(lists.long, num_queries)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from quire.kernels.triton.tile_table import active_table
+from quire.kernels.triton.sizes import power_of_two
 
 CHUNK = 256
 """Cached tokens that one program of a split attention launch reads. Part of the result: sums are merged chunk by chunk."""
@@ -137,3 +138,22 @@ def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
 def float8_tile(num_tokens: int) -> LinearTile:
     """Return the tile for a linear layer with float8 weights and float8 activations."""
     return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))
+
+
+class FewTile(NamedTuple):
+    """rows of the weight, columns taken at once, for steps of few tokens."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype) -> FewTile:
+    """Return the tile for a linear layer with its neighbours; by the shape of the weight alone, which fixes the order of sums.
+
+    A warp takes 16 bytes a thread of a row. Few rows a program, so that small weights, too, have programs for every
+    multiprocessor: a sum that programs share would cost them a way to memory and back.
+    """
+    rows = 8 if num_rows >= 2048 else 4
+    return FewTile(rows, min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 4, 3)

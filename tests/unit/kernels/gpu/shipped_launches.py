@@ -16,6 +16,8 @@ from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.float8 import float8_launches
+from quire.kernels.triton.fused_attention import ProjectedAttention
+from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
@@ -139,6 +141,30 @@ def float8_launch(index, num_tokens, group_size=128, shape=(12288, 4096)):
     return float8_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
 
 
+def few_launch(num_tokens, shape, has_norm, dtype=BF16, **epilogue):
+    num_rows, num_columns = shape
+    norm = Norm(NormSpec("rms", 1e-6), meta(num_columns, dtype=dtype)) if has_norm else None
+    found = Epilogue(**epilogue)
+    out = meta(num_tokens, num_rows // 2 if found.is_gated else num_rows, dtype=dtype)
+    return multiply_few_launch(out, meta(num_tokens, num_columns, dtype=dtype), meta(*shape, dtype=dtype), norm, found)
+
+
+def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, block_size=64, **spec):
+    num_sequences, num_heads, num_kv_heads = 2, *heads
+    places = meta(num_sequences, dtype=I64)
+    step = DeviceStep.of_decode(places, meta(num_sequences, dtype=I32), meta(num_sequences, 640, dtype=I32), 40960)
+    cache = [meta(4096, num_kv_heads, block_size, head_dim, dtype=kv_dtype)] * 2
+    if kv_dtype != dtype:
+        cache += [meta(4096, num_kv_heads, block_size, dtype=F32)] * 2
+    rope = Rope(RopeSpec(head_dim, 1e6), meta(40960, head_dim, dtype=F32))
+    norm = Norm(NormSpec("rms", 1e-6), meta(head_dim, dtype=dtype))
+    attention = ProjectedAttention(
+        AttentionSpec(*heads, head_dim, head_dim**-0.5, rope.spec, **spec), rope, (norm, norm), meta(8, num_kv_heads, dtype=I32)
+    )
+    out, qkv = (meta(num_sequences, count * head_dim, dtype=dtype) for count in (num_heads, num_heads + 2 * num_kv_heads))
+    return attention.launch(out, qkv, KvCache(*cache), step, places)
+
+
 def feedback_launch(index):
     ids, rows = meta(64, dtype=I64), meta(64, dtype=I32)
     tables, last = meta(257, 640, dtype=I32), meta(257, dtype=I64)
@@ -236,20 +262,40 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "float8-128": lambda: float8_launch(1, 128),
     "float8-1024": lambda: float8_launch(1, 1024),
     "float8-1024-token": lambda: float8_launch(1, 1024, group_size=4096),
+    "few-qkv": lambda: few_launch(1, (4096, 1024), True),
+    "few-gate-up": lambda: few_launch(1, (6144, 1024), True, activation="silu", is_gated=True),
+    "few-o": lambda: few_launch(1, (1024, 2048), False, residual_scale=1.0),
+    "few-down": lambda: few_launch(1, (1024, 3072), False, residual_scale=1.0),
+    "few-gate-up-large": lambda: few_launch(1, (24576, 4096), True, activation="silu", is_gated=True),
+    "few-gate-up-large-8": lambda: few_launch(8, (24576, 4096), True, activation="gelu", is_gated=True),
+    "few-down-large-8": lambda: few_launch(8, (4096, 12288), False, residual_scale=1.0),
+    "few-f32": lambda: few_launch(4, (6144, 1024), True, F32, activation="silu", is_gated=True),
+    "projected": lambda: projected_launch(),
+    "projected-small": lambda: projected_launch((16, 8)),
+    "projected-fp8": lambda: projected_launch(kv_dtype=FP8),
+    "projected-int8": lambda: projected_launch(kv_dtype=torch.int8),
+    "projected-d256-window": lambda: projected_launch((16, 8), 256, window=4096, softcap=50.0),
+    "projected-page16": lambda: projected_launch(block_size=16),
+    "projected-group16": lambda: projected_launch((32, 2)),
+    "projected-f32": lambda: projected_launch(dtype=F32, kv_dtype=F32),
 }
 
 _MATRIX, _COPIES, _LOCAL = ("HGMMA", "QGMMA", "IGMMA", "HMMA"), "LDGSTS", ("LDL", "STL")
+# The next kernel may begin, this one waits for the one before, lines are brought to the L2 cache, programs count themselves.
+_DEPENDENT = ("PREEXIT", "ACQBULK", "UBLKPF", "ATOMG")
 
 
 def describe(name):
     """Return what a launch compiles to, as JSON may hold it."""
     compiled = compile_launch(LAUNCHES[name]())
-    counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", *_LOCAL)}
+    counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", *_LOCAL, *_DEPENDENT)}
     return {
         "registers": compiled.num_registers,
         "stack": compiled.stack_bytes,
         "shared": compiled.shared_bytes,
         "wide_copies": compiled.count_wide_copies(),
+        "wide_loads": compiled.count("LDG.E.128"),
+        "early_loads": compiled.num_early_loads,
         **{opcode: number for opcode, number in counts.items() if number},
     }
 

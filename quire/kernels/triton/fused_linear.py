@@ -1,0 +1,123 @@
+"""Linear layers for steps of few tokens, with what stands before and behind them in a layer, in one launch.
+
+Before: RMSNorm of the inputs. Behind: bias, activation with the product of gate and up, or the addition to the residual stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.base.errors import InvariantError, UnsupportedError
+from quire.contracts.model_spec import Activation
+from quire.kernels.triton.activation import ACTIVATION_KINDS
+from quire.kernels.triton.dependent import has_dependent_launch
+from quire.kernels.triton.fused_linear_kernels import multiply_few
+from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.tiles import few_tile
+
+FEW_TOKENS = 8
+"""The most tokens of such a step. Products are formed by ordinary arithmetic, one token after the other: more tokens take
+longer than the weights take to be read. Not measured yet."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FETCHED_BYTES = 16 << 10
+"""What a program fetches early of its weights, beside its first tile: all programs together stay within the L2 cache."""
+
+
+class Epilogue(NamedTuple):
+    """What becomes of the product y [T, O], each step rounded to its dtype.
+
+    bias            [O], added before y is rounded
+    activation      activation(y), or None
+    is_gated        the first half of y is the gate of the second: activation(y[:, :O / 2]) * y[:, O / 2:]
+    residual_scale  out + residual_scale * y takes out's place; None: y does
+    """
+
+    bias: Tensor | None = None
+    activation: Activation | None = None
+    is_gated: bool = False
+    residual_scale: float | None = None
+
+
+def multiply_few_launch(
+    out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None
+) -> Launch:
+    """Return the launch that writes epilogue(norm(x) @ weight^T) to out; a row's bits depend on no other row.
+
+    out     [T, O] in one piece, [T, O / 2] where it is gated; not x
+    x       [T, K] float, rows in one piece, 1 <= T <= FEW_TOKENS
+    weight  [O, K] in x's dtype, in one piece: gate before up
+    norm    RMSNorm of the rows of x, as `normalize`; None: none
+    Raises InvariantError for shapes and dtypes that do not fit, UnsupportedError for other activations.
+    """
+    epilogue = epilogue or Epilogue()
+    _check(out, x, weight, norm, epilogue)
+    num_tokens, num_columns = x.shape
+    num_rows = weight.shape[0]
+    tile = few_tile(num_rows, num_columns, x.dtype)
+    is_pdl = has_dependent_launch(x.device)
+    spec = None if norm is None else norm.spec
+    arguments = {
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "norm_weight_ptr": None if norm is None else norm.weight,
+        "bias_ptr": epilogue.bias,
+        "out_ptr": out,
+        "x_stride": x.stride(0),
+        "num_tokens": num_tokens,
+        "residual_scale": epilogue.residual_scale or 0.0,
+    }
+    constants = {
+        "NUM_ROWS": num_rows,
+        "NUM_COLUMNS": num_columns,
+        "TOKENS": power_of_two(num_tokens),
+        "BLOCK_N": tile.rows,
+        "BLOCK_K": tile.columns,
+        "RUN": min(tile.columns, 16 // x.itemsize),
+        "NUM_STAGES": tile.num_stages,
+        "EPS": 0.0 if spec is None else spec.eps,
+        "OFFSET": 0.0 if spec is None else float(spec.offset),
+        "CASTS_LATE": spec is not None and spec.late_cast,
+        "KIND": -1 if epilogue.activation is None else ACTIVATION_KINDS[epilogue.activation],
+        "IS_GATED": epilogue.is_gated,
+        "HAS_RESIDUAL": epilogue.residual_scale is not None,
+        "IS_SCALED": epilogue.residual_scale not in (None, 1.0),
+        "THREADS": 32 * tile.num_warps,
+        "FETCHED_BYTES": _fetched_bytes(weight, tile.rows, tile.columns),
+        "IS_PDL": is_pdl,
+    }
+    grid = (triton.cdiv(num_rows, tile.rows),)
+    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=is_pdl)
+
+
+def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
+    """Return what is fetched early of each row behind its first tile: nothing where rows do not begin at multiples of 16 bytes."""
+    row_bytes = weight.shape[1] * weight.itemsize
+    if row_bytes % 16 or weight.storage_offset() * weight.itemsize % 16:
+        return 0
+    return max(0, min(row_bytes - columns * weight.itemsize, _FETCHED_BYTES // rows))
+
+
+def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: Epilogue) -> None:
+    check_tensor("x", x, (None, None), *_FLOATS)
+    check_contiguous("weight", weight, (None, x.shape[1]), x.dtype)
+    num_tokens, num_rows = x.shape[0], weight.shape[0]
+    if not 1 <= num_tokens <= FEW_TOKENS:
+        raise InvariantError(f"a step of few tokens has 1 to {FEW_TOKENS}, got {num_tokens}")
+    if epilogue.activation is not None and epilogue.activation not in ACTIVATION_KINDS:
+        raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {epilogue.activation!r}")
+    if epilogue.is_gated and (epilogue.activation is None or num_rows % 2):
+        raise InvariantError(f"a gate has an activation, and as many rows as what it is multiplied with, got {num_rows} together")
+    check_contiguous("out", out, (num_tokens, num_rows // 2 if epilogue.is_gated else num_rows), x.dtype)
+    if epilogue.bias is not None:
+        check_contiguous("bias", epilogue.bias, (num_rows,), x.dtype)
+    if norm is not None:
+        check_contiguous("weight of the norm", norm.weight, (x.shape[1],), x.dtype)
+        if norm.spec.kind != "rms" or norm.bias is not None:
+            raise InvariantError(f"inputs are normalised by RMSNorm alone, got {norm.spec}")

@@ -1,0 +1,86 @@
+"""FusedLayer: a layer of a decode step of few sequences in five launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model_spec import LayerSpec, MlpSpec
+from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.fused_attention import ProjectedAttention
+from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
+from quire.kernels.triton.heads import Rope
+from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.step import DeviceStep
+from quire.model.device_linear import DeviceLinear
+
+
+def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear]) -> str | None:
+    """Return what a layer has that the five launches do not know; None: nothing."""
+    if any(linear.is_in_order for linear in linears.values()):
+        return "sums in one order at any number of rows"
+    if not isinstance(spec.mlp, MlpSpec):
+        return "a mixture of experts"
+    if spec.attn_out is not None or spec.mlp_out is not None:
+        return "a norm behind attention or feed-forward block"
+    if any(norm is not None and norm.kind != "rms" for norm in (spec.attn_in, spec.mlp_in, spec.attention.qk_norm)):
+        return "a norm that is no RMSNorm"
+    if spec.attention.qk_norm is not None and spec.attention.qk_norm_over == "all":
+        return "a norm over all heads"
+    if not all(linear.is_dense for linear in linears.values()):
+        return "narrow weights"
+    return None
+
+
+class FusedLayer:
+    """Norm and q, k, v; attention; its output and the residual; norm, gate, up and activation; down and the residual.
+
+    linears  qkv, o, gate_up and down; `reason_not_to_fuse` has none against them
+    norms    before attention, and before the feed-forward block
+    arrived  zeros, see ProjectedAttention
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        linears: Mapping[str, DeviceLinear],
+        norms: tuple[Norm | None, Norm | None],
+        qk_norms: tuple[Norm, Norm] | None,
+        rope: Rope | None,
+        arrived: Tensor,
+    ) -> None:
+        assert isinstance(spec.mlp, MlpSpec)
+        self._attn_in, self._mlp_in = norms
+        self._attention = ProjectedAttention(spec.attention, rope, qk_norms, arrived)
+        self._weights = {name: linear.parts[0] for name, linear in linears.items() if isinstance(linear.parts[0], Tensor)}
+        self._attention_width = spec.attention.num_heads * spec.attention.head_dim
+        self._inner_width = spec.mlp.intermediate_size
+        scale = spec.residual_scale
+        self._epilogues = {
+            "qkv": Epilogue(linears["qkv"].bias),
+            "o": Epilogue(linears["o"].bias, residual_scale=scale),
+            "gate_up": Epilogue(linears["gate_up"].bias, spec.mlp.activation, spec.mlp.is_gated),
+            "down": Epilogue(linears["down"].bias, residual_scale=scale),
+        }
+
+    def forward(self, x: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache) -> None:
+        """Change the residual stream x [S, hidden_size], in one piece, in place.
+
+        positions  [S] i64; step is a decode step of at most FEW_TOKENS sequences
+        """
+        qkv = self._new(x, len(self._weights["qkv"]))
+        self._multiply("qkv", qkv, x, self._attn_in)
+        attended = self._new(x, self._attention_width)
+        self._attention.launch(attended, qkv, cache, step, positions).run()
+        self._multiply("o", x, attended)
+        inner = self._new(x, self._inner_width)
+        self._multiply("gate_up", inner, x, self._mlp_in)
+        self._multiply("down", x, inner)
+
+    def _multiply(self, name: str, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
+        multiply_few_launch(out, x, self._weights[name], norm, self._epilogues[name]).run()
+
+    def _new(self, x: Tensor, width: int) -> Tensor:
+        return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
