@@ -241,16 +241,19 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
     kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
     common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
     prompt = 20 if place.is_tiny else 4096
-    for is_recorded in (True, False) if place.device.type == "cuda" else (False,):
+    kinds = ((True, True), (True, False), (False, True)) if place.device.type == "cuda" else ((False, True),)
+    for is_recorded, decoder.is_fused in kinds:
         graphs = StepGraphs(CudaGraphRecorder(place.device) if is_recorded else None)
         sizes = StepSizes(max(count for count, _ in cases), prompt, shape.max_positions)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
-        for count, length in cases if is_recorded or place.is_tiny else cases[:1]:
+        chosen = cases if decoder.is_fused and is_recorded or place.is_tiny else cases[: 3 if is_recorded else 1]
+        for count, length in chosen:
             if time.perf_counter() > until_s:
                 return
             seconds = _time_steps(stepper, count, length, 1 if place.is_tiny else _STEPS)
             bound_s = (weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
-            row: Row = {"section": "decode", **common, "is_recorded": is_recorded, "batch": count, "context": length}
+            row: Row = {"section": "decode", **common, "is_recorded": is_recorded, "is_fused": decoder.is_fused}
+            row |= {"batch": count, "context": length}
             yield row | {"step_us": seconds * 1e6, "tokens_per_s": count / seconds, "share": bound_s / seconds}
         if not is_recorded:
             seconds = _time_prompt(stepper, prompt, 1 if place.is_tiny else 5)

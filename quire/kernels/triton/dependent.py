@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel begins while the one before it ends, and waits before it touches what that wrote.
 
-Every program of a kernel that is launched so calls `begin` once, first thing, then fetches what nobody writes, weights above all,
-and calls `wait` before anything else is read or written. A program that returned without waiting would let the next kernel go on
-before the last one is done. The interpreter has neither call, nor have devices before compute capability 9.0.
+Every program of a kernel that is launched so calls `begin` first, then reads what nobody writes, weights above all, and calls
+`wait` before anything else is read or written. A program that returned without waiting would let the next kernel go on before
+the last one is done. The interpreter has neither call, nor have devices before compute capability 9.0.
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ class ProjectedAttention:
         check_contiguous("positions", positions, (num_sequences,), torch.int64, torch.int32)
         check_contiguous("arrived", self.arrived, (None, None), torch.int32)
         if self.arrived.numel() < num_sequences * spec.num_kv_heads:
-            raise InvariantError(f"{num_sequences} sequences of {spec.num_kv_heads} heads arrive in {self.arrived.numel()} places")
+            raise InvariantError(
+                f"{num_sequences} sequences of {spec.num_kv_heads} heads arrive in {self.arrived.numel()} places"
+            )
         if self.rope is not None:
             check_tensor("rope table", self.rope.table, (None, self.rope.spec.dim), torch.float32)
         for norm in self.norms or ():

@@ -1,8 +1,8 @@
 """Device code of a decode step's attention, from the projections on: norm and rope of the heads, the store of k and v, the
 attention itself, and the merge of its chunks by whichever program is the last.
 
-A program has a key-value head of a sequence, the query heads that share it, and a chunk of the keys. Where chunks begin depends on
-the sequence's own length, and they are merged in their order, whoever merges: a row's bits are its own.
+A program has a key-value head of a sequence, the query heads that share it, and a chunk of the keys. Where chunks begin depends
+on the sequence's own length, and they are merged in their order, whoever merges: a row's bits are its own.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def multiply_few_launch(
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
-    """Return what is fetched early of each row behind its first tile: nothing where rows do not begin at multiples of 16 bytes."""
+    """Return what is fetched early of each row behind its first tile: nothing where rows are no multiples of 16 bytes."""
     row_bytes = weight.shape[1] * weight.itemsize
     if row_bytes % 16 or weight.storage_offset() * weight.itemsize % 16:
         return 0
@@ -113,7 +113,7 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: 
     if epilogue.activation is not None and epilogue.activation not in ACTIVATION_KINDS:
         raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {epilogue.activation!r}")
     if epilogue.is_gated and (epilogue.activation is None or num_rows % 2):
-        raise InvariantError(f"a gate has an activation, and as many rows as what it is multiplied with, got {num_rows} together")
+        raise InvariantError(f"a gate has an activation and half of the rows, got {num_rows}")
     check_contiguous("out", out, (num_tokens, num_rows // 2 if epilogue.is_gated else num_rows), x.dtype)
     if epilogue.bias is not None:
         check_contiguous("bias", epilogue.bias, (num_rows,), x.dtype)

@@ -1,9 +1,10 @@
 """Device code of linear layers for few tokens: one pass over the weights, with norm, activation and residual.
 
-A program has a few rows of the weight and all of their columns, so that even a small weight has programs for the whole device and
-no sum is split over programs. Its threads keep sums of RUN columns each; these are added at the end. The order of a sum depends
-on the weight's shape alone.
+A program has a few rows of the weight and all of their columns, so that even a small weight has programs for the whole device
+and no sum is split over programs. Its threads keep sums of RUN columns each; these are added at the end. The order of a sum
+depends on the weight's shape alone.
 """
+# ruff: noqa: RUF005 - Triton joins tuples, and does not unpack them
 
 from __future__ import annotations
 
@@ -14,6 +15,15 @@ from quire.kernels.triton.activation import activated
 from quire.kernels.triton.arithmetic import narrow, rounded
 from quire.kernels.triton.dependent import begin, fetch, wait
 from quire.kernels.triton.norm import scale_normalized
+
+
+@triton.jit
+def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
+    """Return the weight's rows; those of gate and up take turns, so that a program has both halves of what it writes."""
+    rows = first + lanes
+    if IS_GATED:
+        rows = rows // 2 + rows % 2 * (NUM_ROWS // 2)
+    return rows
 
 
 @triton.jit
@@ -110,21 +120,15 @@ def multiply_few(
     begin(IS_PDL)
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
-    if IS_GATED:
-        # Rows of gate and up take turns, so that a program has both halves of what it writes.
-        rows = first_row // 2 + lanes // 2 + lanes % 2 * (NUM_ROWS // 2)
-    else:
-        rows = first_row + lanes
+    rows = _rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
     columns = tl.arange(0, BLOCK_K)
     places = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
     weight = tl.load(places, mask=is_row[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
-        fetched = first_row + threads
-        is_fetched = (threads < BLOCK_N) & (fetched < NUM_ROWS)
-        if IS_GATED:
-            fetched = first_row // 2 + threads // 2 + threads % 2 * (NUM_ROWS // 2)
+        fetched = _rows(first_row, threads, NUM_ROWS, IS_GATED)
+        is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
         fetch(weight_ptr + fetched.to(tl.int64) * NUM_COLUMNS + BLOCK_K, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
 

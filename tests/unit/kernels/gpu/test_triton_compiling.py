@@ -112,6 +112,32 @@ OTHER_LIMITS = {
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables"]
 LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense")
+# Launches that begin before their predecessor ends. EARLY_LOADS stand before they wait: those of weights, which nobody writes.
+# Nothing is left to fetch where rows are as long as a tile.
+_OVERLAPPED = {"PREEXIT": 1, "ACQBULK": 1}
+_FETCHING = _OVERLAPPED | {"UBLKPF": 1}
+_MERGING = _OVERLAPPED | {"ATOMG": 1, "HMMA": 32}
+FUSED_LIMITS = {
+    "few-qkv": (64, {**_OVERLAPPED, "wide_loads": 8}),
+    "few-gate-up": (64, {**_OVERLAPPED, "wide_loads": 8}),
+    "few-o": (64, {**_FETCHING, "wide_loads": 8}),
+    "few-down": (64, {**_FETCHING, "wide_loads": 4, "wide_copies": 8}),
+    "few-gate-up-large": (80, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
+    "few-gate-up-large-8": (255, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
+    "few-down-large-8": (216, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
+    "few-f32": (136, {**_FETCHING, "wide_loads": 8}),
+    "projected": (144, {**_MERGING, "wide_copies": 64}),
+    "projected-small": (168, {**_MERGING, "wide_copies": 64}),
+    "projected-fp8": (168, {**_MERGING, "wide_copies": 8}),
+    "projected-int8": (168, {**_MERGING, "wide_copies": 8}),
+    "projected-d256-window": (192, {**_MERGING, "wide_copies": 64}),
+    "projected-page16": (168, {**_MERGING, "wide_copies": 64}),
+    "projected-group16": (168, {**_MERGING, "wide_copies": 64}),
+    "projected-f32": (128, {**_OVERLAPPED, "ATOMG": 1, "FFMA": 512, "wide_copies": 32}),
+}
+EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
+LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
+FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
 UNFUSED = [name for name in LIMITS if name.startswith("sample-")]
 
 
@@ -138,6 +164,15 @@ def exceeded(found):
         most["FFMA"] = 0
     over = [f"{name}: {key} {found[key]} > {limit}" for key, limit in most.items() if found.get(key, 0) > limit]
     return over + [f"{name}: {key} {found.get(key, 0)} < {limit}" for key, limit in least.items() if found.get(key, 0) < limit]
+    assert found["stack"] == 0, found
+    assert found.get("LDL", 0) == found.get("STL", 0) == 0, found
+    assert found["registers"] <= most_registers, found
+    assert found["shared"] <= MAX_SHARED_BYTES, found
+    for opcode, number in least.items():
+        assert found.get(opcode, 0) >= number, (opcode, found)
+    assert found["early_loads"] == EARLY_LOADS.get(name, 0), found
+    if name in UNFUSED:
+        assert found.get("FFMA", 0) == 0, "the noise is only the CPU's where no multiply is fused with an add"
 
 
 def check_limits(names):

@@ -131,7 +131,9 @@ def attention_case(spec, lengths, kv_dtype, dtype, device, block_size=16):
         largest = 448.0 if kv_dtype == torch.float8_e4m3fn else 127.0
         scales = tuple(tensor.float().abs().amax(-1) / largest for tensor in cached)
         wide = [tensor.float() / scale[..., None] for tensor, scale in zip(cached, scales, strict=True)]
-        cached = [tensor.round().nan_to_num().to(kv_dtype) if kv_dtype == torch.int8 else tensor.to(kv_dtype) for tensor in wide]
+        cached = [
+            tensor.round().nan_to_num().to(kv_dtype) if kv_dtype == torch.int8 else tensor.to(kv_dtype) for tensor in wide
+        ]
     places = [tensor.to(device) for tensor in (torch.tensor(slots), torch.tensor(lengths, dtype=torch.int32), tables)]
     step = DeviceStep.of_decode(*places, max(lengths))
     qkv = draw(len(lengths), (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, dtype=dtype, seed=9, device=device)
@@ -243,7 +245,7 @@ QWEN = LayerSpec(
 )  # fmt: skip
 LAYERNORM = NormSpec("layer", 1e-5, has_bias=True)
 REASONS = {
-    "": [QWEN, replace(QWEN, residual_scale=0.5), replace(QWEN, mlp=MlpSpec(40, "gelu", is_gated=False)), replace(QWEN, attn_in=None)],
+    "": [QWEN, replace(QWEN, residual_scale=0.5, attn_in=None), replace(QWEN, mlp=MlpSpec(40, "gelu", is_gated=False))],
     "experts": [replace(QWEN, mlp=MoeSpec(4, 2, MlpSpec(40, "silu")))],
     "behind": [replace(QWEN, attn_out=RMS), replace(QWEN, mlp_out=RMS)],
     "no RMSNorm": [replace(QWEN, attn_in=LAYERNORM), replace(QWEN, mlp_in=LAYERNORM)],
