@@ -246,7 +246,7 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
         graphs = StepGraphs(CudaGraphRecorder(place.device) if is_recorded else None)
         sizes = StepSizes(max(count for count, _ in cases), prompt, shape.max_positions)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
-        chosen = cases if decoder.is_fused and is_recorded or place.is_tiny else cases[: 3 if is_recorded else 1]
+        chosen = cases if (decoder.is_fused and is_recorded) or place.is_tiny else cases[: 3 if is_recorded else 1]
         for count, length in chosen:
             if time.perf_counter() > until_s:
                 return
