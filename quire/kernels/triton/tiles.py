@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from quire.kernels.triton.tile_table import active_table
 from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.tile_table import active_table
 
 CHUNK = 256
 """Cached tokens that one program of a split attention launch reads. Part of the result: sums are merged chunk by chunk."""

@@ -109,9 +109,6 @@ OTHER_LIMITS = {
     "float8-1024": (240, {"QGMMA": 4, "wide_copies": 8}),
     "float8-1024-token": (240, {"QGMMA": 4, "wide_copies": 8}),
 }
-LIMITS = ATTENTION_LIMITS | OTHER_LIMITS
-FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables"]
-LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense")
 # Launches that begin before their predecessor ends. EARLY_LOADS stand before they wait: those of weights, which nobody writes.
 # Nothing is left to fetch where rows are as long as a tile.
 _OVERLAPPED = {"PREEXIT": 1, "ACQBULK": 1}
@@ -138,6 +135,7 @@ FUSED_LIMITS = {
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
+LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense", "few", "projected")
 UNFUSED = [name for name in LIMITS if name.startswith("sample-")]
 
 
@@ -160,19 +158,12 @@ def exceeded(found):
     name = found["name"]
     most_registers, least = LIMITS[name]
     most = {"stack": 0, "LDL": 0, "STL": 0, "registers": most_registers, "shared": MAX_SHARED_BYTES}
+    most["early_loads"] = EARLY_LOADS.get(name, 0)
+    least = least | {"early_loads": most["early_loads"]}
     if name in UNFUSED:  # the noise is only the CPU's where no multiply is fused with an add
         most["FFMA"] = 0
     over = [f"{name}: {key} {found[key]} > {limit}" for key, limit in most.items() if found.get(key, 0) > limit]
     return over + [f"{name}: {key} {found.get(key, 0)} < {limit}" for key, limit in least.items() if found.get(key, 0) < limit]
-    assert found["stack"] == 0, found
-    assert found.get("LDL", 0) == found.get("STL", 0) == 0, found
-    assert found["registers"] <= most_registers, found
-    assert found["shared"] <= MAX_SHARED_BYTES, found
-    for opcode, number in least.items():
-        assert found.get(opcode, 0) >= number, (opcode, found)
-    assert found["early_loads"] == EARLY_LOADS.get(name, 0), found
-    if name in UNFUSED:
-        assert found.get("FFMA", 0) == 0, "the noise is only the CPU's where no multiply is fused with an add"
 
 
 def check_limits(names):
