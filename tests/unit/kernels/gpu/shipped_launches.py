@@ -44,6 +44,7 @@ def attention_launches(
     block_size=64,
     has_tree=False,
     num_tokens=4096,
+    has_sinks=False,
     is_in_order=False,
     **spec,
 ):
@@ -59,8 +60,9 @@ def attention_launches(
     if kv_dtype != dtype:
         cache += [meta(4096, heads[1], block_size, dtype=torch.float32)] * 2
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
+    sinks = meta(heads[0]) if has_sinks else None
     device_step = DeviceStep.of(step, META)
-    return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, None, is_in_order)
+    return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
 
 
 FP8 = torch.float8_e4m3fn
@@ -207,12 +209,26 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-d192-int8": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8), kv_dtype=torch.int8)[0],
     "prefill-d256-fp8": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0, kv_dtype=FP8)[0],
     "prefill-d256-window": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), softcap=50.0, window=4096)[0],
+    "decode-whole": lambda: attention_launches(num_tokens=200)[0],
+    "decode-whole-sinks": lambda: attention_launches(num_tokens=200, has_sinks=True)[0],
+    "decode-merge-sinks": lambda: attention_launches(has_sinks=True)[1],
+    "decode-f16": lambda: attention_launches(dtype=torch.float16, kv_dtype=torch.float16)[0],
+    "decode-d96": lambda: attention_launches(head_dim=96, heads=(32, 32))[0],
+    "decode-d112": lambda: attention_launches(head_dim=112, heads=(32, 32))[0],
+    "decode-d192": lambda: attention_launches(head_dim=192, heads=(16, 8))[0],
+    "decode-window-fp8": lambda: attention_launches(window=1024, kv_dtype=FP8)[0],
+    "prefill-f16": lambda: attention_launches(count=1024, dtype=torch.float16, kv_dtype=torch.float16)[0],
+    "prefill-int8": lambda: attention_launches(count=1024, kv_dtype=torch.int8)[0],
+    "prefill-sinks": lambda: attention_launches(count=1024, has_sinks=True)[0],
+    "prefill-d96": lambda: attention_launches(count=1024, head_dim=96, heads=(32, 32))[0],
+    "prefill-d192": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8))[0],
     "norm": lambda: norm_launch(4096),
     "norm-sandwich": lambda: norm_launch(5376, is_sandwich=True),
     "activate": lambda: activate_launch(meta(64, 12288), *meta(64, 24576).chunk(2, -1), "silu"),
     "heads-decode": lambda: heads_launch(8),
     "heads-prefill": lambda: heads_launch(2048),
     "heads-fp8": lambda: heads_launch(8, FP8),
+    "heads-int8": lambda: heads_launch(8, torch.int8),
     "sample-scan": lambda: sampler_launch(0, has_cuts=False),
     "sample-scan-cut": lambda: sampler_launch(0, has_cuts=True),
     "sample-choose": lambda: sampler_launch(1, has_cuts=False),

@@ -67,4 +67,5 @@ if __name__ == "__main__":
     for launch in launches.values():
         compiled = compile_launch(launch)
         described = {"registers": compiled.num_registers, "stack": compiled.stack_bytes, "shared": compiled.shared_bytes}
+        described["spills"] = compiled.count("LDL") + compiled.count("STL")
         print(json.dumps({"name": launch.kernel.fn.__name__, **described}), flush=True)

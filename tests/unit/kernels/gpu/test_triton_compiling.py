@@ -51,6 +51,19 @@ ATTENTION_LIMITS = {
     "prefill-d192-int8": (200, {"HMMA": 64, "wide_copies": 8}),
     "prefill-d256-fp8": (200, {"HMMA": 64, "wide_copies": 8}),
     "prefill-d256-window": (255, {"HGMMA": 32, "wide_copies": 32}),
+    "decode-whole": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-whole-sinks": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-merge-sinks": (64, {}),
+    "decode-f16": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-d96": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-d112": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-d192": (192, {"HMMA": 64, "wide_copies": 64}),
+    "decode-window-fp8": (136, {"HMMA": 16, "wide_copies": 4}),
+    "prefill-f16": (184, {"HGMMA": 16, "wide_copies": 16}),
+    "prefill-int8": (248, {"HGMMA": 16, "wide_copies": 8}),
+    "prefill-sinks": (184, {"HGMMA": 16, "wide_copies": 16}),
+    "prefill-d96": (184, {"HGMMA": 16, "wide_copies": 16}),
+    "prefill-d192": (255, {"HGMMA": 32, "wide_copies": 32}),
 }
 OTHER_LIMITS = {
     "norm": (64, {}),
@@ -59,6 +72,7 @@ OTHER_LIMITS = {
     "heads-decode": (40, {}),
     "heads-prefill": (64, {}),
     "heads-fp8": (48, {}),
+    "heads-int8": (48, {}),
     "sample-scan": (96, {}),
     "sample-scan-cut": (96, {}),
     "sample-choose": (40, {}),
@@ -195,7 +209,8 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
     usual = {"_take_ids", "_take_tables", "_place_heads", "attend_runs", "merge_chunks", "choose_rows", "_keep_ids"}
     of_weights = {"multiply_narrow", "widen_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}
-    assert all(kernel["stack"] <= 64 and kernel["shared"] <= MAX_SHARED_BYTES for kernel in found), found
+    over = [kernel for kernel in found if kernel["stack"] + kernel["spills"] or kernel["shared"] > MAX_SHARED_BYTES]
+    assert over == []
 
 
 def run_benchmark(tmp_path, *arguments):
@@ -231,8 +246,10 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     done = run_benchmark(tmp_path, "--smoke", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len([row for row in found["kernels"] if "name" in row]) == 13
+    assert len([row for row in found["kernels"] if "name" in row]) == 15
     assert {row["section"] for row in found["engine"]} == {"start", "prefill", "mixed", "engine"}
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]
+    assert 0 <= found["decode-small"][0]["idle_share"] < 1
+    assert found["launches"][0]["kind"] == "one by one"
     assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)
