@@ -36,6 +36,7 @@ SECTIONS = [
     Section("decode-large-int4", 45),
     Section("in-order-small", 45),
     Section("in-order-large", 45),
+    Section("launches", 15),
     Section("kernels", 60),
 ]
 MODELS = {
@@ -58,6 +59,7 @@ _SECONDS_TO_STOP = 5
 def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: Path, limit_s: float) -> Iterator[Row]:
     """Yield the rows of a section, in its own process."""
     import gpu_kernels
+    import gpu_launches
     import gpu_model
     import torch
 
@@ -71,6 +73,8 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
         yield from test_rows(is_smoke, limit_s - _SECONDS_TO_STOP)
     elif name == "engine":
         yield from gpu_model.engine_rows(place, until_s)
+    elif name == "launches":
+        yield from gpu_launches.launch_rows(device)
     elif name == "kernels":
         yield from gpu_kernels.case_rows(device, is_smoke, peaks, until_s)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -65,8 +65,20 @@ class Shapes:
         """The last tokens of one sequence."""
         return self._attention(f"attend prefill {num_tokens} of {length}", 1, length, num_tokens)
 
-    def _attention(self, name: str, num_sequences: int, length: int, count: int) -> Case:
-        spec = self.spec
+    def with_float8_cache(self, num_sequences: int, length: int) -> Case:
+        """One token for each of some sequences, keys and values in float8 with a scale per token and head."""
+        name = f"attend decode {num_sequences} x {length}, fp8 cache"
+        return self._attention(name, num_sequences, length, 1, torch.float8_e4m3fn)
+
+    def with_window(self, num_sequences: int, length: int, count: int, window: int) -> Case:
+        """The last tokens of some sequences, each of which sees those of a window."""
+        name = f"attend {count} of {num_sequences} x {length}, window {window}"
+        return self._attention(name, num_sequences, length, count, BF16, window)
+
+    def _attention(
+        self, name: str, num_sequences: int, length: int, count: int, kv_dtype: torch.dtype = BF16, window: int | None = None
+    ) -> Case:
+        spec = replace(self.spec, window=window)
         num_blocks = -(-length // _PAGE)
         shape = (num_sequences * num_blocks, spec.num_kv_heads, _PAGE, spec.head_dim)
 
@@ -75,12 +87,16 @@ class Shapes:
             starts = [count * index for index in range(num_sequences + 1)]
             step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
             q = self.random(starts[-1], spec.num_heads, spec.head_dim)
-            cache = KvCache(self.random(*shape), self.random(*shape))
+            stored = [self.random(*shape, dtype=kv_dtype) for _ in "kv"]
+            scales = [torch.rand(shape[:3], device=self.device) for _ in "kv"] if kv_dtype != BF16 else []
+            cache = KvCache(*stored, *scales)
             return attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(step, self.device), spec)
 
-        row_bytes = 2 * spec.head_dim * 2
-        num_bytes = num_sequences * (length * spec.num_kv_heads * row_bytes + count * spec.num_heads * row_bytes)
-        seen = count * length - count * (count - 1) // 2
+        kept_bytes = 2 * (spec.head_dim * kv_dtype.itemsize + (0 if kv_dtype == BF16 else 4))
+        seen_keys = length if window is None else min(length, window + count - 1)
+        num_bytes = num_sequences * (seen_keys * spec.num_kv_heads * kept_bytes + count * spec.num_heads * 4 * spec.head_dim)
+        ends = range(length - count + 1, length + 1)
+        seen = sum(ends) if window is None else sum(min(end, window) for end in ends)
         return Case(name, make, num_bytes, 4 * num_sequences * seen * spec.num_heads * spec.head_dim)
 
     def norm(self, num_tokens: int) -> Case:
@@ -190,9 +206,12 @@ class Shapes:
                 self.decode(2, 300), self.prefill(20, 90), self.norm(3), self.heads(3), self.activation(3),
                 self.sampler(2, False), self.sampler(2, True), self.experts(1), self.experts(9), self.linear(2, 4),
                 self.linear_float8(2), self.linear_float8(5, True), self.linear_in_order(3),
+                self.with_float8_cache(2, 300), self.with_window(1, 90, 5, 20),
             ]  # fmt: skip
         cases = [self.decode(num, length) for num, length in ((1, 1024), (1, 32768), (64, 1024), (64, 4096), (256, 600))]
         cases += [self.prefill(num, length) for num, length in ((2048, 2048), (8192, 8192), (2048, 32768))]
+        cases += [self.with_float8_cache(num, length) for num, length in ((1, 32768), (64, 1024), (64, 4096))]
+        cases += [self.with_window(64, 4096, 1, 1024), self.with_window(1, 8192, 8192, 1024)]
         cases += [self.sampler(num, has_cuts) for num in (1, 64, 256) for has_cuts in (False, True)]
         cases += [case(num) for num in (1, 64, 4096) for case in (self.norm, self.heads, self.activation)]
         cases += [self.experts(num) for num in (1, 8, 64, 1024, 4096)]

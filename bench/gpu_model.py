@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_launches import DeviceRecorder, measured_idle_share, stamped_recorder
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
@@ -28,7 +29,8 @@ from quire.model.parameters import parameter_shapes
 from quire.quant.float8 import Float8Weight
 from quire.quant.quantize import LINEAR_LEVELS
 from quire.quant.weight import QuantizedWeight
-from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device import build
+from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 
@@ -76,6 +78,12 @@ class Shape:
             "eos_token_id": self.vocab_size - 1,
             "torch_dtype": "bfloat16",
         }
+
+    def prompt_flops(self, num_tokens: int) -> int:
+        """Return the multiplications and additions of one prompt: every layer at every token, the head at the last alone."""
+        widths = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim + 3 * self.inner
+        attended = 2 * num_tokens**2 * self.num_heads * self.head_dim
+        return self.num_layers * (2 * num_tokens * widths * self.hidden + attended) + 2 * self.vocab_size * self.hidden
 
 
 SMALL = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 128, 151936, True)
@@ -154,31 +162,45 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         "enable_prefix_caching": False,
         "num_kv_blocks": 16 if place.is_tiny else None,
     }
+    recorders = _stamp_recordings()
     started = time.perf_counter()
     llm = LLM(str(folder), **options)
     loaded = time.perf_counter()
     _generate(llm, [[1, 2, 3]], [1])
     yield {"section": "start", "model": shape.name, "load_s": loaded - started, "first_token_s": time.perf_counter() - started}
-    num_weights = llm.llm_engine.report.num_active_parameters
     for length in (20,) if place.is_tiny else (512, 2048, 8192):
         if time.perf_counter() > until_s:
             return
         seconds = min(
             _generate(llm, _prompts(1, (length, length), shape, seed), [1]) for seed in range(1 if place.is_tiny else 3)
         )
-        flops = 2 * num_weights * length + 2 * length**2 * shape.num_layers * shape.num_heads * shape.head_dim
-        share = flops / seconds / place.flops_per_s
+        share = shape.prompt_flops(length) / seconds / place.flops_per_s
         yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
-    yield from _mixed_rows(place, shape, llm, until_s)
+    yield from _mixed_rows(place, shape, llm, recorders, until_s)
     llm.close()
     if time.perf_counter() < until_s:
         llm = LLM(str(folder), async_scheduling=False, **options)
-        yield from _mixed_rows(place, shape, llm, until_s)
+        yield from _mixed_rows(place, shape, llm, recorders, until_s)
         llm.close()
 
 
-def _mixed_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> Iterator[Row]:
-    """Yield how fast an engine runs the mixed workload, twice."""
+def _stamp_recordings() -> list[DeviceRecorder]:
+    """Have engines that are made from now on stamp the steps that they record; returns where their recorders will be."""
+    found: list[DeviceRecorder] = []
+
+    def make(device: torch.device) -> DeviceRecorder:
+        found.append(stamped_recorder(device))
+        return found[-1]
+
+    build.CudaGraphRecorder = make
+    return found
+
+
+def _mixed_rows(place: Place, shape: Shape, llm: LLM, recorders: list[DeviceRecorder], until_s: float) -> Iterator[Row]:
+    """Yield how fast an engine runs the mixed workload, twice, and how long the GPU waits between steps after its prompts.
+
+    recorders  of engines, this one's last; empty where nothing is recorded
+    """
     count, sizes = (4, (5, 20)) if place.is_tiny else (256, (100, 1024))
     prompts = _prompts(count, sizes, shape, 0)
     lengths = [random.Random(1).randint(2, 3) for _ in prompts] if place.is_tiny else _lengths(count, sizes, 1)
@@ -187,10 +209,15 @@ def _mixed_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> Iterato
         if time.perf_counter() > until_s:
             break
         steps = llm.llm_engine.stats.num_steps
+        num_spans = len(recorders[-1].spans) if recorders else 0
         seconds = _generate(llm, prompts, lengths)
         row: Row = {"section": "mixed", "model": shape.name, "is_first": is_first, "output_tokens": total}
         row["is_ahead"] = llm.llm_engine.config.async_scheduling is not False
-        yield row | {"tokens_per_s": total / seconds, "steps": llm.llm_engine.stats.num_steps - steps}
+        row |= {"tokens_per_s": total / seconds, "steps": llm.llm_engine.stats.num_steps - steps}
+        if recorders:
+            # All prompts are in the first steps: there are none between those of the second half.
+            row["idle_share"] = measured_idle_share(recorders[-1], (len(recorders[-1].spans) - num_spans) // 2)
+        yield row
 
 
 def _lengths(count: int, sizes: tuple[int, int], seed: int) -> list[int]:
@@ -240,27 +267,28 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
     num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
     kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
     common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
-    prompt = 20 if place.is_tiny else 4096
-    kinds = ((True, True), (True, False), (False, True)) if place.device.type == "cuda" else ((False, True),)
+    prompt = 20 if place.is_tiny else 8192
+    kinds = ((True, True), (False, True)) if place.is_tiny else ((True, True), (True, False), (False, True))
     for is_recorded, decoder.is_fused in kinds:
-        graphs = StepGraphs(CudaGraphRecorder(place.device) if is_recorded else None)
+        recorder = stamped_recorder(place.device) if is_recorded else None
+        graphs = StepGraphs(recorder)
         sizes = StepSizes(max(count for count, _ in cases), prompt, shape.max_positions)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
-        chosen = cases if (decoder.is_fused and is_recorded) or place.is_tiny else cases[: 3 if is_recorded else 1]
+        chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
         for count, length in chosen:
             if time.perf_counter() > until_s:
                 return
-            seconds = _time_steps(stepper, count, length, 1 if place.is_tiny else _STEPS)
+            num_steps = 2 if place.is_tiny else _STEPS
+            seconds = _time_steps(stepper, count, length, num_steps)
             bound_s = (weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
             row: Row = {"section": "decode", **common, "is_recorded": is_recorded, "is_fused": decoder.is_fused}
-            row |= {"batch": count, "context": length}
-            yield row | {"step_us": seconds * 1e6, "tokens_per_s": count / seconds, "share": bound_s / seconds}
+            row |= {"batch": count, "context": length, "step_us": seconds * 1e6, "tokens_per_s": count / seconds}
+            row["share"] = bound_s / seconds
+            yield row if recorder is None else row | {"idle_share": measured_idle_share(recorder, num_steps)}
         if not is_recorded:
             seconds = _time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
-            num_weights = sum(int(np.prod(size)) for name, size in parameter_shapes(spec).items() if name.startswith("layers."))
-            flops = 2 * num_weights * prompt + 2 * prompt**2 * shape.num_layers * shape.num_heads * shape.head_dim
             row = {"section": "prompt", **common, "tokens": prompt, "step_us": seconds * 1e6}
-            yield row | {"tokens_per_s": prompt / seconds, "share": flops / seconds / place.flops_per_s}
+            yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
         stepper.close()
 
 

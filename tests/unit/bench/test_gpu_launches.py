@@ -1,0 +1,37 @@
+"""How bench/gpu.py finds how long a GPU waits between steps, with a clock of numbers."""
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the benchmark's kernel is written in it")
+
+PATH = Path(__file__).resolve().parents[3] / "bench" / "gpu_launches.py"
+
+
+@pytest.fixture(scope="module")
+def gpu_launches():
+    spec = importlib.util.spec_from_file_location("gpu_launches", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_launches"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["gpu_launches"]
+
+
+def test_the_idle_share_is_what_lies_between_steps(gpu_launches):
+    spans = [(0.0, 3.0), (4.0, 7.0), (7.0, 9.0), (10.0, 10.0)]
+    assert gpu_launches.idle_share(spans, lambda first, last: last - first) == pytest.approx(2 / 10)
+
+
+def test_every_replay_of_a_recorded_step_stands_between_two_stamps(gpu_launches):
+    recorder = gpu_launches.StampedRecorder(gpu_launches.RepeatingRecorder(), itertools.count().__next__)
+    ran = []
+    replay = recorder.record(lambda: ran.append(1))
+    replay()
+    replay()
+    assert ran == [1, 1]
+    assert recorder.spans == [(0, 1), (2, 3)]
