@@ -58,7 +58,7 @@ ATTENTION_LIMITS = {
     "decode-d96": (128, {"HMMA": 32, "wide_copies": 32}),
     "decode-d112": (128, {"HMMA": 32, "wide_copies": 32}),
     "decode-d192": (192, {"HMMA": 64, "wide_copies": 64}),
-    "decode-window-fp8": (136, {"HMMA": 16, "wide_copies": 4}),
+    "decode-window-fp8": (168, {"HMMA": 16, "wide_copies": 4}),
     "prefill-f16": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-int8": (248, {"HGMMA": 16, "wide_copies": 8}),
     "prefill-sinks": (184, {"HGMMA": 16, "wide_copies": 16}),
