@@ -100,7 +100,7 @@ def test_tables_that_cannot_be_used_are_refused_with_the_reason(text, message, t
 
 
 def compiled(shared_bytes=0, stack_bytes=0):
-    return CompiledKernel(64, stack_bytes, shared_bytes, Counter())
+    return CompiledKernel(64, stack_bytes, shared_bytes, Counter(), 0)
 
 
 def fake_case(candidates):
