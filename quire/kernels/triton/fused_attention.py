@@ -59,7 +59,7 @@ class ProjectedAttention:
         parts = (num_sequences, spec.num_kv_heads, num_parts, group)
         block_d = power_of_two(spec.head_dim, 16)
         block_g = power_of_two(group)
-        tile = short_attention_tile(spec.head_dim, qkv.dtype, cache.k.dtype)
+        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
         is_quantised = cache.k_scales is not None
         compute = torch.float16 if is_quantised and qkv.dtype != torch.float32 else qkv.dtype
         is_pdl = has_dependent_launch(qkv.device)
