@@ -13,11 +13,11 @@ import triton.language as tl
 
 from quire.kernels.triton.arithmetic import LOG2_E, dot, narrow, tanh
 
-_TINY = tl.constexpr(1e-37)
+TINY = tl.constexpr(1e-37)
 
 
 @triton.jit
-def _find_run(
+def find_run(
     tile: tl.tensor,
     tile_sequences_ptr: tl.tensor,
     tile_offsets_ptr: tl.tensor,
@@ -185,7 +185,7 @@ def _attend_span(
 
 
 @triton.jit
-def _attend_keys(
+def attend_keys(
     q: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
@@ -239,7 +239,7 @@ def _attend_keys(
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
         HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
     )  # fmt: skip
-    return acc / tl.maximum(total, _TINY)[:, None], best + tl.log2(total)
+    return acc / tl.maximum(total, TINY)[:, None], best + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -290,7 +290,7 @@ def attend_runs(
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence, token, left, place, tree_start, first_key, end = _find_run(
+    sequence, token, left, place, tree_start, first_key, end = find_run(
         tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
     )
     low = first_key // BLOCK_N * BLOCK_N
@@ -319,7 +319,7 @@ def attend_runs(
             log_sum = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
         for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK)):
-            part, part_sum = _attend_keys(
+            part, part_sum = attend_keys(
                 q, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row, place,
                 end, tree_start, token - place, kv_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
                 ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
@@ -332,9 +332,9 @@ def attend_runs(
             total = total * shrink + weight
             out = out * shrink[:, None] + part * weight[:, None]
             log_sum = new_best
-        out = out / tl.maximum(total, _TINY)[:, None]
+        out = out / tl.maximum(total, TINY)[:, None]
     else:
-        out, log_sum = _attend_keys(
+        out, log_sum = attend_keys(
             q, low, high, place + queries, is_row, place, end, tree_start, token - place, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
             HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
@@ -381,7 +381,7 @@ def merge_chunks(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (QUERIES * GROUP)
     row = tl.program_id(1) % (QUERIES * GROUP)
-    _, token, left, _, _, first_key, end = _find_run(
+    _, token, left, _, _, first_key, end = find_run(
         tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
     )
     query = row // GROUP
@@ -410,6 +410,6 @@ def merge_chunks(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
         best = new_best
-    out = narrow(acc / tl.maximum(total, _TINY), out_ptr.dtype.element_ty)
+    out = narrow(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
     out_row = (token + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
     tl.store(out_ptr + out_row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
