@@ -88,7 +88,7 @@ def attend_launches(
     Cached keys are taken in chunks, each by a program of its own, so that a few long sequences fill the device; the partial
     results are merged in order. Sequences of few queries, decode steps above all, have short chunks; for others a program for
     each run of queries and LONG_CHUNK keys is enough, and for windows within that one for each run. Which short chunks there
-    are is found on the device, once per step: launches are the same for any lengths up to max_context_len. In order, both have the
+    are is found on the device, once per step: launches are the same for all lengths. In order, both have the
     same tiles and the same chunks, which are merged one by one.
     """
     _check(out, q, cache, spec, sinks)

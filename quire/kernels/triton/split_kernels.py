@@ -130,8 +130,8 @@ def attend_chunks(
     heads = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, BLOCK_D)
     num_items = tl.load(starts_ptr + num_tiles)
-    # What is moved out of this loop stays in registers, of which runs of one query then have too few, but for f32.
-    STAYS: tl.constexpr = tile_sequences_ptr is None and tl.float32 != COMPUTE
+    # What is moved out of this loop stays in registers, of which runs of one query then have too few, but for f32 and windows.
+    STAYS: tl.constexpr = tile_sequences_ptr is None and WINDOW == 0 and tl.float32 != COMPUTE
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=STAYS):
         tile = tl.load(tiles_ptr + item)
         sequence, token, left, place, tree_start, first_key, end = find_run(

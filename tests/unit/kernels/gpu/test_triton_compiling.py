@@ -24,7 +24,7 @@ ATTENTION_LIMITS = {
     "decode-int8": (168, {"HMMA": 16, "wide_copies": 8}),
     "decode-d64": (128, {"HMMA": 16, "wide_copies": 16}),
     "decode-d80": (152, {"HMMA": 32, "wide_copies": 32}),
-    "decode-d256-window": (184, {"HMMA": 64, "wide_copies": 64}),
+    "decode-d256-window": (192, {"HMMA": 64, "wide_copies": 64}),
     "decode-page16": (168, {"HMMA": 32, "wide_copies": 32}),
     "decode-f32": (128, {"FFMA": 512, "wide_copies": 32}),
     "verify-tree": (168, {"HMMA": 32, "wide_copies": 32}),
