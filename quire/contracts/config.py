@@ -83,7 +83,7 @@ class EngineConfig:
                             same on a GPU alone
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
-    max_num_batched_tokens  tokens in one step; None: max(2048, max_num_seqs)
+    max_num_batched_tokens  tokens in one step; None: 2048, on a GPU 8192, or max_num_seqs where that is more
     block_size              tokens in a KV block; None: 16 on a CPU, 64 on a GPU
     num_kv_blocks           size of the KV pool in blocks; None: from kv_cache_memory_bytes
     kv_cache_memory_bytes   size of the KV pool in bytes; None: what the memory plan finds

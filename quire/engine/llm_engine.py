@@ -97,7 +97,7 @@ class LLMEngine:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens(config),
+                max_num_batched_tokens=max_num_batched_tokens(config, report.device),
                 max_model_len=report.memory.max_model_len,
                 block_size=report.memory.kv.block_size,
                 num_kv_blocks=report.memory.num_kv_blocks,

@@ -36,6 +36,8 @@ _SCORE_BYTES = (1 << 24) * 4 * 3
 
 
 _DEFAULT_BATCHED_TOKENS = 2048
+_DEFAULT_BATCHED_TOKENS_OF_GPU = 8192
+"""So many that the products of a small model take longer than the host takes to launch them."""
 
 _CPU_BLOCK_SIZE = 16
 """Tokens in a KV block where nobody says."""
@@ -46,9 +48,10 @@ def cpu_block_size(config: EngineConfig) -> int:
     return config.block_size or _CPU_BLOCK_SIZE
 
 
-def max_num_batched_tokens(config: EngineConfig) -> int:
-    """Return the token budget of a step."""
-    return config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
+def max_num_batched_tokens(config: EngineConfig, device: str = "cpu") -> int:
+    """Return the token budget of a step; device: ModelReport.device."""
+    default = _DEFAULT_BATCHED_TOKENS_OF_GPU if device.startswith("cuda") else _DEFAULT_BATCHED_TOKENS
+    return config.max_num_batched_tokens or max(default, config.max_num_seqs)
 
 
 def available_memory_bytes() -> int:

@@ -116,7 +116,7 @@ def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
     if device is not None:
         from quire.worker.device.build import build_device_runner  # needs Triton
 
-        return build_device_runner(config, device, report, max_num_batched_tokens(config))
+        return build_device_runner(config, device, report, max_num_batched_tokens(config, report.device))
     check_fits(report.memory)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -14,20 +14,24 @@ from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention_kernels import attend_runs, merge_chunks
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.sizes import power_of_two
-from quire.kernels.triton.step import DeviceStep, Tiles
+from quire.kernels.triton.split_kernels import attend_chunks, merge_items, plan_chunks
+from quire.kernels.triton.step import ChunkPlan, DeviceStep, Tiles
 from quire.kernels.triton.tiles import (
     CHUNK,
     LONG_CHUNK,
     ROWS_OF_DECODE,
+    SPLIT_PROGRAMS,
     AttentionTile,
     in_order_attention_tile,
     long_attention_tile,
+    most_chunks,
     short_attention_tile,
 )
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTISED = (torch.int8, torch.float8_e4m3fn)
 _MERGED_AT_ONCE = 16
+_PLANNED_AT_ONCE = 512
 _PARTIAL_BYTES = 256 << 20
 """What the partial results of long runs take at most, unless those of few tiles take more; further tiles follow in turn."""
 _ALIGNED_TILES = 4  # whose lists begin at a multiple of 16 bytes
@@ -83,7 +87,8 @@ def attend_launches(
 
     Cached keys are taken in chunks, each by a program of its own, so that a few long sequences fill the device; the partial
     results are merged in order. Sequences of few queries, decode steps above all, have short chunks; for others a program for
-    each run of queries and LONG_CHUNK keys is enough, and for windows within that one for each run. In order, both have the
+    each run of queries and LONG_CHUNK keys is enough, and for windows within that one for each run. Which short chunks there
+    are is found on the device, once per step: launches are the same for all lengths. In order, both have the
     same tiles and the same chunks, which are merged one by one.
     """
     _check(out, q, cache, spec, sinks)
@@ -101,7 +106,9 @@ def attend_launches(
     if short.num_tiles:
         tile = fixed or short_attention_tile(spec.head_dim, group, q.dtype, cache.k.dtype)
         rows = power_of_two(short.num_queries * group, tile.rows)
-        launches += _split(_Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), CHUNK, is_in_order))
+        launches += _split_on_device(
+            _Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), CHUNK, is_in_order)
+        )
     if long.num_tiles:
         tile = fixed or long_attention_tile(*kinds)
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
@@ -157,39 +164,17 @@ def _split(call: _Call) -> list[Launch]:
 
 
 def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Launch:
-    spec, step, cache, tile = call.spec, call.step, call.cache, call.tile
+    spec, tile = call.spec, call.tile
     num_chunks = 1 if split is None else split[0].shape[2]
-    is_quantised = cache.k.dtype in _QUANTISED
-    compute = torch.float16 if is_quantised and call.q.dtype != torch.float32 else call.q.dtype
     arguments = {
-        "q_ptr": call.q,
-        "k_ptr": cache.k,
-        "v_ptr": cache.v,
-        "k_scales_ptr": cache.k_scales,
-        "v_scales_ptr": cache.v_scales,
+        **_key_arguments(call),
         "sinks_ptr": None if split is not None else call.sinks,
         "out_ptr": call.out,
         "partial_ptr": None if split is None else split[0],
         "log_sums_ptr": None if split is None else split[1],
-        **_run_arguments(call),
-        "block_tables_ptr": step.block_tables,
-        "ancestors_ptr": None if call.tiles.sequences is None else step.ancestors,
-        "positions_ptr": None if call.tiles.sequences is None or spec.window is None else step.positions,
-        "scale": spec.scale * (1.0 if spec.softcap else LOG2_E.value),
-        "q_stride": call.q.stride(0),
-        "table_stride": step.block_tables.stride(0),
         "num_chunks": num_chunks,
     }
-    constants = {
-        **_run_constants(call),
-        "BLOCK_SIZE": cache.k.shape[2],
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.keys,
-        "BLOCK_D": power_of_two(spec.head_dim, 16),
-        "SOFTCAP": spec.softcap or 0.0,
-        "COMPUTE": ELEMENT_TYPES[compute],
-        "IN_CHUNKS": call.is_in_order,
-    }
+    constants = {**_key_constants(call), "IN_CHUNKS": call.is_in_order}
     grid = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks)
     # Two kernels that merge fuse multiplies and adds alike only where neither does.
     return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages, not call.is_in_order)
@@ -212,6 +197,117 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
     grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
     is_fused = not call.is_in_order
     return Launch(merge_chunks, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=is_fused)
+
+
+def _split_on_device(call: _Call) -> list[Launch]:
+    """Return the launches over chunks of keys, with the plan of them where the step has none yet, and the merge."""
+    window, tiles, num_kv_heads = call.spec.window, call.tiles, call.spec.num_kv_heads
+    span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
+    num_chunks = -(-span // CHUNK)
+    if num_chunks <= 1:
+        return [_attend_runs(call)]
+    # In order chunks have one size, at any length: a query of a prompt has those of its own place.
+    most = 0 if call.is_in_order else most_chunks(num_kv_heads)
+    key = (tiles.num_queries, window or 0, most)
+    plan = call.step.plans.get(key)
+    launches: list[Launch] = []
+    if plan is None:
+        num_items = tiles.num_tiles * min(most or num_chunks, num_chunks)
+        plan = call.step.plans[key] = ChunkPlan(*(_empty(call, size) for size in (tiles.num_tiles + 1, num_items)))
+        launches.append(_plan_chunks(call, plan, most))
+    rows = tiles.num_queries * call.spec.num_heads // num_kv_heads
+    shape = (len(plan.tiles), num_kv_heads, rows)
+    partial = torch.empty(*shape, call.spec.head_dim, dtype=torch.float32, device=call.q.device)
+    log_sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    return [*launches, _attend_chunks(call, plan, most, partial, log_sums), _merge_items(call, plan, partial, log_sums)]
+
+
+def _empty(call: _Call, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int32, device=call.q.device)
+
+
+def _plan_chunks(call: _Call, plan: ChunkPlan, most: int) -> Launch:
+    arguments = {
+        "starts_ptr": plan.starts,
+        "tiles_ptr": plan.tiles,
+        **_run_arguments(call),
+        "num_tiles": call.tiles.num_tiles,
+    }
+    constants = {
+        "QUERIES": call.tiles.num_queries,
+        "WINDOW": call.spec.window or 0,
+        "CHUNK": CHUNK,
+        "MOST": most,
+        "BLOCK": _PLANNED_AT_ONCE,
+    }
+    return Launch(plan_chunks, (call.tiles.num_tiles,), arguments, constants, num_warps=4, num_stages=1)
+
+
+def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log_sums: Tensor) -> Launch:
+    tile, num_kv_heads = call.tile, call.spec.num_kv_heads
+    arguments = {
+        **_key_arguments(call),
+        "partial_ptr": partial,
+        "log_sums_ptr": log_sums,
+        "starts_ptr": plan.starts,
+        "tiles_ptr": plan.tiles,
+        "num_tiles": call.tiles.num_tiles,
+    }
+    constants = {**_key_constants(call), "MOST": most}
+    grid = (min(len(plan.tiles), max(1, SPLIT_PROGRAMS // num_kv_heads)), num_kv_heads)
+    return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, tile.num_stages, not call.is_in_order)
+
+
+def _merge_items(call: _Call, plan: ChunkPlan, partial: Tensor, log_sums: Tensor) -> Launch:
+    arguments = {
+        "partial_ptr": partial,
+        "log_sums_ptr": log_sums,
+        "starts_ptr": plan.starts,
+        "sinks_ptr": call.sinks,
+        "out_ptr": call.out,
+        **_run_arguments(call),
+    }
+    constants = {
+        **_run_constants(call),
+        "BLOCK_D": power_of_two(call.spec.head_dim, 16),
+        "BLOCK_C": 1 if call.is_in_order else _MERGED_AT_ONCE,
+    }
+    grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
+    is_fused = not call.is_in_order
+    return Launch(merge_items, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=is_fused)
+
+
+def _key_arguments(call: _Call) -> dict[str, Tensor | int | float | None]:
+    spec, step, cache = call.spec, call.step, call.cache
+    return {
+        "q_ptr": call.q,
+        "k_ptr": cache.k,
+        "v_ptr": cache.v,
+        "k_scales_ptr": cache.k_scales,
+        "v_scales_ptr": cache.v_scales,
+        **_run_arguments(call),
+        "block_tables_ptr": step.block_tables,
+        "ancestors_ptr": None if call.tiles.sequences is None else step.ancestors,
+        "positions_ptr": None if call.tiles.sequences is None or spec.window is None else step.positions,
+        "scale": spec.scale * (1.0 if spec.softcap else LOG2_E.value),
+        "q_stride": call.q.stride(0),
+        "table_stride": step.block_tables.stride(0),
+    }
+
+
+def _key_constants(call: _Call) -> dict[str, object]:
+    spec, cache, tile = call.spec, call.cache, call.tile
+    is_quantised = cache.k.dtype in _QUANTISED
+    compute = torch.float16 if is_quantised and call.q.dtype != torch.float32 else call.q.dtype
+    return {
+        **_run_constants(call),
+        "BLOCK_SIZE": cache.k.shape[2],
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "BLOCK_D": power_of_two(spec.head_dim, 16),
+        "SOFTCAP": spec.softcap or 0.0,
+        "COMPUTE": ELEMENT_TYPES[compute],
+    }
 
 
 def _run_arguments(call: _Call) -> dict[str, Tensor | None]:

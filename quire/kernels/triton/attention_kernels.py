@@ -17,7 +17,7 @@ TINY = tl.constexpr(1e-37)
 
 
 @triton.jit
-def _find_run(
+def find_run(
     tile: tl.tensor,
     tile_sequences_ptr: tl.tensor,
     tile_offsets_ptr: tl.tensor,
@@ -290,7 +290,7 @@ def attend_runs(
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence, token, left, place, tree_start, first_key, end = _find_run(
+    sequence, token, left, place, tree_start, first_key, end = find_run(
         tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
     )
     low = first_key // BLOCK_N * BLOCK_N
@@ -381,7 +381,7 @@ def merge_chunks(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (QUERIES * GROUP)
     row = tl.program_id(1) % (QUERIES * GROUP)
-    _, token, left, _, _, first_key, end = _find_run(
+    _, token, left, _, _, first_key, end = find_run(
         tile, tile_sequences_ptr, tile_offsets_ptr, query_starts_ptr, context_lens_ptr, num_drafts_ptr, QUERIES, WINDOW
     )
     query = row // GROUP

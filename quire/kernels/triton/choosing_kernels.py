@@ -62,7 +62,7 @@ def _choose_of_list(
     key_low: tl.tensor,
     key_high: tl.tensor,
     position: tl.tensor,
-    stream: tl.tensor,
+    noise_stream: tl.tensor,
 ) -> tl.tensor:
     """Return the token; values -inf where the list has ended. total: the mass of the whole row."""
     floor = LOWEST + peak * 0.0
@@ -75,7 +75,7 @@ def _choose_of_list(
             total = tl.sum(units, 0)
         floor = _floor_of_list(values, units, nucleus_target(top_p, total), floor, peak)
     floor = tl.maximum(floor, peak + log_min_p)
-    scores = values + noise_of_tokens(tokens, key_low, key_high, position, stream)
+    scores = values + noise_of_tokens(tokens, key_low, key_high, position, noise_stream)
     scores = tl.where(values >= floor, scores, float("-inf"))
     best = tl.max(scores, 0)
     return tl.min(tl.where((scores == best) & (values >= floor), tokens, 0x7FFFFFFF), 0)
@@ -139,7 +139,7 @@ def _choose_of_row(
     key_low: tl.tensor,
     key_high: tl.tensor,
     position: tl.tensor,
-    stream: tl.tensor,
+    noise_stream: tl.tensor,
     vocab_size: tl.tensor,
 ) -> tl.tensor:
     """Return the token, reading the row as often as it takes."""
@@ -157,7 +157,7 @@ def _choose_of_row(
     for first in range(0, vocab_size, LIST_SIZE):
         logits, _ = load_logits(logits_ptr, mask_ptr, first + tl.arange(0, LIST_SIZE), vocab_size)
         values = logits * inverse
-        scores = values + noise_of_run(first, key_low, key_high, position, stream, LIST_SIZE)
+        scores = values + noise_of_run(first, key_low, key_high, position, noise_stream, LIST_SIZE)
         scores = tl.where(values >= floor, scores, float("-inf"))
         score, place = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
         token = tl.where(score > best, first + place, token)
@@ -174,7 +174,7 @@ def _status_of(best: tl.tensor, peak: tl.tensor, num_nan: tl.tensor, is_greedy: 
     return tl.where(num_nan > 0, _NAN, status)
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit(do_not_specialize=["noise_stream"])
 def choose_rows(
     logits_ptr: tl.tensor,
     masks_ptr: tl.tensor,
@@ -195,7 +195,7 @@ def choose_rows(
     lengths_ptr: tl.tensor,
     out_ptr: tl.tensor,
     statuses_ptr: tl.tensor,
-    stream: tl.tensor,
+    noise_stream: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
     masks_stride: tl.tensor,
@@ -232,7 +232,17 @@ def choose_rows(
                 tokens = tl.load(list_tokens_ptr + row * LIST_SIZE + places, mask=mask, other=0)
                 total = tl.sum(tl.load(masses_ptr + at * NUM_DEPTHS + NUM_DEPTHS - 1, mask=inside, other=0), 0)
                 token = _choose_of_list(
-                    values, tokens, peak, top_k, top_p, log_min_p, total, key_low, key_high, position, stream.to(tl.uint32)
+                    values,
+                    tokens,
+                    peak,
+                    top_k,
+                    top_p,
+                    log_min_p,
+                    total,
+                    key_low,
+                    key_high,
+                    position,
+                    noise_stream.to(tl.uint32),
                 )
             else:
                 mask_ptr = masks_ptr
@@ -240,7 +250,7 @@ def choose_rows(
                     mask_ptr = masks_ptr + row * masks_stride
                 token = _choose_of_row(
                     logits_ptr + row * logits_stride, mask_ptr, inverse, peak, top_k, top_p, log_min_p,
-                    key_low, key_high, position, stream.to(tl.uint32), vocab_size,
+                    key_low, key_high, position, noise_stream.to(tl.uint32), vocab_size,
                 )  # fmt: skip
     if (is_cut == 0) & (status == 0):
         scores = tl.load(scores_ptr + at, mask=inside, other=float("-inf"))

@@ -85,10 +85,7 @@ def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
     divisible = [name for name, value in launch.arguments.items() if _is_divisible(value, is_plain[name])]
     attributes = {(names.index(name),): _DIVISIBLE for name in divisible}
     source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": launch.is_fused}
-    if launch.is_pdl:
-        options["launch_pdl"] = True
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     return _inspect(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +51,35 @@ class Launch:
         """Launch on the current stream; nothing where the grid is empty."""
         if 0 in self.grid:
             return
-        self.kernel[self.grid](
-            **self.arguments,
-            **self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            enable_fp_fusion=self.is_fused,
-            **({"launch_pdl": True} if self.is_pdl else {}),
-        )
+        noted = _NOTED.get()
+        if noted is None:
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+        else:
+            noted.append(self)
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """What the compiler is told besides."""
+        told: dict[str, int | bool] = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.is_fused,
+        }
+        return {**told, "launch_pdl": True} if self.is_pdl else told
+
+
+_NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=None)
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """Launch nothing meanwhile, in this thread: what would be is in the list."""
+    noted: list[Launch] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
 
 
 def run_all(launches: Iterable[Launch]) -> None:

@@ -116,7 +116,7 @@ def sample_launches(
         "masks_stride": 0 if options.token_masks is None else options.token_masks.stride(0),
         "num_blocks": num_blocks,
     }
-    keys = {"seeds_ptr": options.seeds, "positions_ptr": options.positions, "stream": stream}
+    keys = {"seeds_ptr": options.seeds, "positions_ptr": options.positions, "noise_stream": stream}
     peaks = {"peaks_ptr": per_block(torch.float32)}
     found = {
         "nans_ptr": per_block(torch.int32),

@@ -60,7 +60,7 @@ def peak_of(peaks_ptr: tl.tensor, row: tl.tensor, num_blocks: tl.tensor, BLOCKS:
     return tl.max(tl.load(peaks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf")), 0)
 
 
-@triton.jit(do_not_specialize=["stream"])
+@triton.jit(do_not_specialize=["noise_stream"])
 def scan_rows(
     logits_ptr: tl.tensor,
     masks_ptr: tl.tensor,
@@ -75,7 +75,7 @@ def scan_rows(
     nans_ptr: tl.tensor,
     scores_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
-    stream: tl.tensor,
+    noise_stream: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
     masks_stride: tl.tensor,
@@ -100,7 +100,7 @@ def scan_rows(
     scores = logits
     if tl.load(greedy_ptr + row) == 0:
         key_low, key_high, position = load_key(seeds_ptr, positions_ptr, row)
-        noise = noise_of_run(block * BLOCK, key_low, key_high, position, stream.to(tl.uint32), BLOCK)
+        noise = noise_of_run(block * BLOCK, key_low, key_high, position, noise_stream.to(tl.uint32), BLOCK)
         scores = logits * tl.load(inverses_ptr + row) + noise
     score, place = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(scores_ptr + out, score)

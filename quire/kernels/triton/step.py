@@ -37,6 +37,13 @@ class Tiles(NamedTuple):
         return Tiles(sequences, offsets, len(sequences), self.num_queries)
 
 
+class ChunkPlan(NamedTuple):
+    """Chunks of the keys of tiles, as split_kernels.plan_chunks writes them: starts [tiles + 1] i32, tiles [items] i32."""
+
+    starts: Tensor
+    tiles: Tensor
+
+
 class TileLists(NamedTuple):
     """Runs of queries as (sequence, offset), on the host; longest_short: no short sequence has more queries, at least 1."""
 
@@ -75,6 +82,7 @@ class DeviceStep:
     host_context_lens
                      context_lens on the host; None where they change with each launch of a recorded step
     library          what attends this step in place of our kernels; None: they do
+    plans            by queries of a tile, window and most chunks: those that were launched in this step
     """
 
     slots: Tensor
@@ -89,6 +97,7 @@ class DeviceStep:
     has_cached_drafts: bool = False
     host_context_lens: tuple[int, ...] | None = None
     library: AttentionLibrary | None = None
+    plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
     @classmethod
@@ -116,11 +125,12 @@ class DeviceStep:
         )
 
     @classmethod
-    def of_decode(cls, slots: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int) -> DeviceStep:
+    def of_decode(
+        cls, slots: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> DeviceStep:
         """Return a step of one token for each sequence, of tensors that are on the device."""
-        count = len(context_lens)
-        starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
-        return cls(slots, starts, context_lens, block_tables, None, None, None, (1,) * count, max_context_len)
+        counts = (1,) * len(context_lens)
+        return cls(slots, query_starts, context_lens, block_tables, None, None, None, counts, max_context_len)
 
     @property
     def is_decode(self) -> bool:

@@ -10,11 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tile_table import active_table
 
 CHUNK = 256
-"""Cached tokens that one program of a split attention launch reads. Part of the result: sums are merged chunk by chunk."""
+"""Cached tokens of the chunks that attention is split into; of long contexts more, so that there are at most most_chunks.
+Part of the result: sums are merged chunk by chunk."""
+
+SPLIT_PROGRAMS = 8 if INTERPRETED.value else 528
+"""Programs of a split attention launch: as many as a H200 holds at a time, 4 on each of 132 multiprocessors."""
 
 LONG_CHUNK = 4096
 """The same of a launch for many queries. Long prompts pay for it with partial results, a few hundredths of their attention."""
@@ -37,6 +42,11 @@ def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype
     is_even = group & (group - 1) == 0  # other divisions of rows into heads take registers
     shape = {**_attention_shape(head_dim, dtype, kv_dtype), "group": group, "is_even_group": is_even}
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
+
+
+def most_chunks(num_kv_heads: int) -> int:
+    """Return into how many chunks a context is split at most: enough that one sequence fills the device."""
+    return max(32, min(128, power_of_two(256 // num_kv_heads)))
 
 
 def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:

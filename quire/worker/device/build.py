@@ -17,8 +17,9 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.quant.policy import DEVICE_POLICIES
+from quire.worker.device.ahead import CompilationAhead
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
-from quire.worker.device.memory import HOW_TO_SAVE, CudaMemory, DeviceMemory, measure_usage, plan_device_memory
+from quire.worker.device.memory import HOW_TO_SAVE, CudaMemory, DeviceMemory, Recordings, measure_usage, plan_device_memory
 from quire.worker.device.runner import DeviceRunner
 from quire.worker.device.stepper import DeviceStepper, StepSizes
 
@@ -47,21 +48,32 @@ def build_device_runner(
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
     try:
         parameters = open_parameters(report.folder, report.spec)
+        compilation = _compile_ahead(device, report, sizes, config.deterministic)
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, config.deterministic)
         pool = DeviceKvPool(kv, 1, device)
         specs = [layer.attention for layer in report.spec.layers]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
         stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder), library)
+        if compilation is not None:
+            compilation.wait()
         plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, free_bytes)
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
         if recorder is not None:
-            stepper.record_largest()
+            stepper.record(stepper.grid.keys[0])  # what others need of their common memory is there then
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
     for line in plan.describe().splitlines():
         logger.info(line)
     return DeviceRunner(decoder, stepper, plan, config.max_num_seqs), replace(report, memory=plan)
+
+
+def _compile_ahead(device: torch.device, report: ModelReport, sizes: StepSizes, is_in_order: bool) -> CompilationAhead | None:
+    """Begin to compile what serving will launch, while weights are loaded."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return CompilationAhead(report.spec, report.memory.kv, sizes, is_in_order, 10 * major + minor)
 
 
 def _measured_plan(
@@ -72,13 +84,10 @@ def _measured_plan(
     report: ModelReport,
     free_bytes: int,
 ) -> MemoryPlan:
-    num_decoding = min(sizes.max_num_seqs, stepper.grid.max_rows)
-
     def run_full() -> None:
         stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
 
-    def run_decode() -> None:
-        stepper.run_full(num_decoding, num_decoding, sizes.max_model_len)
-
-    usage = measure_usage(memory, free_bytes, run_full, None if config.enforce_eager else run_decode)
+    keys = stepper.grid.keys
+    recordings = Recordings(lambda: stepper.record(keys[0]), lambda: stepper.record(keys[1]), len(keys))
+    usage = measure_usage(memory, free_bytes, run_full, None if config.enforce_eager else recordings)
     return plan_device_memory(config, report.memory.kv, usage, sizes.max_model_len)

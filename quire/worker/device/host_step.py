@@ -1,9 +1,10 @@
-"""HostStep: the tokens of a step as arrays on the host, as the device gets them, and how a decode step is padded."""
+"""HostStep: the tokens of a step as arrays on the host, and how they are written where the device gets them, with padding."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 from quire.base.errors import InvariantError
 from quire.worker.input_batch import StepInput
 
-Sampling = Literal["none", "plain", "cuts"]
-"""What a step's launches do about its next tokens: nothing, as the host needs the logits; sample; sample with cuts (top-k)."""
+Sampling = Literal["plain", "cuts"]
+"""What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), which is right for all."""
 
-Whole = TypeVar("Whole", bound=np.integer)
+SAMPLINGS: tuple[Sampling, ...] = ("cuts", "plain")
+"""All of them, what takes most memory first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +84,53 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
     )
 
 
-def padded(step: HostStep, num_rows: int, padding_row: int) -> HostStep:
-    """Return a decode step with more sequences, num_rows in all: the new ones see and store nothing."""
-    missing = num_rows - len(step.counts)
-    if missing < 0 or not step.is_decode:
-        raise InvariantError(f"{len(step.counts)} sequences of a step cannot be padded to {num_rows}")
-    return HostStep(
-        step.counts + (1,) * missing,
-        _extend(step.rows, missing, padding_row),
-        _extend(step.context_lens, missing, 0),
-        _extend(step.given_ids, missing, 0),
-        _extend(step.positions, missing, 0),
-        _extend(step.slots, missing, -1),
-        np.arange(num_rows),
-        _extend(step.sampled_rows, missing, padding_row),
-        _extend(step.sample_positions, missing, 0),
-    )
+def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
+    """Write a step into the arrays of its fields' names, and token_rows [T] and query_starts [S + 1], of its own lengths."""
+    arrays["rows"][:] = step.rows
+    arrays["token_rows"][:] = np.repeat(step.rows, step.counts)
+    arrays["query_starts"][0] = 0
+    np.cumsum(step.counts, out=arrays["query_starts"][1:])
+    arrays["logit_rows"][:] = step.logit_rows
+    arrays["sampled_rows"][:] = step.sampled_rows
+    fill_places(arrays, step)
 
 
-def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row: int) -> HostStep:
-    """Return a step of padding that takes as much memory as one of real sequences: of num_tokens tokens, each sequence at least
-    one; all but the first have one, and all get a next one. Nothing is stored; what is read is the padding line's blocks."""
-    counts = [num_tokens - num_sequences + 1] + [1] * (num_sequences - 1)
+def fill_lines_of_decode(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
+    """Write what of a decode step depends on which sequences are in it alone.
+
+    The arrays may be longer: sequences of the line padding_row, which see and store nothing, are added.
+    """
+    count, num_rows = len(step.counts), len(arrays["rows"])
+    if count > num_rows or not step.is_decode:
+        raise InvariantError(f"{count} sequences of a step cannot be padded to {num_rows}")
+    for name in ("rows", "token_rows", "sampled_rows"):
+        arrays[name][:count] = step.rows
+        arrays[name][count:] = padding_row
+    arrays["query_starts"][:] = np.arange(num_rows + 1)
+    arrays["logit_rows"][:] = np.arange(num_rows)
+
+
+def fill_places(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
+    """Write what of a step changes with every token."""
+    for name, values, padding in (
+        ("given_ids", step.given_ids, 0),
+        ("positions", step.positions, 0),
+        ("slots", step.slots, -1),
+        ("context_lens", step.context_lens, 0),
+        ("sample_positions", step.sample_positions, 0),
+    ):
+        array, count = arrays[name], len(values)
+        array[:count] = values
+        if count < len(array):
+            array[count:] = padding
+
+
+def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row: int, num_short: int = 1) -> HostStep:
+    """Return a step of padding that takes as much memory as one of real sequences: of num_tokens tokens; all sequences but the
+    first have num_short, where there are enough, else at least one, and all get a next one. Nothing is stored; what is read is
+    the padding line's blocks."""
+    most = max(1, min(num_short, (num_tokens - 1) // max(1, num_sequences - 1)))
+    counts = [num_tokens - most * (num_sequences - 1)] + [most] * (num_sequences - 1)
     rows = np.full(num_sequences, padding_row, np.int32)
     return HostStep(
         tuple(counts),
@@ -116,7 +143,3 @@ def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row
         rows,
         np.zeros(num_sequences, np.int64),
     )
-
-
-def _extend(array: NDArray[Whole], count: int, value: int) -> NDArray[Whole]:
-    return np.concatenate((array, np.full(count, value, array.dtype)))

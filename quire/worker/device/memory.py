@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,6 +51,10 @@ class DeviceMemory(Protocol):
         """Return the most bytes that tensors took during a run, beyond those that they took before."""
         ...
 
+    def taken_by(self, run: Callable[[], None]) -> int:
+        """Return the bytes of the device that are taken for good after a run, and were not before."""
+        ...
+
 
 class CudaMemory:
     """The memory of a CUDA device."""
@@ -78,6 +82,13 @@ class CudaMemory:
         torch.cuda.empty_cache()
         return peak
 
+    def taken_by(self, run: Callable[[], None]) -> int:
+        """See DeviceMemory."""
+        before, _ = self.free_and_total()
+        run()
+        torch.cuda.synchronize(self._device)
+        return max(0, before - self.free_and_total()[0])
+
 
 class HostMemory:
     """The memory of the machine, where the interpreter runs the kernels: half of it, as the rest is not ours."""
@@ -92,6 +103,10 @@ class HostMemory:
         return 0
 
     def peak_of(self, run: Callable[[], None]) -> int:
+        """See DeviceMemory: nobody counts."""
+        return 0
+
+    def taken_by(self, run: Callable[[], None]) -> int:
         """See DeviceMemory: nobody counts."""
         return 0
 
@@ -111,23 +126,35 @@ class DeviceUsage:
     activation_bytes: int
 
 
+class Recordings(NamedTuple):
+    """Recorded steps: first and second record one each, the first the largest there is; in all there are num_recordings."""
+
+    first: Callable[[], None]
+    second: Callable[[], None]
+    num_recordings: int
+
+
 def measure_usage(
-    memory: DeviceMemory, free_before_bytes: int, run_full: Callable[[], None], run_decode: Callable[[], None] | None
+    memory: DeviceMemory, free_before_bytes: int, run_full: Callable[[], None], recordings: Recordings | None
 ) -> DeviceUsage:
     """Return what a loaded model takes.
 
     free_before_bytes  what was free before it was loaded
     run_full           runs the largest step
-    run_decode         runs the largest decode step; None where no steps are recorded. Recorded steps have memory of their own
+    recordings         None where no steps are recorded. They share memory beside that of other steps, and each takes some of
+                       its own, about as much as the second beside the first
     """
     weight_bytes = memory.allocated()
     activation_bytes = memory.peak_of(run_full)
-    if run_decode is not None:
-        activation_bytes += memory.peak_of(run_decode)
+    taken, recording_bytes = 0, 0
+    if recordings is not None:
+        first, second = memory.taken_by(recordings.first), memory.taken_by(recordings.second)
+        taken, recording_bytes = first + second, first + max(0, recordings.num_recordings - 1) * second
     # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
     free, total = memory.free_and_total()
-    foreign_bytes = max(0, total - free_before_bytes, total - free - memory.allocated())
-    return DeviceUsage(total, foreign_bytes, weight_bytes, max(round(activation_bytes * _SLACK), SCRATCH_BYTES))
+    foreign_bytes = max(0, total - free_before_bytes, total - free - memory.allocated() - taken)
+    step_bytes = max(round(activation_bytes * _SLACK), SCRATCH_BYTES)
+    return DeviceUsage(total, foreign_bytes, weight_bytes, step_bytes + recording_bytes)
 
 
 def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int, sizes: tuple[int, int]) -> DeviceUsage:
@@ -170,23 +197,27 @@ def estimate_memory(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    num_tokens = max_num_batched_tokens(config)
+    num_tokens = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory()
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, config.max_num_seqs))
-    return plan_device_memory(config, kv, usage, max_model_len)
+    return plan_device_memory(config, kv, usage, max_model_len, has_own_memory=device.type == "cuda")
 
 
-def plan_device_memory(config: EngineConfig, kv: KvSpec, usage: DeviceUsage, max_model_len: int) -> MemoryPlan:
+def plan_device_memory(
+    config: EngineConfig, kv: KvSpec, usage: DeviceUsage, max_model_len: int, has_own_memory: bool = True
+) -> MemoryPlan:
     """Decide the number of KV blocks: as many as were asked for, or what gpu_memory_utilization leaves.
 
-    That is at most what max_num_seqs sequences of max_model_len need. Raises ConfigError, with the numbers and what to change,
-    where nothing is left.
+    has_own_memory  no: the memory is the host's, of which no more is taken than max_num_seqs sequences of max_model_len need. A
+                    GPU has it for nothing else, and prefixes stay cached in what sequences leave
+    Raises ConfigError, with the numbers and what to change, where nothing is left.
     """
     available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
     room = available - usage.weight_bytes - usage.activation_bytes
     given = given_blocks(config, kv)
-    wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
-    num_blocks = min(wanted, room // kv.bytes_per_block, MAX_DEFAULT_BLOCKS) if given is None else given
+    needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
+    wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
+    num_blocks = min(wanted, room // kv.bytes_per_block) if given is None else given
     if num_blocks < 1 or num_blocks * kv.bytes_per_block > room:
         asked = (
             "" if given is None else f", and the KV pool asked for {format_bytes(given * kv.bytes_per_block)} ({given} blocks)"

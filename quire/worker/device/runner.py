@@ -18,14 +18,14 @@ from quire.grammar.masks import MaskFiller
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
 from quire.kernels.triton.sampling import row_options, sample_rows
 from quire.model.device_decoder import DeviceDecoder
-from quire.sampling.sampler import error_of_status, sample
+from quire.sampling.sampler import Sampled, error_of_status, sample
 from quire.speculate.speculator import Speculator
 from quire.worker.constrained import ConstrainedRows
 from quire.worker.device.host_step import host_step
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.peaks import measure_device_peaks
 from quire.worker.device.staging import NUM_READBACKS
-from quire.worker.device.stepper import DeviceStepper, Launched, TableChanges
+from quire.worker.device.stepper import DeviceStepper, Kept, Launched, TableChanges
 from quire.worker.input_batch import InputBatch, PooledRun, StepInput
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
 from quire.worker.sampled_results import expect_tokens, take_expected, take_sampled
@@ -37,7 +37,8 @@ _FINE = int(SampleStatus.FINE)
 class _StepOnDevice:
     """A step that was launched, and what is to be done with it; implements contracts.step.LaunchedStep.
 
-    places               indices, in their rows, of the tokens that it samples on the device
+    places               indices, in their rows, of the tokens that it samples, where the device samples all of them
+    left_to_host         sequences, by index, whose tokens the host samples
     has_prompt_logprobs  whether log probabilities of prompt tokens are asked for
     """
 
@@ -47,6 +48,7 @@ class _StepOnDevice:
     launched: Launched
     constrained: ConstrainedRows
     places: list[int]
+    left_to_host: list[int]
     has_prompt_logprobs: bool
     pooled_runs: list[PooledRun]
 
@@ -65,8 +67,8 @@ class DeviceRunner:
 
     A step is launched as a whole before anything is read back. Its next tokens are sampled on the device, and stay there for
     the next step, which may be launched before they are read; where a sequence asks for more than the device's sampler knows
-    (log probabilities, penalties, constraints), the logits of that step's sequences go through the ordinary sampler, with its
-    tokens drawn on the device all the same, and the next step has to wait for it.
+    (log probabilities, penalties, constraints), its logits go through the ordinary sampler, with its token drawn on the device
+    all the same, and the next step has to wait for it.
     """
 
     def __init__(self, decoder: DeviceDecoder, stepper: DeviceStepper, memory: MemoryPlan, max_num_seqs: int) -> None:
@@ -110,27 +112,29 @@ class DeviceRunner:
         changes = self._changes(plan)
         step = self._batch.build(plan)
         if not step.rows:
-            launched = self._stepper.launch(None, "none", changes)
-            return _StepOnDevice(self, plan, step, launched, ConstrainedRows((), {}, self._masks), [], False, [])
+            launched = self._stepper.launch(None, "plain", changes)
+            return _StepOnDevice(self, plan, step, launched, ConstrainedRows((), {}, self._masks), [], [], False, [])
         has_prompt_logprobs = step.wants_prompt and any(_wants_logprobs(step, index) for index in range(len(step.rows)))
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
         host = host_step(step, self._batch.tables, self._block_size, self._is_on_device)
-        sampling = self._stepper.columns.sampling_of(host.sampled_rows)
+        columns = self._stepper.columns
+        left_to_host = columns.left_to_host(host.sampled_rows)
         constrained = ConstrainedRows(step.ready, {}, self._masks)
         try:
-            keeps_hidden = has_prompt_logprobs or bool(pooled_runs)
-            launched = self._stepper.launch(host, sampling, changes, keeps_hidden)
+            kept = Kept(bool(left_to_host), has_prompt_logprobs or bool(pooled_runs))
+            launched = self._stepper.launch(host, columns.sampling_of(host.sampled_rows), changes, kept)
         except BaseException:
             constrained.wait()
             raise
         # From here on the rows stand behind this step, whose tokens are to come.
-        self._is_on_device[host.sampled_rows] = sampling != "none"
+        self._is_on_device[host.sampled_rows] = True
+        self._is_on_device[host.sampled_rows[left_to_host]] = False
         self._batch.advance(step)
         places: list[int] = []
-        if launched.num_sampled:
+        if not left_to_host:
             expect_tokens(step.ready)
             places = host.sample_positions.tolist()
-        return _StepOnDevice(self, plan, step, launched, constrained, places, has_prompt_logprobs, pooled_runs)
+        return _StepOnDevice(self, plan, step, launched, constrained, places, left_to_host, has_prompt_logprobs, pooled_runs)
 
     def _changes(self, plan: StepPlan) -> TableChanges:
         """Return what the plan changes about block tables, once the batch has taken it over."""
@@ -154,15 +158,26 @@ class DeviceRunner:
         found = self._prompt_logprobs(step, launched.hidden) if running.has_prompt_logprobs else {}
         pooled, errors = self._pool(running.pooled_runs, launched.hidden)
         token_ids, statuses = self._stepper.take_sampled(launched)
-        if launched.logits is not None:
-            outcomes = sample(launched.logits, [row.sampling for row in step.ready], _draw)
+        failures = {index: error_of_status(SampleStatus(status)) for index, status in enumerate(statuses) if status != _FINE}
+        if running.left_to_host:
+            outcomes = [
+                Sampled(None, error=failures[index]) if index in failures else Sampled(token_id)
+                for index, token_id in enumerate(token_ids)
+            ]
+            for index, outcome in self._sample_by_host(running):
+                outcomes[index] = outcome
             result = take_sampled(plan.step_id, step.ready, outcomes, found)
         else:
-            failures = {
-                index: error_of_status(SampleStatus(status)) for index, status in enumerate(statuses) if status != _FINE
-            }
             result = take_expected(plan.step_id, step.ready, running.places, token_ids, failures, found)
         return replace(result, pooled=pooled, errors={**result.errors, **errors}) if running.pooled_runs else result
+
+    def _sample_by_host(self, running: _StepOnDevice) -> list[tuple[int, Sampled]]:
+        indices, logits = running.left_to_host, running.launched.logits
+        if logits is None:
+            return []
+        rows = [running.step.ready[index].sampling for index in indices]
+        own = logits if len(indices) == len(logits) else logits[indices]
+        return list(zip(indices, sample(own, rows, _draw), strict=True))
 
     def _prompt_logprobs(self, step: StepInput, hidden: Tensor | None) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         if hidden is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,9 +45,13 @@ class Staged:
 
 
 class Staging:
-    """A buffer on the host, pinned where the device is a GPU, and one of the same size on the device, at a fixed address."""
+    """A buffer on the host, pinned where the device is a GPU, and one of the same size on the device, at a fixed address.
+
+    holds  what stands in the host's buffer already, as its filler names it; None: what nobody will use again
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.holds: Hashable = None
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -93,10 +97,13 @@ class Readback:
         self._num_started = 0
 
     def start(self, count: int) -> int:
-        """Begin to copy, behind all that was launched so far, to the place that is returned; what was there before is lost."""
+        """Begin to copy, behind all that was launched so far, to the place that is returned; what was there before is lost.
+
+        A device without memory has nothing to copy.
+        """
         place = self._num_started % NUM_READBACKS
         self._num_started += 1
-        if count:
+        if count and not self._source.is_meta:
             self._hosts[place][:count].copy_(self._source[:count], non_blocking=True)
         if self._events:
             self._events[place].record()

@@ -20,7 +20,7 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.worker.device.columns import SamplingColumns, option_parts, row_options
 from quire.worker.device.graphs import GraphGrid, GraphKey, StepGraphs
-from quire.worker.device.host_step import HostStep, Sampling, full_step, padded
+from quire.worker.device.host_step import HostStep, Sampling, fill, fill_lines_of_decode, fill_places, full_step
 from quire.worker.device.staging import Part, Readback, Staged, Staging, staged_bytes
 
 
@@ -44,9 +44,9 @@ class TableChanges:
 class Launched(NamedTuple):
     """A step on its way.
 
-    num_sampled  next tokens that take_sampled will return; 0: there are none, or they are to be sampled from the logits
+    num_sampled  next tokens that take_sampled will return
     num_rows     the same with the padding's
-    logits       [R, vocab_size] in the model's dtype; of a recorded step until the next one
+    logits       [R, vocab_size] in the model's dtype; of a recorded step until the next one; None where nobody asked for them
     hidden       [T, hidden_size] after the final norm; None where nobody asked for it
     readback     where the tokens arrive
     """
@@ -58,11 +58,21 @@ class Launched(NamedTuple):
     readback: int = 0
 
 
+class Kept(NamedTuple):
+    """What of a step is kept for whoever launches it, beside the next tokens."""
+
+    logits: bool = False
+    hidden: bool = False
+
+
 class _Frame(NamedTuple):
     """The arrays of a decode step of one kind, at fixed addresses, and what it launches."""
 
     staged: Staged
     run: Callable[[], None]
+
+
+_NOTHING = Kept()
 
 
 class DeviceStepper:
@@ -81,7 +91,7 @@ class DeviceStepper:
         device, spec = decoder.device, decoder.spec
         self.padding_line = sizes.max_num_seqs
         self.columns = SamplingColumns(sizes.max_num_seqs + 1, spec.vocab_size)
-        self.grid = GraphGrid(sizes.max_num_seqs, sizes.max_model_len)
+        self.grid = GraphGrid(sizes.max_num_seqs)
         max_blocks = -(-sizes.max_model_len // pool.spec.block_size)
         self._tables = torch.zeros(sizes.max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -94,14 +104,14 @@ class DeviceStepper:
         self._readback = Readback(self._result)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
         kinds = {tile_queries(layer.attention, decoder.dtype, kv_dtype, is_in_order) for layer in spec.layers}
-        self._tile_kinds = sorted(kinds)
+        self.tile_kinds = sorted(kinds)
         self._staging = Staging(self._most_bytes(max_blocks), device)
         self._frames: dict[GraphKey, _Frame] = {}
 
     def _most_bytes(self, max_blocks: int) -> int:
         num_seqs, num_tokens, _ = self._sizes
         parts = [*_step_parts(num_tokens, num_seqs, num_seqs), *option_parts(num_seqs)]
-        parts += [Part(name, torch.int32, num_seqs + num_tokens) for _ in self._tile_kinds for name in "abcd"]
+        parts += [Part(name, torch.int32, num_seqs + num_tokens) for _ in self.tile_kinds for name in "abcd"]
         return staged_bytes([*parts, *_change_parts(num_seqs * (max_blocks + 2), num_seqs)])
 
     def give_pool(self, pool: DeviceKvPool) -> None:
@@ -114,15 +124,16 @@ class DeviceStepper:
         self._graphs.clear()
         self._frames.clear()
 
-    def launch(self, step: HostStep | None, sampling: Sampling, changes: TableChanges, keeps_hidden: bool = False) -> Launched:
+    def launch(self, step: HostStep | None, sampling: Sampling, changes: TableChanges, kept: Kept = _NOTHING) -> Launched:
         """Launch the changes and a step, which may be missing; returns before the device is done."""
         self._staging.wait()
         if step is None:
+            self._staging.holds = None
             self._send(0, changes)
             return self._read_back(Launched())
-        if step.is_decode and not keeps_hidden and len(step.counts) <= self.grid.max_rows:
-            return self._launch_decode(step, sampling, changes)
-        return self._launch_mixed(step, sampling, changes, keeps_hidden)
+        if step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows:
+            return self._launch_decode(step, sampling, changes, kept)
+        return self._launch_mixed(step, sampling, changes, kept)
 
     def take_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
         """Wait for a step, and return its next tokens, -1 where there is none, and their statuses.
@@ -135,28 +146,33 @@ class DeviceStepper:
 
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
         """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
-        step = full_step(num_tokens, num_sequences, context_len, self.padding_line)
-        self._launch_mixed(step, "cuts", TableChanges([]), keeps_hidden=False)
-
-    def record_largest(self) -> None:
-        """Run and record the decode step that takes most memory: what that takes is enough for the others."""
-        key = self.grid.largest
-        step = full_step(key.num_rows, key.num_rows, key.max_context_len, self.padding_line)
+        num_short = max(most for _, most in self.tile_kinds)
+        step = full_step(num_tokens, num_sequences, context_len, self.padding_line, num_short)
         self._staging.wait()
-        self._launch_decode(step, key.sampling, TableChanges([]))
+        self._launch_mixed(step, "cuts", TableChanges([]), _NOTHING)
 
-    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: TableChanges) -> Launched:
+    def record(self, key: GraphKey) -> None:
+        """Run and record a decode step of padding."""
+        step = full_step(key.num_rows, key.num_rows, self._sizes.max_model_len, self.padding_line)
+        self._staging.wait()
+        self._launch_decode(step, key.sampling, TableChanges([]), _NOTHING)
+
+    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept) -> Launched:
         count = len(step.counts)
-        key = self.grid.key(count, int(step.context_lens.max()), sampling)
+        key = self.grid.key(count, sampling)
         frame = self._frames.get(key)
         if frame is None:
             frame = self._frames[key] = self._make_frame(key)
-        _fill(frame.staged.host, padded(step, key.num_rows, self.padding_line), self.columns)
+        host = frame.staged.host
+        lines = (key, self.columns.num_changes, step.rows.tobytes())
+        if self._staging.holds != lines:
+            fill_lines_of_decode(host, step, self.padding_line)
+            self.columns.fill(host)
+            self._staging.holds = lines
+        fill_places(host, step)
         self._send(frame.staged.end, changes)
         self._graphs.run(key, frame.run)
-        if sampling == "none":
-            return self._read_back(Launched(logits=self._logits[:count]))
-        return self._read_back(Launched(count, key.num_rows))
+        return self._read_back(Launched(count, key.num_rows, self._logits[:count] if kept.logits else None))
 
     def _read_back(self, launched: Launched) -> Launched:
         return launched._replace(readback=self._readback.start(_result_size(launched.num_rows)))
@@ -166,9 +182,10 @@ class DeviceStepper:
         staged = self._staging.arrange([*_step_parts(num_rows, num_rows, num_rows), *option_parts(num_rows)])
         arrays = staged.device
         ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
-        step = DeviceStep.of_decode(arrays["slots"], arrays["context_lens"], tables, key.max_context_len)
+        places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
 
         def run() -> None:
+            step = DeviceStep.of_decode(*places, tables, self._sizes.max_model_len)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             logits = self._decoder.logits(hidden, out=self._logits[:num_rows])
@@ -176,12 +193,14 @@ class DeviceStepper:
 
         return _Frame(staged, run)
 
-    def _launch_mixed(self, step: HostStep, sampling: Sampling, changes: TableChanges, keeps_hidden: bool) -> Launched:
+    def _launch_mixed(self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept) -> Launched:
         num_tokens, num_sequences, num_sampled = len(step.given_ids), len(step.counts), len(step.logit_rows)
-        lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self._tile_kinds]
+        lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self.tile_kinds]
         parts = [*_step_parts(num_tokens, num_sequences, num_sampled), *option_parts(num_sampled), *_tile_parts(lists)]
         staged = self._staging.arrange(parts)
-        _fill(staged.host, step, self.columns)
+        self._staging.holds = None
+        fill(staged.host, step)
+        self.columns.fill(staged.host)
         _fill_tiles(staged.host, lists)
         self._send(staged.end, changes)
         arrays, device = staged.device, self._decoder.device
@@ -190,14 +209,12 @@ class DeviceStepper:
         self._take_inputs(ids, tables, arrays)
         device_step = self._mixed_step(step, arrays, tables, lists)
         hidden = self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
-        kept = hidden if keeps_hidden else None
+        kept_hidden = hidden if kept.hidden else None
         if num_sampled == 0:
-            return self._read_back(Launched(hidden=kept))
+            return self._read_back(Launched(hidden=kept_hidden))
         logits = self._decoder.logits(hidden.index_select(0, arrays["logit_rows"]))
         self._sample(logits, arrays, sampling)
-        if sampling == "none":
-            return self._read_back(Launched(logits=logits, hidden=kept))
-        return self._read_back(Launched(num_sampled, num_sampled, hidden=kept))
+        return self._read_back(Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden))
 
     def _mixed_step(self, step: HostStep, arrays: Mapping[str, Tensor], tables: Tensor, lists: list[TileLists]) -> DeviceStep:
         longest = int(step.context_lens.max())
@@ -206,7 +223,7 @@ class DeviceStepper:
         trees = None, None, None
         host = step.counts, longest, False, host_lengths
         found = DeviceStep(arrays["slots"], starts, lengths, tables, *trees, *host, self._library)
-        for index, (kind, tiles) in enumerate(zip(self._tile_kinds, lists, strict=True)):
+        for index, (kind, tiles) in enumerate(zip(self.tile_kinds, lists, strict=True)):
             short, long = ((arrays[f"{name}_sequences{index}"], arrays[f"{name}_offsets{index}"]) for name in ("short", "long"))
             longest_tiles = Tiles(*long, len(tiles.long), kind[0])
             found.place_tiles(*kind, Tiles(*short, len(tiles.short), tiles.longest_short), longest_tiles)
@@ -217,8 +234,6 @@ class DeviceStepper:
         run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._last_ids, self._tables))
 
     def _sample(self, logits: Tensor, arrays: Mapping[str, Tensor], sampling: Sampling) -> None:
-        if sampling == "none":
-            return
         count = len(logits)
         statuses = self._result[_first_status(count) : _result_size(count)].view(torch.int32)[:count]
         choices = Choices(self._result[:count], statuses)
@@ -227,6 +242,10 @@ class DeviceStepper:
 
     def _send(self, start: int, changes: TableChanges) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
+        if not changes.entries and not changes.block_copies:
+            if start:
+                self._staging.send(start)
+            return
         num_entries = sum(len(blocks) for _, _, blocks in changes.entries)
         parts = _change_parts(num_entries, len(changes.block_copies))
         staged = self._staging.arrange(parts, start)
@@ -289,15 +308,6 @@ def _change_parts(num_entries: int, num_copies: int) -> list[Part]:
         Part("sources", torch.int64, num_copies),
         Part("targets", torch.int64, num_copies),
     ]
-
-
-def _fill(host: Mapping[str, NDArray[np.generic]], step: HostStep, columns: SamplingColumns) -> None:
-    for name in ("given_ids", "positions", "slots", "rows", "context_lens", "logit_rows"):
-        host[name][:] = getattr(step, name)
-    host["token_rows"][:] = np.repeat(step.rows, step.counts)
-    host["query_starts"][0] = 0
-    np.cumsum(step.counts, out=host["query_starts"][1:])
-    columns.fill(host, step)
 
 
 def _entries(changes: TableChanges, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

@@ -16,7 +16,8 @@ def describe(spans, windows):
         for number, (start, _) in enumerate(spans)
     }
     plan = SimpleNamespace(num_scheduled_tokens={number: count for number, (_, count) in enumerate(spans)})
-    return describe_plan(SimpleNamespace(sequence=sequences.__getitem__), plan, windows)[1]
+    nothing_before = SimpleNamespace(num_tokens_before=lambda _plan, _sequence_id: 0)
+    return describe_plan(SimpleNamespace(sequence=sequences.__getitem__, in_flight=nothing_before), plan, windows)[1]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 7, 100])

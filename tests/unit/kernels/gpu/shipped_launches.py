@@ -153,8 +153,8 @@ def few_launch(num_tokens, shape, has_norm, dtype=BF16, **epilogue):
 
 def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, block_size=64, **spec):
     num_sequences, num_heads, num_kv_heads = 2, *heads
-    places = meta(num_sequences, dtype=I64)
-    step = DeviceStep.of_decode(places, meta(num_sequences, dtype=I32), meta(num_sequences, 640, dtype=I32), 40960)
+    places, starts = meta(num_sequences, dtype=I64), meta(num_sequences + 1, dtype=I32)
+    step = DeviceStep.of_decode(places, starts, meta(num_sequences, dtype=I32), meta(num_sequences, 640, dtype=I32), 40960)
     cache = [meta(4096, num_kv_heads, block_size, head_dim, dtype=kv_dtype)] * 2
     if kv_dtype != dtype:
         cache += [meta(4096, num_kv_heads, block_size, dtype=F32)] * 2
@@ -175,16 +175,17 @@ def feedback_launch(index):
 
 
 LAUNCHES: dict[str, Callable[[], Launch]] = {
-    "decode": lambda: attention_launches()[0],
-    "decode-merge": lambda: attention_launches()[1],
-    "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[0],
-    "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[0],
-    "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[0],
-    "decode-d80": lambda: attention_launches(head_dim=80, heads=(32, 32))[0],
-    "decode-d256-window": lambda: attention_launches(head_dim=256, heads=(16, 8), window=4096, softcap=50.0)[0],
-    "decode-page16": lambda: attention_launches(block_size=16)[0],
-    "decode-f32": lambda: attention_launches(kv_dtype=torch.float32, dtype=torch.float32)[0],
-    "verify-tree": lambda: attention_launches(count=4, has_tree=True)[0],
+    "decode": lambda: attention_launches()[1],
+    "decode-plan": lambda: attention_launches()[0],
+    "decode-merge": lambda: attention_launches()[2],
+    "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[1],
+    "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[1],
+    "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[1],
+    "decode-d80": lambda: attention_launches(head_dim=80, heads=(32, 32))[1],
+    "decode-d256-window": lambda: attention_launches(head_dim=256, heads=(16, 8), window=4096, softcap=50.0)[1],
+    "decode-page16": lambda: attention_launches(block_size=16)[1],
+    "decode-f32": lambda: attention_launches(kv_dtype=torch.float32, dtype=torch.float32)[1],
+    "verify-tree": lambda: attention_launches(count=4, has_tree=True)[1],
     "prefill": lambda: attention_launches(count=1024)[0],
     "prefill-mha": lambda: attention_launches(count=1024, heads=(32, 32))[0],
     "prefill-fp8": lambda: attention_launches(count=1024, kv_dtype=FP8)[0],
@@ -194,15 +195,15 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-page16": lambda: attention_launches(count=1024, block_size=16)[0],
     "prefill-f32": lambda: attention_launches(count=1024, kv_dtype=torch.float32, dtype=torch.float32)[0],
     "prefill-tree": lambda: attention_launches(count=64, has_tree=True)[0],
-    "decode-in-order": lambda: attention_launches(is_in_order=True)[0],
-    "decode-merge-in-order": lambda: attention_launches(is_in_order=True)[1],
-    "decode-fp8-in-order": lambda: attention_launches(kv_dtype=FP8, is_in_order=True)[0],
-    "decode-d256-in-order": lambda: attention_launches(head_dim=256, heads=(16, 8), is_in_order=True)[0],
+    "decode-in-order": lambda: attention_launches(is_in_order=True)[1],
+    "decode-merge-in-order": lambda: attention_launches(is_in_order=True)[2],
+    "decode-fp8-in-order": lambda: attention_launches(kv_dtype=FP8, is_in_order=True)[1],
+    "decode-d256-in-order": lambda: attention_launches(head_dim=256, heads=(16, 8), is_in_order=True)[1],
     "prefill-in-order": lambda: attention_launches(count=1024, is_in_order=True)[0],
     "prefill-fp8-in-order": lambda: attention_launches(count=1024, kv_dtype=FP8, is_in_order=True)[0],
     "prefill-d256-in-order": lambda: attention_launches(count=1024, head_dim=256, heads=(16, 8), is_in_order=True)[0],
-    "decode-group7": lambda: attention_launches(heads=(28, 4))[0],
-    "decode-group32": lambda: attention_launches(heads=(32, 1))[0],
+    "decode-group7": lambda: attention_launches(heads=(28, 4))[1],
+    "decode-group32": lambda: attention_launches(heads=(32, 1))[1],
     "prefill-split": lambda: attention_launches(count=32, num_tokens=32768)[0],
     "prefill-merge": lambda: attention_launches(count=32, num_tokens=32768)[1],
     "prefill-window-fp8": lambda: attention_launches(count=1024, window=4096, kv_dtype=FP8)[0],

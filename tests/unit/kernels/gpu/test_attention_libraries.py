@@ -155,7 +155,8 @@ def test_recorded_steps_are_refused_by_libraries_that_plan_on_the_host(install):
     install("flashinfer")
     spec = AttentionSpec(4, 2, 64, 0.1)
     lengths, tables = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    step = DeviceStep.of_decode(torch.zeros(1, dtype=torch.int64), lengths, tables, 16)
+    starts = torch.arange(2, dtype=torch.int32)
+    step = DeviceStep.of_decode(torch.zeros(1, dtype=torch.int64), starts, lengths, tables, 16)
     with pytest.raises(InvariantError, match="on the host"):
         load("flashinfer", spec).attend(torch.zeros(1, 4, 64), *[torch.zeros(1, 2, 16, 64)] * 2, step, spec)
 

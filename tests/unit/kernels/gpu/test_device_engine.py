@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.sampling.sampler import sample
+from quire.worker.device import runner
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -83,6 +85,20 @@ def test_tokens_and_log_probabilities_are_the_cpus_when_every_way_of_sampling_is
         assert all(abs(mine[token].logprob - its[token].logprob) < 1e-4 for token in mine)
     for mine, its in zip(found[2].prompt_logprobs[1:], expected[2].prompt_logprobs[1:], strict=True):
         assert all(abs(mine[token].logprob - its[token].logprob) < 1e-4 for token in mine)
+
+
+def test_only_the_rows_that_need_it_go_to_the_sampler_of_the_host(qwen, monkeypatch):
+    seen = []
+
+    def noted(logits, rows, draw):
+        seen.append((len(logits), [row.needs_logprob for row in rows]))
+        return sample(logits, rows, draw)
+
+    monkeypatch.setattr(runner, "sample", noted)
+    params = [greedy(4), greedy(4, logprobs=1), SamplingParams(seed=3, max_tokens=4, ignore_eos=True, detokenize=False)]
+    expected, found, _ = both(qwen, PROMPTS, params, max_num_seqs=3)
+    assert tokens(found) == tokens(expected)
+    assert seen == [(1, [True])] * 4
 
 
 @pytest.mark.slow

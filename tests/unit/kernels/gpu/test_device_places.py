@@ -20,9 +20,9 @@ from quire.model.parameters import parameter_shapes
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import full_step
+from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.staging import Readback
-from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
+from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
 
 META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
@@ -86,12 +86,12 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, launches):
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs())
         stepper.run_full(32, 4, 64)
         stepper.give_pool(DeviceKvPool(kv, 9, META))
-        stepper.record_largest()
+        stepper.record(stepper.grid.keys[0])
         changes = TableChanges([(0, 0, (1, 2))], ((0, 1),))
-        for sampling in ("plain", "cuts", "none"):
-            for num_tokens, keeps_hidden in ((3, False), (3, True), (9, False)):
-                launched = stepper.launch(full_step(num_tokens, 3, 20, 4), sampling, changes, keeps_hidden)
-                assert (launched.logits is not None) == (sampling == "none")
+        for sampling in SAMPLINGS:
+            for num_tokens, kept in ((3, Kept()), (3, Kept(True, True)), (3, Kept(True)), (9, Kept(True))):
+                launched = stepper.launch(full_step(num_tokens, 3, 20, 4), sampling, changes, kept)
+                assert (launched.logits is not None, launched.hidden is not None) == kept
                 assert launched.logits is None or launched.logits.device == META
     assert len(launches) > 100
 

@@ -16,7 +16,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
+from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
 
 RMS = NormSpec("rms", 1e-6)
 LAYER = LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeSpec(16, 1e4)), MlpSpec(24, "silu"), attn_in=RMS, mlp_in=RMS)
@@ -143,8 +143,7 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
 def test_logits_are_handed_out_when_the_host_samples(device):
     stepper, _ = make_stepper(device, 4)
     (token,) = sampled(stepper, prompt(0, PROMPTS[0]), tables(0))
-    launched = stepper.launch(decode([0], [4], [token]), "none", TableChanges([]))
-    assert launched.num_sampled == 0
+    launched = stepper.launch(decode([0], [4], [token]), "plain", TableChanges([]), Kept(logits=True))
     assert launched.logits.shape == (1, 61)
     (best,) = sampled(stepper, decode([0], [4], [token]))
     assert best == int(launched.logits.argmax())
@@ -155,7 +154,7 @@ def test_full_steps_store_nothing_when_memory_is_measured(device):
     for cache in stepper._pool.caches:
         cache.k.fill_(0.5), cache.v.fill_(0.5)
     stepper.run_full(7, 3, 64)
-    stepper.record_largest()
+    stepper.record(stepper.grid.keys[0])
     assert bool((whole_pool(stepper) == 0.5).all())
 
 

@@ -12,6 +12,7 @@ from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.triton import attention
 from quire.kernels.triton.attention import KvCache, attend, attend_launches
 from quire.kernels.triton.step import DeviceStep, list_tiles
+from quire.kernels.triton.tiles import CHUNK, most_chunks
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
 
 STEPS = {
@@ -242,3 +243,33 @@ def test_a_query_has_the_same_bits_alone_and_in_a_prompt_when_sums_are_in_order(
     assert torch.equal(attended(7, 31, [591], tables[:1]), together[7:31])
     assert torch.equal(attended(40, 70, [30], tables[1:]), together[40:])
     assert torch.equal(attended(60, 61, [21], tables[1:]), together[60:61])
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_chunks_of_long_contexts_are_larger_and_as_many_as_there_may_be(window, device):
+    lengths = [0, 1, 256, 257, 8192, 8193, 40000, 131072]
+    count, num_kv_heads = len(lengths), 8
+    spec = AttentionSpec(8, num_kv_heads, 16, 0.25, window=window)
+    tensors = [torch.tensor(values, dtype=torch.int32, device=device) for values in (range(count + 1), lengths, [[0]] * count)]
+    step = DeviceStep(torch.zeros(count, dtype=torch.int64), *tensors, None, None, None, (1,) * count, max(lengths))
+    q, kv = torch.zeros(count, 8, 16, device=device), torch.zeros(1, num_kv_heads, 16, 16, device=device)
+    plan, *_ = attend_launches(torch.empty_like(q), q, KvCache(kv, kv), step, spec)
+    plan.run()
+    (chunks,) = step.plans.values()
+    counts = []
+    for length in lengths:
+        first, size = max(0, length - (window or length)), CHUNK
+        while -(-length // size) - first // size > most_chunks(num_kv_heads):
+            size *= 2
+        counts.append(-(-length // size) - first // size if length else 0)
+    assert max(counts) == (32 if window is None else 4)
+    assert chunks.starts.tolist() == [0, *itertools.accumulate(counts)]
+    assert chunks.tiles[: sum(counts)].tolist() == [index for index, number in enumerate(counts) for _ in range(number)]
+    assert len(chunks.tiles) >= sum(counts)
+
+
+@pytest.mark.slow
+def test_a_context_of_more_keys_than_chunks_of_the_smallest_size_hold_is_attended(device):
+    spec = AttentionSpec(8, 8, 16, 0.25)
+    case = make_case([32 * CHUNK + 77, 3], [1, 2], spec, 64)
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)

@@ -134,7 +134,9 @@ def attention_case(spec, lengths, kv_dtype, dtype, device, block_size=16):
         cached = [
             tensor.round().nan_to_num().to(kv_dtype) if kv_dtype == torch.int8 else tensor.to(kv_dtype) for tensor in wide
         ]
-    places = [tensor.to(device) for tensor in (torch.tensor(slots), torch.tensor(lengths, dtype=torch.int32), tables)]
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    parts = (torch.tensor(slots), starts, torch.tensor(lengths, dtype=torch.int32), tables)
+    places = [tensor.to(device) for tensor in parts]
     step = DeviceStep.of_decode(*places, max(lengths))
     qkv = draw(len(lengths), (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, dtype=dtype, seed=9, device=device)
     return step, qkv, KvCache(*(tensor.to(device) for tensor in (*cached, *scales)))
@@ -216,7 +218,8 @@ def test_bits_of_a_sequence_do_not_change_with_its_neighbours(device, monkeypatc
     attention = ProjectedAttention(spec, rope, None, torch.zeros(8, 2, dtype=torch.int32, device=device))
 
     def attended(rows, most):
-        part = DeviceStep.of_decode(step.slots[rows], step.context_lens[rows], step.block_tables[rows], most)
+        starts = step.query_starts[: rows.stop - rows.start + 1]
+        part = DeviceStep.of_decode(step.slots[rows], starts, step.context_lens[rows], step.block_tables[rows], most)
         out = empty(rows.stop - rows.start, spec.num_heads * spec.head_dim, dtype=torch.float32, device=device)
         attention.launch(out, qkv[rows], copy_of(cache), part, positions[rows]).run()
         return out
@@ -284,12 +287,13 @@ def logits_of_steps(decoder, device, num_sequences, num_steps):
     pool = DeviceKvPool(KvSpec.of(decoder.spec, 4, "float32"), 3 * num_sequences, device)
     tables = torch.arange(3 * num_sequences, dtype=torch.int32, device=device).view(num_sequences, 3)
     ids = torch.arange(num_sequences, device=device) * 5 + 1
+    starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
     found = []
     for place in range(num_steps):
         lengths = torch.full((num_sequences,), place + 1, dtype=torch.int32, device=device)
         positions = torch.full((num_sequences,), place, device=device)
         slots = tables[:, place // 4].long() * 4 + place % 4
-        step = DeviceStep.of_decode(slots, lengths, tables, place + 1)
+        step = DeviceStep.of_decode(slots, starts, lengths, tables, place + 1)
         logits = decoder.logits(decoder.forward(ids, positions, step, pool))
         ids = logits.argmax(-1)
         found.append((logits, ids.tolist()))

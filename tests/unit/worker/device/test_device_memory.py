@@ -1,13 +1,16 @@
 """How the memory of a device is divided, with one that only says numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from quire.worker.device.memory import DeviceUsage, estimated_usage, measure_usage, plan_device_memory
+from quire.worker.device.memory import DeviceUsage, Recordings, estimated_usage, measure_usage, plan_device_memory
 from quire.worker.device.peaks import SCRATCH_BYTES
+from quire.worker.memory import max_num_batched_tokens
 
 GIB = 1 << 30
 LAYER = LayerSpec(AttentionSpec(32, 8, 128, 0.1), MlpSpec(12288, "silu"))
@@ -29,6 +32,11 @@ class FakeMemory:
     def peak_of(self, run):
         return run()
 
+    def taken_by(self, run):
+        taken = run()
+        self.free -= taken
+        return taken
+
 
 def config(**options):
     return EngineConfig(model="demo", **options)
@@ -40,9 +48,10 @@ def kv(dtype="bfloat16"):
 
 def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
     memory = FakeMemory(free=123 * GIB, total=141 * GIB, allocated=16 * GIB)
-    usage = measure_usage(memory, 139 * GIB, lambda: 4 * GIB, lambda: GIB)
+    usage = measure_usage(memory, 139 * GIB, lambda: 4 * GIB, Recordings(lambda: GIB, lambda: GIB // 64, 30))
     assert (usage.foreign_bytes, usage.weight_bytes) == (2 * GIB, 16 * GIB)
-    assert usage.activation_bytes == round(5 * GIB * 1.1)  # recorded steps have memory of their own
+    # Recorded steps have memory of their own: the largest all of it, each of the others what its launches take.
+    assert usage.activation_bytes == round(4 * GIB * 1.1) + GIB + 29 * GIB // 64
     plan = plan_device_memory(config(max_num_seqs=4096), kv(), usage, 40960)
     room = int(141 * GIB * 0.9) - 2 * GIB - 16 * GIB - usage.activation_bytes
     assert plan.num_kv_blocks == room // kv().bytes_per_block
@@ -65,9 +74,32 @@ def test_the_pool_leaves_what_measuring_the_device_takes():
     assert usage.activation_bytes == SCRATCH_BYTES > 1 << 28
 
 
-def test_the_pool_is_no_larger_than_all_sequences_need():
+def test_the_pool_takes_what_is_free_for_cached_prefixes_when_sequences_need_less():
     usage = DeviceUsage(141 * GIB, 0, GIB, GIB)
-    assert plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks == 8 * 16
+    room = int(141 * GIB * 0.9) - 2 * GIB
+    assert plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks == room // kv().bytes_per_block
+    small = replace(kv(), layer_shapes=((1, 8),))
+    assert plan_device_memory(config(max_num_seqs=8), small, usage, 1000).num_kv_blocks == 1 << 18
+
+
+def test_the_pool_is_no_larger_than_all_sequences_need_when_the_memory_is_the_hosts():
+    usage = DeviceUsage(141 * GIB, 0, GIB, GIB)
+    plan = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000, has_own_memory=False)
+    assert plan.num_kv_blocks == 8 * 16
+
+
+@pytest.mark.parametrize(
+    "device, options, expected",
+    [
+        ("cpu", {}, 2048),
+        ("interpreter", {}, 2048),
+        ("cuda:1", {}, 8192),
+        ("cuda:0", {"max_num_seqs": 9000}, 9000),
+        ("cuda:0", {"max_num_batched_tokens": 500}, 500),
+    ],
+)
+def test_a_step_takes_more_tokens_on_a_gpu_unless_it_is_said_how_many(device, options, expected):
+    assert max_num_batched_tokens(config(**options), device) == expected
 
 
 def test_the_pool_has_the_size_that_was_asked_for():

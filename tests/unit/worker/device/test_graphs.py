@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 
 from quire.worker.device.graphs import GraphGrid, GraphKey, StepGraphs
 
@@ -23,7 +24,7 @@ class Recorder:
         return lambda: self.log.extend(launched)
 
 
-KEY = GraphKey(4, 1024, "plain")
+KEY = GraphKey(4, "plain")
 
 
 def test_a_step_runs_once_and_is_recorded_after_that_when_its_kind_is_new():
@@ -34,7 +35,7 @@ def test_a_step_runs_once_and_is_recorded_after_that_when_its_kind_is_new():
         graphs.run(KEY, lambda: log.append("step"))
     assert log == ["step"] * 3
     assert recorder.num_recorded == graphs.num_recorded == 1
-    graphs.run(GraphKey(8, 1024, "plain"), lambda: log.append("other"))
+    graphs.run(GraphKey(8, "plain"), lambda: log.append("other"))
     assert log[3:] == ["other"]
     assert graphs.num_recorded == 2
 
@@ -48,18 +49,43 @@ def test_every_step_is_launched_one_by_one_when_there_is_no_recorder():
     assert graphs.num_recorded == 0
 
 
-def test_steps_go_on_one_by_one_when_recording_fails(caplog):
-    class Broken:
-        def record(self, step):
-            raise RuntimeError("operation not permitted when stream is capturing")
+class Broken:
+    """Fails to record what a step appends to a log, but for steps of two lines."""
 
+    def __init__(self, log, error):
+        self.log, self.error, self.num_tried = log, error, 0
+
+    def record(self, step):
+        before = len(self.log)
+        self.num_tried += 1
+        step()
+        launched = self.log[before:]
+        del self.log[before:]
+        if len(launched) == 1:
+            raise self.error
+        return lambda: self.log.extend(launched)
+
+
+def test_steps_of_a_kind_go_on_one_by_one_when_there_is_no_memory_to_record_them(caplog):
     log = []
-    graphs = StepGraphs(Broken())
-    with caplog.at_level(logging.ERROR):
+    recorder = Broken(log, torch.OutOfMemoryError("CUDA out of memory"))
+    graphs = StepGraphs(recorder)
+    with caplog.at_level(logging.WARNING):
         for _ in range(3):
             graphs.run(KEY, lambda: log.append("step"))
-    assert log == ["step"] * 3
-    assert sum("cannot be recorded" in record.message for record in caplog.records) == 1
+            graphs.run(GraphKey(2, "cuts"), lambda: log.extend("ab"))
+    assert log == ["step", "a", "b"] * 3
+    assert (recorder.num_tried, graphs.num_recorded) == (2, 1)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "steps of 4 sequences" in message
+
+
+def test_what_else_goes_wrong_in_a_recording_is_raised():
+    log = []
+    graphs = StepGraphs(Broken(log, RuntimeError("operation not permitted when stream is capturing")))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.run(KEY, lambda: log.append("step"))
+    assert log == ["step"]
 
 
 def test_what_was_recorded_is_forgotten_when_it_is_cleared():
@@ -75,16 +101,11 @@ def test_what_was_recorded_is_forgotten_when_it_is_cleared():
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 128, 300, 4000])
 def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
-    grid = GraphGrid(max_num_seqs, 40960)
+    grid = GraphGrid(max_num_seqs)
     assert grid.max_rows == min(max_num_seqs, 512)
     for count in range(1, grid.max_rows + 1):
-        key = grid.key(count, 77, "cuts")
+        key = grid.key(count, "cuts")
         assert count <= key.num_rows <= min(2 * count, grid.max_rows)
-        assert key.max_context_len == 1024
-    assert len({grid.key(1, length, "plain") for length in range(1, 40961)}) == 4
-    assert all(grid.key(1, length, "plain").max_context_len >= length for length in range(1, 40961))
-    assert grid.largest == GraphKey(grid.max_rows, 40960, "cuts")
-
-
-def test_one_length_is_enough_when_the_longest_sequence_is_short():
-    assert GraphGrid(8, 96).key(3, 96, "none") == GraphKey(4, 96, "none")
+        assert key in grid.keys
+    assert grid.keys[0] == GraphKey(grid.max_rows, "cuts")
+    assert len(grid.keys) == len(set(grid.keys)) <= 30

@@ -8,7 +8,7 @@ from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.worker.device.host_step import full_step, host_step, padded
+from quire.worker.device.host_step import fill, fill_lines_of_decode, fill_places, full_step, host_step
 from quire.worker.input_batch import InputBatch
 
 BLOCK_SIZE = 4
@@ -17,6 +17,14 @@ BLOCK_SIZE = 4
 def start(number, prompt, num_computed, blocks):
     request = Request(request_id=RequestId(str(number)), prompt_token_ids=tuple(prompt), params=SamplingParams(), seed=7)
     return SequenceStart(SequenceId(number), request, 0, tuple(prompt), num_computed, blocks)
+
+
+def arrays(num_tokens, num_sequences, num_sampled):
+    """What a step is written into, full of what must not stay."""
+    of_tokens = ("given_ids", "token_rows", "positions", "slots")
+    counts = dict.fromkeys(of_tokens, num_tokens) | {"rows": num_sequences, "context_lens": num_sequences}
+    counts |= dict.fromkeys(("logit_rows", "sampled_rows", "sample_positions"), num_sampled)
+    return {name: np.full(count, -99) for name, count in {**counts, "query_starts": num_sequences + 1}.items()}
 
 
 @pytest.fixture
@@ -60,23 +68,41 @@ def test_padding_sees_and_stores_nothing(batch):
         batch.build(StepPlan(1, {SequenceId(1): 1, SequenceId(2): 1})), batch.tables, BLOCK_SIZE, np.zeros(4, bool)
     )
     assert step.is_decode
-    wide = padded(step, 4, 4)
-    assert wide.counts == (1,) * 4
-    assert wide.context_lens.tolist() == [3, 2, 0, 0]
-    assert wide.slots.tolist() == [10, 1, -1, -1]
-    assert wide.given_ids.tolist() == [32, 41, 0, 0]
-    assert wide.rows.tolist()[2:] == wide.sampled_rows.tolist()[2:] == [4, 4]
-    assert wide.logit_rows.tolist() == [0, 1, 2, 3]
-    for name in ("rows", "context_lens", "given_ids", "positions", "slots", "sampled_rows", "sample_positions"):
-        assert getattr(wide, name).dtype == getattr(step, name).dtype
+    wide = arrays(4, 4, 4)
+    fill_lines_of_decode(wide, step, padding_row=4)
+    fill_places(wide, step)
+    assert wide["context_lens"].tolist() == [3, 2, 0, 0]
+    assert wide["slots"].tolist() == [10, 1, -1, -1]
+    assert wide["given_ids"].tolist() == [32, 41, 0, 0]
+    assert wide["rows"].tolist() == wide["sampled_rows"].tolist() == wide["token_rows"].tolist() == [*step.rows, 4, 4]
+    assert wide["logit_rows"].tolist() == [0, 1, 2, 3]
+    assert wide["query_starts"].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(InvariantError, match="cannot be padded"):
-        padded(step, 1, 4)
+        fill_lines_of_decode(arrays(1, 1, 1), step, padding_row=4)
+
+
+def test_the_arrays_of_a_step_with_prompts_are_its_own(batch):
+    step = host_step(
+        batch.build(StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3, SequenceId(2): 1})),
+        batch.tables,
+        BLOCK_SIZE,
+        np.zeros(4, bool),
+    )
+    found = arrays(9, 3, 1)
+    fill(found, step)
+    for name in ("rows", "context_lens", "given_ids", "positions", "slots", "logit_rows", "sampled_rows", "sample_positions"):
+        assert found[name].tolist() == getattr(step, name).tolist()
+    assert found["token_rows"].tolist() == np.repeat(step.rows, step.counts).tolist()
+    assert found["query_starts"].tolist() == [0, 5, 8, 9]
 
 
 def test_a_full_step_has_the_asked_size_and_stores_nothing():
     step = full_step(100, 7, 64, 9)
     assert (sum(step.counts), len(step.counts)) == (100, 7)
     assert step.counts[0] == 94
+    assert full_step(100, 7, 64, 9, num_short=4).counts == (76, *(4,) * 6)
+    assert full_step(20, 7, 64, 9, num_short=4).counts == (2, *(3,) * 6)
+    assert full_step(7, 7, 64, 9, num_short=4).counts == (1,) * 7
     assert set(step.slots.tolist()) == {-1}
     assert step.logit_rows.tolist() == [93, 94, 95, 96, 97, 98, 99]
     assert step.context_lens.tolist() == [94] + [64] * 6
