@@ -54,8 +54,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request, in seconds of time.monotonic(), and what it reused.
 
-    num_cached_tokens  prompt tokens taken from the prefix cache
-    num_preemptions    times that one of its sequences gave up its blocks
+    num_cached_tokens      prompt tokens taken from the prefix cache
+    num_preemptions        times that one of its sequences gave up its blocks
+    num_unreturned_tokens  output tokens of the choices of best_of that are not returned; 0 until the request has ended
     """
 
     arrival_time: float
@@ -64,6 +65,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_unreturned_tokens: int = 0
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -199,7 +199,10 @@ class OutputStream:
         is_finished = self.is_finished
         if self.kind == "final" and not is_finished:
             return None
-        choices = self._best() if is_finished else self._choices
+        choices = self._choices
+        if is_finished and len(choices) > self.request.params.n:
+            choices = self._best()
+            self._note_unreturned(choices)
         if self.kind == "delta":
             outputs = [
                 self._delta(choice)
@@ -236,16 +239,19 @@ class OutputStream:
             self._prompt_logprobs = None
         return found
 
+    def _note_unreturned(self, returned: list[_Choice]) -> None:
+        num_generated = sum(len(choice.token_ids) for choice in self._choices)
+        self.metrics.num_unreturned_tokens = num_generated - sum(len(choice.token_ids) for choice in returned)
+        self._shown_metrics = None
+
     def _best(self) -> list[_Choice]:
-        n = self.request.params.n
-        if n == len(self._choices):
-            return self._choices
+        """Return the choices of best_of that are handed out, best first."""
 
         def rank(choice: _Choice) -> tuple[bool, float]:
             has_failed = choice.finish_reason in ("error", "abort")
             return has_failed, -choice.cumulative_logprob / max(1, len(choice.token_ids))
 
-        return sorted(self._choices, key=rank)[:n]
+        return sorted(self._choices, key=rank)[: self.request.params.n]
 
     def _complete(self, choice: _Choice, index: int) -> CompletionOutput:
         return CompletionOutput(

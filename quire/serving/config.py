@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.base.errors import ConfigError
+from quire.contracts.sampling_params import MAX_CHOICES
 
 MIB = 1 << 20
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
@@ -127,6 +128,8 @@ class ServerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_n > MAX_CHOICES:
+            raise ConfigError(f"max_n must be at most {MAX_CHOICES}, got {self.max_n}")
         if self.max_held_body_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_held_body_bytes must be at least max_body_bytes, {self.max_body_bytes}, got {self.max_held_body_bytes}"

@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from quire.api.decode import BodyError
-from quire.api.openai.shared import MAX_N, MAX_TOKEN_ID, SamplingFields, TokenId
+from quire.api.openai.shared import MAX_TOKEN_ID, SamplingFields, TokenId
 from quire.api.refusal import Refusal, always
 
 MAX_PROMPTS = 256
@@ -39,7 +39,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="The same as max_tokens.")] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: Annotated[bool, Meta(description="Answer with the prompt in front.")] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    best_of: (
+        Annotated[int, Meta(ge=1, description="Choices to generate, whose tokens all count; the n likeliest are returned.")]
+        | None
+    ) = None
     add_special_tokens: bool | None = None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses."""
+"""The bodies of POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -117,57 +117,28 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Body, kw_only=True):
-    """A conversation to be continued, perhaps one that the server has stored."""
+class ResponsePrompt(Body, kw_only=True):
+    """A conversation, perhaps one that the server has stored, and what of a request the chat template is told."""
 
     model: Annotated[Name, Meta(description="One of GET /v1/models.")]
     input: str | InputItems
     instructions: Annotated[str, Meta(description="A system message; not taken over from the previous response.")] | None = None
     previous_response_id: Annotated[Identifier, Meta(description="A stored response to go on from.")] | None = None
-    store: Annotated[bool, Meta(description="Keep the response for 30 days. Default true.")] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="Default: what the context has left.")] | None = (
-        None
-    )
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1, description="Of hosted tools, which there are none of.")] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: Annotated[list[Annotated[str, Meta(max_length=128)]], Meta(max_length=MAX_INCLUDES)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the most likely token.")] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID, description="0 and -1: all tokens.")] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    stop: Stop | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    cache_salt: Annotated[Salt, Meta(description="Keeps the prefix cache of these requests apart.")] | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
-    service_tier: ServiceTier | None = None
-    user: Identifier | None = None
-    safety_identifier: Identifier | None = None
-    prompt_cache_key: Identifier | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            **refusals_of_others(cls.__struct_encode_fields__),
-            "background": unless(False, reason="responses are not made in the background; leave it out"),
             "truncation": unless("disabled", reason="is not supported; shorten the input"),
             "tool_choice": _refuse_tool_choice,
             "text": _refuse_text,
-            "service_tier": SERVICE_TIERS,
             "prompt": always("there are no stored prompts; send instructions and input"),
             "conversation": always("is not supported; use previous_response_id"),
-            **{name: always("is not supported; leave it out") for name in ("context_management", "moderation")},
         }
 
     def check(self) -> None:
@@ -176,13 +147,7 @@ class ResponsesRequest(Body, kw_only=True):
             item.check(f"input[{position}]")
         if not self.input and self.previous_response_id is None:
             raise BodyError("input: is empty", "input")
-        if self.stream_options is not None and not self.stream:
-            raise BodyError("stream_options: can only be used with stream true", "stream_options")
         self._check_tools()
-        for position, name in enumerate(self.include or ()):
-            if name not in _INCLUDES:
-                param = f"include[{position}]"
-                raise BodyError(f"{param}: may be one of {', '.join(_INCLUDES)}, got {name!r}", param, "unsupported_value")
 
     def _check_tools(self) -> None:
         names: list[str] = []
@@ -229,6 +194,56 @@ class ResponsesRequest(Body, kw_only=True):
             return []
         names = self.chosen_tools if isinstance(self.tool_choice, AllowedTools) else None
         return [tool for tool in self.tools or () if names is None or tool.name in names]
+
+
+class ResponsesRequest(ResponsePrompt, kw_only=True):
+    """A conversation to be continued."""
+
+    store: Annotated[bool, Meta(description="Keep the response for 30 days. Default true.")] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="Default: what the context has left.")] | None = (
+        None
+    )
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Of hosted tools, which there are none of.")] | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=128)]], Meta(max_length=MAX_INCLUDES)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the most likely token.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID, description="0 and -1: all tokens.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    stop: Stop | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    cache_salt: Annotated[Salt, Meta(description="Keeps the prefix cache of these requests apart.")] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: Metadata | None = None
+    service_tier: ServiceTier | None = None
+    user: Identifier | None = None
+    safety_identifier: Identifier | None = None
+    prompt_cache_key: Identifier | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @classmethod
+    def refusals(cls) -> Mapping[str, Refusal]:
+        return {
+            **refusals_of_others(cls.__struct_encode_fields__),
+            **ResponsePrompt.refusals(),
+            "background": unless(False, reason="responses are not made in the background; leave it out"),
+            "service_tier": SERVICE_TIERS,
+            **{name: always("is not supported; leave it out") for name in ("context_management", "moderation")},
+        }
+
+    def check(self) -> None:
+        """Check what lies between the fields."""
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise BodyError("stream_options: can only be used with stream true", "stream_options")
+        for position, name in enumerate(self.include or ()):
+            if name not in _INCLUDES:
+                param = f"include[{position}]"
+                raise BodyError(f"{param}: may be one of {', '.join(_INCLUDES)}, got {name!r}", param, "unsupported_value")
 
     @property
     def is_stored(self) -> bool:

@@ -92,6 +92,13 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
+class InputTokenCount(msgspec.Struct):
+    """How many tokens the model would be given."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class ItemList(msgspec.Struct):
     """A page of the items of an input."""
 

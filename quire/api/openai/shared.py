@@ -16,7 +16,6 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
-MAX_N = 128
 MAX_DEPTH = 64
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
@@ -130,7 +129,7 @@ class SamplingFields(Body, kw_only=True):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N, description="Choices; the server has a lower limit of its own.")] | None = None
+    n: Annotated[int, Meta(ge=1, description="Choices.")] | None = None
     min_tokens: Count | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool | None = None

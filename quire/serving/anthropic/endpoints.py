@@ -12,13 +12,7 @@ from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
 from quire.serving.generation.plan import GenerationPlan
-from quire.serving.generation.prepare import (
-    check_text_length,
-    count_shown_characters,
-    need_tokenizer,
-    prepare_chat,
-    render_chat,
-)
+from quire.serving.generation.prepare import count_chat_tokens, prepare_chat
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import caller_of, stream_answer, whole_answer
 from quire.serving.openai.requests import make_id
@@ -56,12 +50,7 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
     signer = ThinkingSigner(context.signing_key, call.owner.name)
 
     def count() -> int:
-        chat = chat_input(served, body, signer)
-        tokenizer = need_tokenizer(served)
-        check_text_length(served, count_shown_characters(chat), chat.param)
-        rendered = render_chat(served, chat)
-        check_text_length(served, len(rendered.text), chat.param)
-        return len(tokenizer.encode_rendered(rendered))
+        return count_chat_tokens(served, chat_input(served, body, signer))
 
     with overload_as_529():
         return Ready(encode_json(TokenCount(await context.prepare(call.owner, call.request_id, body, count))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator
 from typing import BinaryIO
 
@@ -94,8 +95,13 @@ class _LineError(Exception):
 
 
 def _iter_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number, offset, line without its end); of an endless line only so much that its check fails."""
-    offset = number = 0
+    """Yield (number, offset, line without its end), a byte order mark before the first left out.
+
+    Of an endless line only so much that its check fails.
+    """
+    offset = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+    file.seek(offset)
+    number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         yield number, offset, line.rstrip(b"\r\n")

@@ -74,6 +74,15 @@ def prepare_chat(
     )
 
 
+def count_chat_tokens(served: ServedModel, chat: ChatInput) -> int:
+    """Return the tokens of the prompt of a conversation, also of one that the context cannot hold. Raises RequestError."""
+    tokenizer = need_tokenizer(served)
+    check_text_length(served, count_shown_characters(chat), chat.param)
+    rendered = render_chat(served, chat)
+    check_text_length(served, len(rendered.text), chat.param)
+    return len(tokenizer.encode_rendered(rendered))
+
+
 @contextlib.contextmanager
 def renamed(field: str, sent: str) -> Iterator[None]:
     """Let errors of a field name the one that the client sent instead."""

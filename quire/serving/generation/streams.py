@@ -79,6 +79,8 @@ class GenerationReader:
         events: list[GenerationEvent] = []
         if delta.metrics is not None:
             self._num_cached = delta.metrics.num_cached_tokens
+            if delta.finished:
+                self._num_completion += delta.metrics.num_unreturned_tokens
         if not self._has_started:
             self._start(delta, events)
         for choice in delta.choices:

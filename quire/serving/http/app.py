@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import quire
 from quire.base.logging import get_logger
+from quire.serving.answers import Ready
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint, headers_of
 from quire.serving.errors import BODY_ROOM_CODE, ApiError
@@ -36,10 +38,10 @@ MAX_CLIENT_ID_LENGTH = 128
 def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
     """Return the whole application for a list of endpoints."""
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+    is_anthropic = _anthropic_test(endpoints)
 
     async def framework_error(request: Request, error: Exception) -> Response:
-        return _framework_error(request, error, request.url.path in anthropic_paths)
+        return _framework_error(request, error, is_anthropic(request.url.path))
 
     app.add_exception_handler(HTTPException, framework_error)
     for endpoint in endpoints:
@@ -70,18 +72,29 @@ def _route(context: ServerContext, endpoint: Endpoint) -> Callable[[Request], Aw
     return run
 
 
+def _anthropic_test(endpoints: Sequence[Endpoint]) -> Callable[[str], bool]:
+    """Return what says of a path whether its errors have the shape of the Anthropic API: one of its own, or one below them."""
+    paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+    folders = tuple(f"{path}/" for path in paths)
+    return lambda path: path in paths or path.startswith(folders)
+
+
 def _framework_error(request: Request, error: Exception, is_anthropic: bool) -> Response:
     """Answer what no route takes: an unknown path, a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    text = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method[:20]} is not allowed here"}
+    stated = error.headers if isinstance(error, HTTPException) and error.headers else {}
+    allowed = next((value for name, value in stated.items() if name.lower() == "allow"), None)
+    answer = _refusal(request.scope, status, is_anthropic, allowed)
+    return Response(answer.body, answer.status, dict(answer.headers), "application/json")
+
+
+def _refusal(scope: Scope, status: int, is_anthropic: bool, allowed: str | None = None) -> Ready:
+    """Return the answer to what no route takes, and note its error; `allowed` are the methods of a 405."""
+    text = {404: f"there is no {scope['path'][:200]!r} here", 405: f"{scope['method'][:20]} is not allowed here"}
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
-    request.scope["quire.error"] = api = ApiError(status, text.get(status, "bad request"), code=code)
-    body = api.anthropic_body(request.scope.get("quire.request_id")) if is_anthropic else api.openai_body()
-    answer = error_answer(api, body)
-    headers = dict(answer.headers)
-    if isinstance(error, HTTPException) and error.headers and "allow" in {name.lower() for name in error.headers}:
-        headers["allow"] = next(value for name, value in error.headers.items() if name.lower() == "allow")
-    return Response(answer.body, answer.status, headers, "application/json")
+    scope["quire.error"] = api = ApiError(status, text.get(status, "bad request"), code=code)
+    answer = error_answer(api, api.anthropic_body(scope.get("quire.request_id")) if is_anthropic else api.openai_body())
+    return answer if allowed is None else replace(answer, headers={**answer.headers, "allow": allowed})
 
 
 class _AnswerResponse(Response):
@@ -132,6 +145,7 @@ class _Answering:
             call.request_id,
             on_error,
             scope.get("quire.body"),
+            scope.get("quire.is_head", False),
         )
         try:
             answer = await endpoint.handler(context, call)
@@ -160,12 +174,16 @@ class Shell:
         self._app = app
         self._authenticator = context.authenticator
         self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
-        self._anthropic_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
+        self._is_anthropic = _anthropic_test(endpoints)
         self._plain = {
             (endpoint.method, endpoint.path): _Answering(context, endpoint)
             for endpoint in reversed(endpoints)  # of two for one path the first counts, as in the router
             if "{" not in endpoint.path
         }
+        self._allowed: dict[str, str] = {}
+        for path in {path for _, path in self._plain}:
+            methods = [method for method, other in self._plain if other == path]
+            self._allowed[path] = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))
         keys = context.config.api_keys
         self._rated_owners = frozenset(key.name for key in keys if key.requests_per_minute or key.tokens_per_minute)
 
@@ -174,6 +192,8 @@ class Shell:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
+        if scope["method"] == "HEAD":  # is answered like GET; the server below leaves the body out
+            scope = {**scope, "method": "GET", "quire.is_head": True}
         scope["quire.send"] = send
         headers = headers_of(scope)
         request_id = scope["quire.request_id"] = f"req_{secrets.token_hex(13)}"
@@ -189,16 +209,25 @@ class Shell:
 
         try:
             scope["quire.owner"] = self._identify(scope, headers)
-            plain = None if scope.get("root_path") else self._plain.get((scope["method"], scope["path"]))
-            await (self._app if plain is None else plain)(scope, receive, send_with_ids)
+            await self._route(scope, receive, send_with_ids)
         except ApiError as error:
             scope["quire.error"] = error
-            body = error.anthropic_body(request_id) if scope["path"] in self._anthropic_paths else error.openai_body()
+            body = error.anthropic_body(request_id) if self._is_anthropic(scope["path"]) else error.openai_body()
             await send_ready(send_with_ids, error_answer(error, body))
         except ClientGoneError:
             status = CLIENT_GONE
         finally:
             self._record(scope, status or 500, time.monotonic() - started_s)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        plain = None if scope.get("root_path") else self._plain.get((scope["method"], path))
+        if plain is not None:
+            await plain(scope, receive, send)
+        elif not scope.get("root_path") and path in self._allowed:  # no route with parameters is to take it for one of its own
+            await send_ready(send, _refusal(scope, 405, self._is_anthropic(path), self._allowed[path]))
+        else:
+            await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope, headers: Mapping[str, str]) -> Owner:
         if scope["path"] in self._open_paths:
@@ -227,13 +256,14 @@ class Shell:
         if error is not None and status != CLIENT_GONE:
             self._context.metrics.rejected(error)
         owner: Any = scope.get("quire.owner")
+        method = "HEAD" if scope.get("quire.is_head") else scope["method"]
         level = logging.DEBUG if route in PROBES and status < 500 else logging.INFO
         if route == "/ready":  # a server that is not ready is no news
             level = logging.DEBUG
         access_logger.log(
             level,
             "%s %s %d %.1f ms %s %s",
-            scope["method"],
+            method,
             route if route != "none" else repr(scope["path"][:100]),
             status,
             seconds * 1000,
@@ -241,7 +271,7 @@ class Shell:
             owner.name if owner is not None else "-",
             extra={
                 "request_id": scope["quire.request_id"],
-                "method": scope["method"],
+                "method": method,
                 "route": route,
                 "status": status,
                 "duration_s": round(seconds, 6),

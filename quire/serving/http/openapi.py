@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -94,10 +95,14 @@ def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[
     return {**error, "content": {"application/json": {"schema": {"anyOf": [schema, of_error]}}}}
 
 
-def document(title: str, version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """Return the whole OpenAPI 3.1 document."""
+def document(
+    title: str, version: str, endpoints: Iterable[Endpoint], maxima: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured."""
     listed = list(endpoints)
     schemas, components = schemas_of(listed)
+    for name in {endpoint.body.__name__ for endpoint in listed if endpoint.body is not None}:
+        _limit(components[name]["properties"], maxima)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in listed:
         operation = describe(endpoint, schemas)
@@ -120,6 +125,14 @@ def document(title: str, version: str, endpoints: Iterable[Endpoint]) -> dict[st
             },
         },
     }
+
+
+def _limit(properties: Mapping[str, Any], maxima: Mapping[str, int]) -> None:
+    for name, maximum in maxima.items():
+        schema = properties.get(name, {})
+        for part in (schema, *schema.get("anyOf", ())):
+            if part.get("type") == "integer":
+                part["maximum"] = maximum
 
 
 def _path_parameters(path: str) -> list[dict[str, Any]]:

@@ -85,6 +85,7 @@ class Sender:
     request_id          of the request, for the log
     on_error            is told of the error that is the answer, or ends it
     direct_body         the connection, where it can be written to without waiting
+    is_head             a HEAD: a body that would come in pieces is not begun
     """
 
     receive: Receive
@@ -96,6 +97,7 @@ class Sender:
     request_id: str
     on_error: Callable[[ApiError], None]
     direct_body: Connection | None = None
+    is_head: bool = False
 
     async def send_answer(self, answer: Answer) -> None:
         """Send it. Raises ClientGoneError when the client goes first; then what made the answer has been stopped."""
@@ -103,6 +105,8 @@ class Sender:
             await self._send_ready(answer)
         elif isinstance(answer, Unary):
             await self._until_gone(self._run_unary(answer))
+        elif self.is_head:
+            await self._send_head(answer)
         elif isinstance(answer, Stream):
             await self._until_gone(self._run_stream(answer))
         else:
@@ -115,6 +119,17 @@ class Sender:
 
     async def _send_ready(self, answer: Ready) -> None:
         await send_ready(self.send, Ready(answer.body, answer.status, {**self.headers, **answer.headers}, answer.media_type))
+
+    async def _send_head(self, answer: Stream | Download) -> None:
+        is_stream = isinstance(answer, Stream)
+        if not is_stream:
+            async for _ in answer.pieces:  # what has not begun would not be closed, nor its file with it
+                break
+        await _close(answer.frames if is_stream else answer.pieces)
+        headers = STREAM_HEADERS if is_stream else {"content-type": answer.media_type}
+        headers = encode_headers({**headers, **self.headers, **answer.headers})
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b""})
 
     async def _until_gone(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` while watching the connection; cancel it, and wait for it, when that closes. Raises ClientGoneError."""

@@ -126,8 +126,9 @@ def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tu
 
     async def openapi(context: ServerContext, call: Call) -> Answer:
         if not description:
+            maxima = {"n": context.config.max_n, "best_of": context.config.max_n}
             description.append(
-                await asyncio.to_thread(lambda: msgspec.json.encode(document("quire", quire.__version__, listed)))
+                await asyncio.to_thread(lambda: msgspec.json.encode(document("quire", quire.__version__, listed, maxima)))
             )
         return Ready(description[0])
 

@@ -18,6 +18,8 @@ class RequestRecord:
     dispatched_s       handed to the engine; None while queued
     first_output_s     the first output token arrived from the engine
     last_output_s      likewise the latest
+    num_output_tokens  of all choices that were generated, also of those of best_of that are not returned
+    choice_tokens      likewise of each returned choice, by its index
     engine             the engine's own times, and what it reused; None until the first token
     finish_reasons     of the choices that ended
     ended_s            None while the request is under way

@@ -166,6 +166,8 @@ class ServerMetrics:
                 record.finish_reasons.append(choice.finish_reason)
         if delta.metrics is not None:
             record.engine = delta.metrics
+            if delta.finished:
+                num_tokens += delta.metrics.num_unreturned_tokens
         record.num_output_tokens += num_tokens
         return num_tokens
 

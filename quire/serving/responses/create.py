@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from quire.api.openai.responses import ResponsesRequest
+from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
 from quire.api.openai.responses_answers import Event, Response, TextDone
 from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
 from quire.serving.context import ServerContext
@@ -64,7 +64,7 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     """Return the answer to a request for a response. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
     owner = caller.owner.name
-    history = await _history(context, body, owner)
+    history = await stored_history(context, body, owner)
     response_id = make_id("resp_")
 
     is_kept = body.is_stored and context.keeps_responses
@@ -101,7 +101,7 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     return Unary(work)
 
 
-async def _history(context: ServerContext, body: ResponsesRequest, owner: str) -> list[StoredResponse]:
+async def stored_history(context: ServerContext, body: ResponsePrompt, owner: str) -> list[StoredResponse]:
     """Return the responses that a request goes on from, the first one first. Raises ApiError."""
     if body.previous_response_id is None:
         return []

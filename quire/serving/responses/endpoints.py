@@ -6,14 +6,15 @@ from typing import Any
 
 import msgspec
 
-from quire.api.openai.responses import ResponsesRequest
-from quire.api.openai.responses_answers import DeletedResponse, ItemList, Response
+from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
+from quire.api.openai.responses_answers import DeletedResponse, InputTokenCount, ItemList, Response
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
-from quire.serving.errors import invalid, unsupported
+from quire.serving.errors import invalid, not_found, unsupported
 from quire.serving.openai.frames import encode_json
 from quire.serving.responses.create import open_store, post_response
+from quire.serving.responses.input_tokens import post_input_tokens
 from quire.serving.responses.store import StoredResponse
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
@@ -45,6 +46,11 @@ async def cancel_response(context: ServerContext, call: Call) -> Answer:
         "response_id",
         "response_not_cancellable",
     )
+
+
+async def compact_response(context: ServerContext, call: Call) -> Answer:
+    """Refuse: what a conversation is shortened to would have to be told back to the model in a form that it knows."""
+    raise not_found("compaction is not supported here; send a shorter input", "unsupported_endpoint")
 
 
 async def list_input_items(context: ServerContext, call: Call) -> Answer:
@@ -89,6 +95,23 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=Response,
         is_streaming=True,
         headers=JOB_HEADERS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=post_input_tokens,
+        summary="Count the tokens of a conversation",
+        tag="responses",
+        body=ResponsePrompt,
+        answer=InputTokenCount,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/compact",
+        handler=compact_response,
+        summary="Not supported: always a 404",
+        tag="responses",
+        answer=Response,
     ),
     Endpoint(
         method="GET",

@@ -7,7 +7,14 @@ from typing import Any
 
 import msgspec
 
-from quire.api.openai.responses import FunctionTool, JsonObjectFormat, JsonSchemaFormat, ResponsesRequest, TextFormat
+from quire.api.openai.responses import (
+    FunctionTool,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponsePrompt,
+    ResponsesRequest,
+    TextFormat,
+)
 from quire.api.openai.responses_answers import EchoedReasoning, Response
 from quire.api.openai.responses_items import InputItem, InputText, RefusalText
 from quire.base.errors import RequestError
@@ -42,12 +49,12 @@ _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
-def items_of(body: ResponsesRequest) -> list[InputItem]:
+def items_of(body: ResponsePrompt) -> list[InputItem]:
     """Return the items of the input."""
     return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def chat_input(source: str, body: ResponsesRequest, history: Sequence[StoredResponse]) -> ChatInput:
+def chat_input(source: str, body: ResponsePrompt, history: Sequence[StoredResponse]) -> ChatInput:
     """Return the conversation.
 
     source   of the chat template
@@ -174,7 +181,7 @@ def _add(conversation: Conversation, item: InputItem) -> None:
         conversation.say(item.role or "user", item.texts)
 
 
-def _effort(source: str, body: ResponsesRequest) -> str | None:
+def _effort(source: str, body: ResponsePrompt) -> str | None:
     effort = None if body.reasoning is None else body.reasoning.effort
     try:
         reasoning_variables(source, effort)

@@ -129,6 +129,23 @@ def test_best_of_returns_the_choices_with_the_highest_mean_logprob(llm):
     assert [c.index for c in best] == [0, 1]
 
 
+def test_tokens_of_choices_that_are_not_returned_are_told_when_best_of_drops_some(llm):
+    params = {"temperature": 1.0, "seed": 8, "max_tokens": 6, "ignore_eos": True}
+    assert run(llm, [[4, 5, 6]], SamplingParams(n=2, best_of=5, **params)).metrics.num_unreturned_tokens == 18
+    assert run(llm, [[4, 5, 6]], SamplingParams(n=2, **params)).metrics.num_unreturned_tokens == 0
+
+
+def test_tokens_of_dropped_choices_are_told_when_a_request_of_best_of_is_aborted(llm):
+    engine = llm.llm_engine
+    engine.add_request("aborted", [4, 5, 6], SamplingParams(best_of=3, seed=8, max_tokens=50, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    output = engine.abort_request("aborted")
+    num_returned = len(output.outputs[0].token_ids)
+    assert num_returned > 2
+    assert abs(output.metrics.num_unreturned_tokens - 2 * num_returned) <= 2  # some may be a step ahead
+
+
 def test_end_of_sequence_ends_the_output_and_is_not_in_the_text(llm):
     biased = {"logit_bias": {END_OF_TEXT: 100.0}}
     choice = run(llm, "the", SamplingParams(temperature=0.0, **biased)).outputs[0]

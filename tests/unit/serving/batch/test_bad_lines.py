@@ -125,3 +125,17 @@ def test_server_closes_when_lines_fail_as_they_are_stopped():
         return time.monotonic() - left_s
 
     assert asyncio.run(go()) < 4
+
+
+def test_batch_runs_when_its_file_begins_with_a_byte_order_mark():
+    async def go():
+        async with service_of(None, Worker()) as service:
+            file = await upload(service, ["\ufeff" + line("a"), line("b")])
+            batch = await service.add_batch("ann", file.id, URL)
+            async with asyncio.timeout(20):
+                record = await ended(service, batch.id)
+            return record, await read(service, record.output_file_id)
+
+    record, output = asyncio.run(go())
+    assert record.status == "completed"
+    assert sorted(output) == ["a", "b"]

@@ -29,6 +29,21 @@ def test_stream_gives_all_tokens_and_ends_when_nothing_happens():
     with_bench(test)
 
 
+def test_every_generated_token_is_charged_and_learnt_from_when_best_of_returns_one_choice():
+    key = ApiKey("a", b"", tokens_per_minute=1000)
+
+    async def test(bench):
+        before = bench.gateway.ratelimit_headers("a")["x-ratelimit-remaining-tokens"]
+        assert await read(bench.gateway.open(make_job("r", 10, 20, owner="a", best_of=5))) == (20, ["length"])
+        left = int(bench.gateway.ratelimit_headers("a")["x-ratelimit-remaining-tokens"])
+        refilled = 1000 / 60 * bench.loop.time()
+        assert int(before) - 110 <= left <= int(before) - 110 + refilled
+        assert bench.metrics.defined.generation_tokens.labels().value == 100
+        assert bench.admission._owner("a").expected_output_tokens(None) == 20
+
+    with_bench(test, config=ServerConfig(api_keys=(key,)))
+
+
 def test_what_a_taker_takes_is_not_read_when_a_stream_is_diverted():
     async def test(bench):
         stream, taken = bench.gateway.open(make_job("a", max_tokens=6)), []

@@ -54,9 +54,10 @@ def run_virtual(main):
 
 
 def make_job(
-    name, num_prompt_tokens=10, max_tokens=16, owner="anonymous", priority="default", n=1, arrival_s=0.0, pooling=None, **rest
-):
-    params = SamplingParams(max_tokens=max_tokens, n=n, temperature=1.0)
+    name, num_prompt_tokens=10, max_tokens=16, owner="anonymous", priority="default", n=1, arrival_s=0.0, pooling=None,
+    best_of=None, **rest,
+):  # fmt: skip
+    params = SamplingParams(max_tokens=max_tokens, n=n, best_of=best_of, temperature=1.0)
     request = Request(
         request_id=RequestId(name),
         prompt_token_ids=(1,) * num_prompt_tokens,
@@ -221,6 +222,8 @@ class FakeEngine:
             one.metrics.first_token_time, has_metrics = now, True
         if finished:
             one.metrics.finished_time = now
+            params = one.request.params
+            one.metrics.num_unreturned_tokens = (params.num_sequences - params.n) * params.max_tokens
             self._end(one)
         reason = "length" if finished else None
         choices = [ChoiceDelta(i, "x", [7], finish_reason=reason) for i in range(one.request.params.n)]

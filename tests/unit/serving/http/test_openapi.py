@@ -1,5 +1,6 @@
 """The OpenAPI description: answers, events, errors and their headers, as the routes give them."""
 
+import asyncio
 import json
 
 import jsonschema
@@ -63,3 +64,13 @@ def test_health_may_say_503_in_its_own_words_and_pages_304(operations):
     assert [schema["$ref"].rpartition("/")[2] for schema in described] == ["Health", "OpenAIError"]
     assert "304" in operations["GET /"]["responses"]
     assert list(operations["GET /"]["responses"]["200"]["content"]) == ["text/html"]
+
+
+def test_limits_of_choices_are_those_of_the_server_when_it_has_its_own():
+    server = Server.of(ServerConfig(max_n=7), EngineConfig(model="demo"))
+    endpoints = {endpoint.path: endpoint for endpoint in server.endpoints()}
+    answer = asyncio.run(endpoints["/openapi.json"].handler(server.context, None))
+    schemas = json.loads(answer.body)["components"]["schemas"]
+    for kind, name in (("ChatCompletionRequest", "n"), ("CompletionRequest", "n"), ("CompletionRequest", "best_of")):
+        kinds = schemas[kind]["properties"][name]["anyOf"]
+        assert [part["maximum"] for part in kinds if part["type"] == "integer"] == [7]

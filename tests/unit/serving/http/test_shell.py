@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from quire.base.errors import RequestError
-from quire.serving.answers import Bypass, Ready, Stream, Unary
+from quire.serving.answers import Bypass, Download, Ready, Stream, Unary
 from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, engine_unavailable, overloaded
 from quire.serving.http.auth import hash_key
@@ -75,6 +75,87 @@ def test_answer_has_the_shape_of_the_api_when_the_request_is_bad(request_bytes, 
     if code is not None:
         assert body["error"]["code"] == code
         assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+def head(path):
+    return f"HEAD {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+
+
+def ask_raw(request, endpoints):
+    async def go():
+        async with running(endpoints) as (port, context):
+            return parse(await exchange(port, request, until_close=True)), context
+
+    return asyncio.run(go())
+
+
+async def tell(context, call):
+    return Ready(b'{"a":1}', headers={"x-told": "1"})
+
+
+async def refuse(context, call):
+    raise overloaded("full", 1.0)
+
+
+@pytest.mark.parametrize("path", ["/told", "/told/{name}"])
+def test_head_has_the_status_and_headers_of_get_and_no_body(path):
+    (status, headers, body), context = ask_raw(head(path.replace("{name}", "x")), [endpoint(path, tell, method="GET")])
+    assert (status, headers["x-told"], headers["content-length"], body) == (200, "1", "7", b"")
+    assert context.metrics.requests == [(path, 200)]
+
+
+def test_head_has_the_status_of_the_error_when_get_fails():
+    (status, headers, body), context = ask_raw(head("/full"), [endpoint("/full", refuse, method="GET")])
+    assert (status, body, context.metrics.errors) == (503, b"", [(503, "overloaded")])
+    assert "retry-after" in headers
+
+
+def test_head_is_refused_where_there_is_no_get():
+    (status, headers, body), _ = ask_raw(head("/echo"), [endpoint("/echo", echo)])
+    assert (status, headers["allow"], body) == (405, "post", b"")
+
+
+def test_head_ends_at_once_when_get_would_be_an_endless_stream_or_a_download():
+    closed = []
+
+    async def forever():
+        while True:
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.01)
+
+    async def pieces():
+        try:
+            yield b"abc"
+        finally:
+            closed.append(True)
+
+    async def get_stream(context, call):
+        return Stream(forever(), ApiError.openai_event)
+
+    async def get_file(context, call):
+        return Download(pieces(), {"content-length": "3"})
+
+    endpoints = [endpoint("/stream", get_stream, method="GET"), endpoint("/file", get_file, method="GET")]
+    (status, headers, body), _ = ask_raw(head("/stream"), endpoints)
+    assert (status, headers["content-type"], body) == (200, "text/event-stream; charset=utf-8", b"")
+    (status, headers, body), _ = ask_raw(head("/file"), endpoints)
+    assert (status, headers["content-length"], body, closed) == (200, "3", b"", [True])
+
+
+def test_methods_of_a_path_are_told_when_another_is_asked_for():
+    endpoints = [endpoint("/echo", echo), endpoint("/echo", tell, method="GET")]
+    status, headers, body, _ = ask(b"DELETE /echo HTTP/1.1\r\nhost: localhost\r\n\r\n", endpoints)
+    assert (status, headers["allow"], body["error"]["message"]) == (405, "get, head, post", "DELETE is not allowed here")
+
+
+@pytest.mark.parametrize(("path", "is_anthropic"), [("/v1/a/batches", True), ("/v1/ab", False), ("/v1", False)])
+def test_unknown_path_has_the_shape_of_the_api_that_it_is_below(path, is_anthropic):
+    status, headers, body, _ = ask(post(path), [endpoint("/v1/a", echo, is_anthropic=True), endpoint("/v1/b", echo)])
+    assert status == 404
+    if is_anthropic:
+        assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "not_found_error", headers["request-id"])
+    else:
+        assert body["error"]["code"] == "not_found"
 
 
 def test_body_is_refused_before_it_is_read_when_its_length_is_over_the_limit():

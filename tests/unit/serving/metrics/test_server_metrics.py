@@ -121,6 +121,21 @@ def test_counters_and_gaps_are_those_of_the_tokens_when_a_request_ends():
     assert not metrics.records
 
 
+def test_tokens_of_every_generated_choice_count_when_best_of_returns_one():
+    metrics, clock = make_metrics()
+    clock.now = 100.0
+    record = metrics.opened(make_job("r", 10, 20, best_of=5))
+    metrics.dispatched(record)
+    choice = ChoiceDelta(0, "x" * 20, [1] * 20, finish_reason="length")
+    engine = RequestMetrics(99.0, 100.5, 101.0, 103.0, num_unreturned_tokens=80)
+    metrics.step(StepOutputs([RequestDelta("r", [choice], True, engine)]))
+    found = samples(metrics)
+    assert found[("quire:generation_tokens_total",)] == 100
+    assert found[("quire:request_generation_tokens_sum",)] == 100
+    assert found[("quire:request_max_num_generation_tokens_sum",)] == 20
+    assert record.num_output_tokens == 100
+
+
 @pytest.mark.parametrize(
     ("thresholds", "is_met"),
     [

@@ -212,6 +212,9 @@ def test_field_at_fault_is_named_when_best_of_asks_for_too_much():
     with pytest.raises(RequestError) as caught:
         whole(where, best_of=where.config.max_n + 1)
     assert caught.value.param == "best_of"
+    for n in (17, 129, 1 << 70):
+        with pytest.raises(RequestError, match="n: this server gives at most 16 choices"):
+            whole(where, n=n)
     num_prompts = where.config.max_queued_requests // 8 + 1
     with pytest.raises(RequestError, match="8 choices"):
         whole(where, prompt=["a"] * num_prompts, n=1, best_of=8)

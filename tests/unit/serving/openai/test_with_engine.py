@@ -154,6 +154,8 @@ def test_greedy_choices_and_best_of_are_served(context):
     assert answer["usage"]["completion_tokens"] == 24
     answer = json.loads(ask_completion(context, n=2, best_of=4, seed=1, max_tokens=8))
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    answer = json.loads(ask_completion(context, best_of=5, seed=1, max_tokens=8, ignore_eos=True))
+    assert answer["usage"]["completion_tokens"] == 40
 
 
 def test_request_is_told_what_excludes_every_token_when_its_own_wishes_do(context):
