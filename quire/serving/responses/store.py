@@ -187,6 +187,12 @@ class ResponseStore:
         """Return a response and all that it went on from, the first one first. Raises ApiError 404, also for one between."""
         found = await self._call(ResponseTable.history, owner, response_id, self._clock())
         if isinstance(found, str):
+            if found != response_id:
+                raise not_found(
+                    f"an earlier response of this conversation, {found!r}, is gone, so {response_id[:100]!r} cannot be "
+                    "continued: send the items of the conversation as input",
+                    param="previous_response_id",
+                )
             raise _missing(found, "previous_response_id")
         if len(found) > MAX_CHAIN:
             raise invalid(f"a conversation may have {MAX_CHAIN} responses; send its items as input", "previous_response_id")

@@ -169,7 +169,9 @@ def test_conversation_with_a_gap_is_not_there():
         with pytest.raises(ApiError) as caught:
             await store.history("ann", "resp_3")
         assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
-        assert "resp_2" in caught.value.message
+        assert "an earlier response of this conversation, 'resp_2', is gone, so 'resp_3' cannot" in caught.value.message
+        with pytest.raises(ApiError, match="there is no response 'resp_2'"):
+            await store.history("ann", "resp_2")
 
     asyncio.run(with_store(use))
 
