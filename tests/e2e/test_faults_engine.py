@@ -80,7 +80,10 @@ def test_every_client_is_told_when_the_engine_ends_in_decode(server, number, rea
     assert health.status_code == 503
     assert reason in health.json()["error"]
     server.wait_ready()
-    assert server.get("/health").status_code == 200
+    health = server.get("/health")
+    assert health.status_code == 200
+    assert reason in health.json()["last_error"]
+    assert "error" not in health.json()
     assert server.metric("quire:engine_restarts_total") == num_restarts + 1
     whole = server.post("/v1/completions", completion(MAX_TOKENS)).json()["choices"][0]["text"]
     assert all(wire.text and whole.startswith(wire.text) for wire in streams)

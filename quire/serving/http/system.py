@@ -22,13 +22,18 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 
 
 class Health(msgspec.Struct):
-    """Whether the engine lives. error: why it ended the last time, left out for those who may not know."""
+    """Whether the engine lives; the last two are left out for those who may not know.
+
+    error       why it does not live; None where no reason is known, left out while it lives
+    last_error  why it ended the last time, while it lives again; None where it never ended, left out while it does not live
+    """
 
     status: Literal["ok", "unhealthy"]
     phase: str
     engine: str
     heartbeat_age_s: float | None
     error: str | msgspec.UnsetType | None = msgspec.UNSET
+    last_error: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Readiness(msgspec.Struct, omit_defaults=True):
@@ -57,7 +62,11 @@ async def health(context: ServerContext, call: Call) -> Answer:
     )
     if context.authenticator.knows(call.request.headers):
         error = context.failure or client.last_error
-        body.error = None if error is None else show_error(error)
+        shown = None if error is None else show_error(error)
+        if is_alive:
+            body.last_error = shown
+        else:
+            body.error = shown
     return _json(body, 200 if is_alive else 503)
 
 

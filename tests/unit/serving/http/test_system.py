@@ -17,10 +17,10 @@ SHOWN = "RuntimeError: no block for '...' in <path>"
 KEYS = (ApiKey("a", hash_key("k")),)
 
 
-def ask(headers, **options):
+def ask(headers, state="restarting", error=ERROR, **options):
     async def go():
         async with running([endpoint("/health", health, method="GET", is_open=True)], **options) as (port, context):
-            context.client = SimpleNamespace(state="restarting", heartbeat_age_s=1.0, last_error=ERROR)
+            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error)
             return parse(await exchange(port, f"GET /health HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode()))
 
     status, _, body = asyncio.run(go())
@@ -42,3 +42,12 @@ def test_health_tells_the_error_to_those_who_may_ask_and_the_state_to_all(keys, 
     assert (status, body["status"], body["engine"], body["phase"]) == (503, "unhealthy", "restarting", "starting")
     assert body.get("error") == (SHOWN if is_told else None)
     assert ("error" in body) == is_told
+
+
+@pytest.mark.parametrize(("error", "shown"), [(ERROR, SHOWN), (None, None)])
+def test_error_is_the_last_one_by_its_name_when_the_engine_has_recovered(error, shown):
+    status, body = ask("", state="ready", error=error)
+    assert (status, body["status"], body["last_error"]) == (200, "ok", shown)
+    assert "error" not in body
+    _, body = ask("", state="ready", error=error, api_keys=KEYS)
+    assert not {"error", "last_error"} & body.keys()
