@@ -62,6 +62,12 @@ BODIES = {
         "max_output_tokens": 16,
         "metadata": {"a": "b"},
     },
+    "/v1/responses/input_tokens": {
+        "model": "demo",
+        "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+        "tools": [{"type": "function", "name": "get", "parameters": TOOL_SCHEMA}],
+        "reasoning": {"effort": "low"},
+    },
     "/v1/messages": {
         "model": "demo",
         "max_tokens": 2,
