@@ -17,7 +17,7 @@ MAX_SHARED_BYTES = 227 * 1024
 # Name: (most registers, instructions that must be there, at least so many). At 128 threads a program and N registers a thread
 # a multiprocessor holds 512 / N programs: decode and the small kernels need several, prefill one or two.
 ATTENTION_LIMITS = {
-    "decode": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode": (136, {"HMMA": 32, "wide_copies": 32}),
     "decode-plan": (64, {}),
     "decode-merge": (64, {}),
     "decode-fp8": (168, {"HMMA": 16, "wide_copies": 8}),
@@ -44,7 +44,7 @@ ATTENTION_LIMITS = {
     "prefill-fp8-in-order": (240, {"HGMMA": 16, "wide_copies": 8}),
     "prefill-d256-in-order": (255, {"HGMMA": 32, "wide_copies": 16}),
     "prefill-tree": (192, {"HGMMA": 16, "wide_copies": 16}),
-    "decode-group7": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-group7": (136, {"HMMA": 32, "wide_copies": 32}),
     "decode-group32": (128, {"HMMA": 32, "wide_copies": 16}),
     "prefill-split": (192, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-merge": (64, {}),
@@ -55,9 +55,9 @@ ATTENTION_LIMITS = {
     "decode-whole": (128, {"HMMA": 32, "wide_copies": 32}),
     "decode-whole-sinks": (128, {"HMMA": 32, "wide_copies": 32}),
     "decode-merge-sinks": (64, {}),
-    "decode-f16": (128, {"HMMA": 32, "wide_copies": 32}),
-    "decode-d96": (128, {"HMMA": 32, "wide_copies": 32}),
-    "decode-d112": (128, {"HMMA": 32, "wide_copies": 32}),
+    "decode-f16": (136, {"HMMA": 32, "wide_copies": 32}),
+    "decode-d96": (152, {"HMMA": 32, "wide_copies": 32}),
+    "decode-d112": (152, {"HMMA": 32, "wide_copies": 32}),
     "decode-d192": (192, {"HMMA": 64, "wide_copies": 64}),
     "decode-window-fp8": (168, {"HMMA": 16, "wide_copies": 4}),
     "prefill-f16": (184, {"HGMMA": 16, "wide_copies": 16}),
@@ -134,7 +134,7 @@ FUSED_LIMITS = {
     "few-gate-up": (64, {**_OVERLAPPED, "wide_loads": 8}),
     "few-o": (64, {**_FETCHING, "wide_loads": 8}),
     "few-down": (64, {**_FETCHING, "wide_loads": 4, "wide_copies": 8}),
-    "few-gate-up-large": (80, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
+    "few-gate-up-large": (96, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
     "few-gate-up-large-8": (255, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
     "few-down-large-8": (216, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
     "few-f32": (136, {**_FETCHING, "wide_loads": 8}),
@@ -149,6 +149,7 @@ FUSED_LIMITS = {
 }
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
+SPILLS = {"prefill-d256-in-order": {"stack": 8, "LDL": 1, "STL": 1}}  # by Triton 3.9 alone: one register, outside of the loop
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
 LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense", "few", "projected")
 UNFUSED = [name for name in LIMITS if name.startswith("sample-")]
@@ -172,7 +173,7 @@ def exceeded(found):
     """Return which limits a kernel does not keep, as text."""
     name = found["name"]
     most_registers, least = LIMITS[name]
-    most = {"stack": 0, "LDL": 0, "STL": 0, "registers": most_registers, "shared": MAX_SHARED_BYTES}
+    most = {"stack": 0, "LDL": 0, "STL": 0, "registers": most_registers, "shared": MAX_SHARED_BYTES} | SPILLS.get(name, {})
     most["early_loads"] = EARLY_LOADS.get(name, 0)
     least = least | {"early_loads": most["early_loads"]}
     if name in UNFUSED:  # the noise is only the CPU's where no multiply is fused with an add
