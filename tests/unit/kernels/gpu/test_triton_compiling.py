@@ -149,7 +149,7 @@ FUSED_LIMITS = {
 }
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
-SPILLS = {"prefill-d256-in-order": {"stack": 8, "LDL": 1, "STL": 1}}  # by Triton 3.9 alone: one register, outside of the loop
+SPILLS = {"prefill-d256-in-order": {"stack": 8, "LDL": 1, "STL": 1}}  # by Triton 3.9 alone: one register
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
 LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense", "few", "projected")
 UNFUSED = [name for name in LIMITS if name.startswith("sample-")]
