@@ -180,7 +180,6 @@ def _dense_split(
     weight_ptr: tl.tensor,
     x_places: tl.tensor,
     places: tl.tensor,
-    is_row: tl.tensor,
     is_token: tl.tensor,
     NUM_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -189,7 +188,7 @@ def _dense_split(
     STEPS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sums [BLOCK_N, BLOCK_M] of STEPS runs of columns; IS_WHOLE: there are rows and columns for all of them."""
+    """Return the sums [BLOCK_N, BLOCK_M] of STEPS runs of columns; IS_WHOLE: there are columns for all of them."""
     columns = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(split * STEPS, split * STEPS + STEPS):
@@ -200,7 +199,7 @@ def _dense_split(
         else:
             is_column = first + columns < NUM_COLUMNS
             x = tl.load(x_ptr + x_places + first, mask=is_token[:, None] & is_column[None, :], other=0.0)
-            weight = tl.load(weight_ptr + places + first, mask=is_row[:, None] & is_column[None, :], other=0.0)
+            weight = tl.load(weight_ptr + places + first, mask=is_column[None, :], other=0.0)
         acc = dot(weight, tl.trans(x), acc)
     return acc
 
@@ -238,18 +237,19 @@ def multiply_dense(
     tokens = (first_token_tile + place % num_here) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_K)
     x_places = tokens.to(tl.int64)[:, None] * x_stride + columns[None, :]
-    places = rows.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
-    is_row, is_token = rows < NUM_ROWS, tokens < num_tokens
-    IS_WHOLE: tl.constexpr = NUM_ROWS % BLOCK_N == 0 and NUM_COLUMNS == NUM_SPLITS * STEPS * BLOCK_K
+    # Rows beyond the last one read it again, which takes fewer registers than a mask; they are not written.
+    places = tl.minimum(rows, NUM_ROWS - 1).to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
+    is_token = tokens < num_tokens
+    IS_WHOLE: tl.constexpr = NUM_COLUMNS == NUM_SPLITS * STEPS * BLOCK_K
     split = tl.program_id(2)
     acc = _dense_split(
-        split, x_ptr, weight_ptr, x_places, places, is_row, is_token,
+        split, x_ptr, weight_ptr, x_places, places, is_token,
         NUM_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, STEPS, IS_WHOLE,
     )  # fmt: skip
     if not IS_SPLIT:
         for later in tl.range(1, NUM_SPLITS):
             acc += _dense_split(
-                later, x_ptr, weight_ptr, x_places, places, is_row, is_token,
+                later, x_ptr, weight_ptr, x_places, places, is_token,
                 NUM_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, STEPS, IS_WHOLE,
             )  # fmt: skip
     _store(acc, out_ptr, bias_ptr, rows, tokens, num_tokens, NUM_ROWS, IS_SPLIT)
