@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # each starts pytest anew
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -139,7 +139,15 @@ def test_logits_are_the_same_to_the_bit_in_random_batches(tiny_family, precision
     check_mixtures(build(tiny_family, precision), seed=threads)
 
 
-@pytest.mark.parametrize("model, precision", [("demo", "bf16"), ("demo", "int4"), ("demo-moe", "bf16"), ("demo-moe", "int8")])
+@pytest.mark.parametrize(
+    "model, precision",
+    [
+        ("demo", "bf16"),
+        pytest.param("demo", "int4", marks=pytest.mark.slow),
+        pytest.param("demo-moe", "bf16", marks=pytest.mark.slow),
+        pytest.param("demo-moe", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_logits_of_bundled_models_are_the_same_to_the_bit_in_random_batches(model, precision, threads):
     check_mixtures(build(resolve_model(model), precision), seed=threads)
 

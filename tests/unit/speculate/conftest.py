@@ -1,4 +1,5 @@
-"""Which combinations of the heads' tests are slow: each kind runs on one model and cache, all of them with -m slow."""
+"""Which combinations are slow: each kind of head runs on one model and cache, and what may happen to the sequences on one cache of each
+model; all of them run with -m slow."""
 
 import zlib
 
@@ -13,10 +14,14 @@ def pytest_collection_modifyitems(items):
     groups = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        kind = str(params.get("kind", ""))
-        is_head = {"tiny_family", "cache"} <= params.keys() and kind.startswith(HEADS) and kind not in RUN_ALWAYS
-        if is_head and (not kind.startswith("mtp") or params["tiny_family"] in ("qwen3", "mistral")):
-            groups.setdefault((item.originalname, kind, str(params.get("options"))), []).append(item)
+        if not {"tiny_family", "cache", "kind"} <= params.keys():
+            continue
+        family, kind, options = params["tiny_family"], str(params["kind"]), str(params.get("options"))
+        if kind.startswith(HEADS) and kind not in RUN_ALWAYS:
+            if not kind.startswith("mtp") or family in ("qwen3", "mistral"):
+                groups.setdefault((item.originalname, kind, options), []).append(item)
+        elif "options" in params:
+            groups.setdefault((item.originalname, family, kind, options), []).append(item)
     for key, group in groups.items():
         chosen = zlib.crc32(repr(key).encode()) % len(group)
         for index, item in enumerate(group):
