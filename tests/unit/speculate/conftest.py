@@ -1,5 +1,7 @@
-"""Which combinations are slow: each kind of head runs on one model and cache, and what may happen to the sequences on one cache of each
-model; all of them run with -m slow."""
+"""Which combinations are slow; all of them run with -m slow.
+
+Each kind of head runs on one model and cache, and what may happen to the sequences on one cache of each model.
+"""
 
 import zlib
 
