@@ -258,7 +258,9 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert len([row for row in found["kernels"] if "name" in row]) == 15
-    assert {row["section"] for row in found["engine"]} == {"start", "prefill", "mixed", "engine"}
+    assert {row["section"] for row in found["engine"]} == {"prefill", "mixed", "engine"}
+    assert [row["is_cold"] for row in found["start"][:2]] == [True, False]
+    assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]
     assert 0 <= found["decode-small"][0]["idle_share"] < 1
