@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
+from quire.worker.device.ahead import CompilationAhead, Order
+from quire.worker.device.stepper import StepSizes
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES, write
@@ -105,3 +108,26 @@ def test_layers_that_are_stored_or_will_be_quantised_in_other_ways_are_of_other_
     assert first == last
     assert len({first, *middle}) == 2  # the MLPs at both ends get int8
     assert len(plain._replace(policy=DEVICE_POLICIES["int4"]).few_layers().spec.layers) == 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_compiled_ahead_once_for_all_that_are_stored_alike(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ahead = []
+    for name, method in (("first", "int8"), ("second", "int8"), ("other", "fp8")):
+        path, _ = write(tmp_path / name, "qwen3", method, torch_dtype="bfloat16")
+        spec = read_model_spec(path)
+        order = Order(path, spec, None, False, KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16), 90, has_launchers=False)
+        if name == "other":
+            monkeypatch.setattr(subprocess, "Popen", FailingProcess)
+        ahead.append(CompilationAhead(order, open_parameters(path, spec)))
+        assert ahead[-1].wait() is (name != "other")
+    assert [compilation.is_needed for compilation in ahead] == [True, False, True]
+    assert len(list((tmp_path / "cache").glob("*/*.cubin"))) > 20
+
+
+class FailingProcess(subprocess.Popen):
+    """A process that does not compile what it is asked for."""
+
+    def __init__(self, command, **options):
+        super().__init__([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit('no compiler')"], **options)
