@@ -31,6 +31,7 @@ SECTIONS = [
     Section("tests", 110),
     Section("decode-small", 45),
     Section("engine", 90),
+    Section("start", 60),
     Section("decode-large", 45),
     Section("decode-large-fp8", 45),
     Section("decode-large-int4", 45),
@@ -61,6 +62,7 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
     import gpu_kernels
     import gpu_launches
     import gpu_model
+    import gpu_start
     import torch
 
     device = torch.device("cpu") if is_smoke else torch.device("cuda", 0)
@@ -73,6 +75,10 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
         yield from test_rows(is_smoke, limit_s - _SECONDS_TO_STOP)
     elif name == "engine":
         yield from gpu_model.engine_rows(place, until_s)
+    elif name == "start":
+        shape = gpu_model.TINY if is_smoke else gpu_model.SMALL
+        checkpoint = gpu_model.write_random_model(shape, folder / shape.name)
+        yield from gpu_start.start_rows(shape.name, checkpoint, gpu_model.start_options(place), folder / "cache", until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "kernels":

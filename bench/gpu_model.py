@@ -1,4 +1,4 @@
-"""Whole models on a GPU, for bench/gpu.py: start-up, decode steps, prompts and a mixed workload, with random weights.
+"""Whole models on a GPU, for bench/gpu.py: decode steps, prompts and a mixed workload, with random weights.
 
 The public engine runs a checkpoint that is written for it; decode steps of models that get random weights on the device are
 launched without an engine. Nothing here needs a tokenizer, a server or the network.
@@ -149,7 +149,7 @@ def _stored_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
-    """Yield what the public engine does with the small model: start-up, prompts, and the mixed workload."""
+    """Yield what the public engine does with the small model: prompts, and the mixed workload."""
     shape = TINY if place.is_tiny else SMALL
     folder = write_random_model(shape, place.folder / shape.name)
     num_seqs, longest = (4, 96) if place.is_tiny else (256, 8192 + 64)
@@ -163,11 +163,8 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         "num_kv_blocks": 16 if place.is_tiny else None,
     }
     recorders = _stamp_recordings()
-    started = time.perf_counter()
     llm = LLM(str(folder), **options)
-    loaded = time.perf_counter()
     _generate(llm, [[1, 2, 3]], [1])
-    yield {"section": "start", "model": shape.name, "load_s": loaded - started, "first_token_s": time.perf_counter() - started}
     for length in (20,) if place.is_tiny else (512, 2048, 8192):
         if time.perf_counter() > until_s:
             return
@@ -182,6 +179,12 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         llm = LLM(str(folder), async_scheduling=False, **options)
         yield from _mixed_rows(place, shape, llm, recorders, until_s)
         llm.close()
+
+
+def start_options(place: Place) -> dict[str, Any]:
+    """Return the options of an engine that is started as its defaults have it, but for what a try without a GPU needs."""
+    options: dict[str, Any] = {"device": place.engine_device, "skip_tokenizer_init": True}
+    return options | {"max_num_seqs": 4, "max_model_len": 96, "num_kv_blocks": 16} if place.is_tiny else options
 
 
 def _stamp_recordings() -> list[DeviceRecorder]:

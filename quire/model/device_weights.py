@@ -13,6 +13,7 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.narrow_weights import NarrowWeight, fits_kernels, join_rows, pack_float8, pack_integers
+from quire.model.device_copies import DeviceCopies
 from quire.model.device_linear import DeviceWeight
 from quire.model.parameters import Shape, parameter_shapes
 from quire.quant.float8 import Float8Weight
@@ -80,6 +81,7 @@ class _Loader:
         quantize: ParameterQuantizer | None,
     ) -> None:
         self._parameters, self._device, self._quantize = parameters, device, quantize
+        self._copies = DeviceCopies.to(device)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         shapes = parameter_shapes(spec)
         shapes |= {name: shapes["embed.weight"] for name in _ENDS[1:] if name in parameters and name not in shapes}
@@ -90,6 +92,7 @@ class _Loader:
         self._dense: dict[str, Tensor] = {}
         self._parts: dict[str, list[tuple[_Place, NarrowWeight | None]]] = {}
         self._widened: dict[str, list[str]] = {}
+        self._orders: dict[bytes, Tensor] = {}
         self._takes_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
 
     def load(self) -> DeviceWeights:
@@ -118,6 +121,7 @@ class _Loader:
                 found.tensors[place.name] = self._dense[place.name]
             if isinstance(parameter, StoredParameter):
                 parameter.give_back()
+        self._copies.finish()
         for reason, names in self._widened.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             logger.warning("%d weights take more memory: run in %s, as %s: %s", len(names), self._dtype, reason, shown)
@@ -160,7 +164,7 @@ class _Loader:
     def _quantized(self, weight: Opened, name: str) -> Opened:
         if self._quantize is None or not isinstance(weight, Tensor):
             return weight
-        return self._quantize.narrowed(name, weight.to(self._device))
+        return self._quantize.narrowed(name, self._copies.upload(weight))
 
     def _narrow(self, weight: Opened, name: str) -> NarrowWeight | None:
         """Return a weight as kernels run it, on the device, or None where it is to be dense."""
@@ -175,14 +179,20 @@ class _Loader:
         if isinstance(weight, Float8Weight):
             if not self._takes_float8:
                 return self._say("float8 needs compute capability 8.9", name)
-            return pack_float8(
-                weight.codes.to(self._device).contiguous(), weight.scale.to(self._device).contiguous(), weight.block
-            )
-        offset = None if weight.offset is None else weight.offset.to(self._device)
+            codes, scale = (self._copies.upload(part).contiguous() for part in (weight.codes, weight.scale))
+            return pack_float8(codes, scale, weight.block)
+        offset = None if weight.offset is None else self._copies.upload(weight.offset)
         limits = (-128, 127) if weight.levels is None else (weight.levels[0], weight.levels[-1])
-        codes, scale = weight.codes.to(self._device).contiguous(), weight.scale.to(self._device)
+        codes, scale = self._copies.upload(weight.codes).contiguous(), self._copies.upload(weight.scale)
         packed = pack_integers(codes, scale, offset, limits)
-        return packed if weight.columns is None else replace(packed, columns=weight.columns.to(self._device))
+        return packed if weight.columns is None else replace(packed, columns=self._order(weight.columns))
+
+    def _order(self, columns: Tensor) -> Tensor:
+        """Return an order of columns on the device, one tensor for all equal ones."""
+        content = columns.cpu().numpy().tobytes()
+        if content not in self._orders:
+            self._orders[content] = self._copies.upload(columns)
+        return self._orders[content]
 
     def _say(self, reason: str, name: str) -> None:
         names = self._widened.setdefault(reason, [])
@@ -204,7 +214,7 @@ class _Loader:
             return stack
         dense = torch.empty(shape, dtype=self._dtype, device=self._device)
         for index in range(shape[0]):
-            _copy_one(_expert(parameter, index, False), dense[index], name)
+            self._copy_one(_expert(parameter, index, False), dense[index], name)
             if isinstance(parameter, StoredParameter):
                 parameter.give_back(index)
         return dense
@@ -238,7 +248,13 @@ class _Loader:
         if place.name not in self._dense:
             size = (self._sizes[place.name], *self._shapes[name][1:])
             self._dense[place.name] = torch.empty(size, dtype=self._dtype, device=self._device)
-        _copy_one(weight, self._dense[place.name][place.start : place.start + place.count], name)
+        self._copy_one(weight, self._dense[place.name][place.start : place.start + place.count], name)
+
+    def _copy_one(self, weight: Opened, out: Tensor, name: str) -> None:
+        dense = weight if isinstance(weight, Tensor) else weight.dequantize(out.dtype)
+        if dense.shape != out.shape:
+            raise InvariantError(f"{name} is {tuple(dense.shape)}, its place on the device {tuple(out.shape)}")
+        self._copies.fill(out, dense)
 
 
 def _is_linear(name: str) -> bool:
@@ -279,10 +295,3 @@ def _expert(parameter: Parameter | StoredParameter, index: int, is_narrow: bool)
     if isinstance(parameter, Tensor):
         return parameter[index]
     raise InvariantError(f"experts are a stack, got {type(parameter).__name__}")
-
-
-def _copy_one(weight: Opened, out: Tensor, name: str) -> None:
-    dense = weight if isinstance(weight, Tensor) else weight.dequantize(out.dtype)
-    if dense.shape != out.shape:
-        raise InvariantError(f"{name} is {tuple(dense.shape)}, its place on the device {tuple(out.shape)}")
-    out.copy_(dense)

@@ -38,6 +38,11 @@ class StoredTensors:
         """Return whether any of what a parameter is made of is stored quantised."""
         return any(isinstance(self._stored[piece.name], StoredWeight) for group in source.groups for piece in group)
 
+    def layout(self, source: Source) -> tuple[object, ...]:
+        """Return what is stored of a parameter, what repeats itself once."""
+        found = dict.fromkeys((piece.rows, _layout(self._stored[piece.name])) for group in source.groups for piece in group)
+        return source.is_stacked, *found
+
     def rows(self, piece: Piece, keeps_float8: bool = False) -> Narrow:
         """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one."""
         whole = self._stored[piece.name]
@@ -90,6 +95,10 @@ class CheckpointParameter(StoredParameter):
     @property
     def is_quantized(self) -> bool:
         return self._tensors.is_quantized(self._source)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        return self._tensors.layout(self._source)
 
     def open(self) -> Tensor | QuantizedWeight:
         return self._join(self._source.groups[0])
@@ -168,3 +177,10 @@ class CheckpointParameter(StoredParameter):
             return joined
         dense = [part if isinstance(part, Tensor) else part.dequantize(self._dtype) for part in parts]
         return dense[0] if len(dense) == 1 else torch.cat([part.to(self._dtype) for part in dense])
+
+
+def _layout(stored: Tensor | StoredWeight) -> tuple[object, ...]:
+    if isinstance(stored, Tensor):
+        return (str(stored.dtype),)
+    parts = ((str(tensor.dtype), tuple(tensor.shape)) for tensor in stored.tensors)
+    return stored.is_integer, stored.load_float8 is not None, *parts

@@ -53,6 +53,11 @@ class StoredParameter(ABC):
     def is_quantized(self) -> bool:
         """Whether it is stored quantised, as integers or otherwise."""
 
+    @property
+    @abstractmethod
+    def layout(self) -> tuple[object, ...]:
+        """What is stored for it, as dtypes and shapes: parameters of equal layouts load in one form."""
+
     @abstractmethod
     def open(self) -> Tensor | QuantizedWeight:
         """Return one that is no stack: a tensor may be a view of the file, have another dtype than the model's, and strides."""

@@ -308,8 +308,10 @@ def attend_runs(
     is_row = (queries < QUERIES) & (queries < left)
     dims = tl.arange(0, BLOCK_D)
     row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = (token + queries).to(tl.int64) * q_stride + heads * HEAD_DIM
-    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=row_mask, other=0.0).to(COMPUTE)
+    # Rows beyond the last query are that again, where a run has none the last of its sequence: a mask of rows would be kept
+    # in registers that wide heads need.
+    q_rows = (token + tl.minimum(queries, tl.minimum(QUERIES, left) - 1)).to(tl.int64) * q_stride + heads * HEAD_DIM
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0).to(COMPUTE)
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
     if IN_CHUNKS and partial_ptr is None:
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

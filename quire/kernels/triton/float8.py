@@ -71,13 +71,11 @@ def _fits_library(x: Tensor, weight: NarrowWeight) -> bool:
     num_rows, num_columns = weight.shape
     has_row_scales = weight.group_size >= num_columns and (weight.scale_rows == 1 or weight.scale_rows >= num_rows)
     is_even = num_rows % _SCALED_MM_MULTIPLE == num_columns % _SCALED_MM_MULTIPLE == 0
-    return (
-        x.device.type == "cuda"
-        and x.dtype == torch.bfloat16
-        and has_row_scales
-        and is_even
-        and torch.cuda.get_device_capability(x.device) >= _SCALED_MM_CAPABILITY
+    # "meta" stands for a device that kernels are compiled for, all of which have it.
+    has_product = x.device.type == "meta" or (
+        x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= _SCALED_MM_CAPABILITY
     )
+    return has_product and x.dtype == torch.bfloat16 and has_row_scales and is_even
 
 
 def quantize(x: Tensor, group_size: int) -> Float8Rows:

@@ -124,7 +124,7 @@ def join_rows(parts: Sequence[NarrowWeight]) -> NarrowWeight | None:
         )
         if not is_like or (part.columns is None) != (first.columns is None):
             return None
-        if part.columns is not None and first.columns is not None and not torch.equal(part.columns, first.columns):
+        if part.columns is not None and first.columns is not None and not _are_equal(part.columns, first.columns):
             return None
     if len({part.scale_rows for part in parts}) > 1 or any(part.shape[0] % part.scale_rows for part in parts[:-1]):
         parts = [part.by_row() for part in parts]
@@ -136,6 +136,10 @@ def join_rows(parts: Sequence[NarrowWeight]) -> NarrowWeight | None:
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
     scales = torch.cat([part.scales for part in parts])
     return replace(first, codes=codes, scales=scales, offsets=offsets, scale_rows=parts[0].scale_rows)
+
+
+def _are_equal(some: Tensor, others: Tensor) -> bool:
+    return some is others or (not some.is_meta and torch.equal(some, others))
 
 
 def _run_of(group_size: int, num_columns: int) -> int:

@@ -1,6 +1,6 @@
 """Compile what serving a model launches while its weights are loaded, in processes of their own.
 
-`python -m quire.worker.device.ahead` reads a pickled _Order from its standard input, finds the variants and compiles them.
+`python -m quire.worker.device.ahead` reads a pickled Order from its standard input, finds the variants and compiles them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,37 +26,51 @@ from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.ahead import compile_variant
+from quire.model.checkpoint import open_parameters
+from quire.quant.parameters import Parameter, StoredParameter
+from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.stepper import StepSizes
-from quire.worker.device.variants import serving_variants
+from quire.worker.device.variants import ServedModel, serving_variants
 
 logger = get_logger(__name__)
 
 _DONE = "compiled"
-_SOURCES = ("kernels/triton/*.py", "model/device_*.py", "worker/device/*.py")
+_SOURCES = ("kernels/triton/*.py", "model/device_*.py", "worker/device/*.py", "quant/*.py")
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
+    """What is to be compiled.
+
+    folder         where the checkpoint is
+    quantization   a name of DEVICE_POLICIES, or None
+    is_in_order    see DeviceDecoder
+    arch           compute capability, e.g. 90
+    has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
+    """
+
+    folder: Path
     spec: ModelSpec
+    quantization: str | None
+    is_in_order: bool
     kv: KvSpec
     sizes: StepSizes
-    is_in_order: bool
     arch: int
-    has_launchers: bool
+    has_launchers: bool = True
+
+    def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
+        """Return the model, whose parameters are these."""
+        policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
+        return ServedModel(self.spec, parameters, policy, self.is_in_order)
 
 
 class CompilationAhead:
     """Kernels that are compiled meanwhile, unless they were before, for the same model and sizes, from the same sources.
 
-    is_in_order    see DeviceDecoder. The kernels of narrow weights are not among them: they are compiled when launched first
-    arch           compute capability, e.g. 90
-    has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
+    parameters  of the model, as `open_parameters` returns them; not changed
     """
 
-    def __init__(
-        self, spec: ModelSpec, kv: KvSpec, sizes: StepSizes, is_in_order: bool, arch: int, has_launchers: bool = True
-    ) -> None:
-        order = _Order(spec, kv, sizes, is_in_order, arch, has_launchers)
-        self._mark = get_cache_manager(_fingerprint(order))
+    def __init__(self, order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> None:
+        self._mark = get_cache_manager(_fingerprint(order, parameters))
         self._process: subprocess.Popen[bytes] | None = None
         if self._mark.get_file(_DONE) is None:
             environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -90,18 +105,18 @@ class CompilationAhead:
         return True
 
 
-def _fingerprint(order: _Order) -> str:
+def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> str:
     """Return what changes with what is to be compiled, the sources of the kernels, of what launches them, and Triton."""
     package = Path(quire.__file__).parent
     sources = [path.read_bytes() for pattern in _SOURCES for path in sorted(package.glob(pattern))]
-    content = repr((tuple(order), triton.__version__)).encode()
+    content = repr((order._replace(folder=Path()), order.model(parameters).kinds(), triton.__version__)).encode()
     return hashlib.sha256(b"\0".join([content, *sources])).hexdigest()
 
 
 def main() -> None:
     """Compile the order that stands in the standard input."""
-    order: _Order = pickle.load(sys.stdin.buffer)
-    variants = serving_variants(order.spec, order.kv, order.sizes, order.is_in_order)
+    order: Order = pickle.load(sys.stdin.buffer)
+    variants = serving_variants(order.model(open_parameters(order.folder, order.spec)), order.kv, order.sizes)
     count = len(variants)
     # The children only compile: they touch neither the GPU nor a thread of this process.
     with ProcessPoolExecutor(min(count, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,9 @@ from quire.kernels.triton.tile_table import choose_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
+from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device.ahead import CompilationAhead
+from quire.worker.device.ahead import CompilationAhead, Order
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.memory import HOW_TO_SAVE, CudaMemory, DeviceMemory, Recordings, measure_usage, plan_device_memory
 from quire.worker.device.runner import DeviceRunner
@@ -48,7 +50,7 @@ def build_device_runner(
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
     try:
         parameters = open_parameters(report.folder, report.spec)
-        compilation = _compile_ahead(device, report, sizes, config.deterministic)
+        compilation = _compile_ahead(device, config, report, sizes, parameters)
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, config.deterministic)
         pool = DeviceKvPool(kv, 1, device)
@@ -68,12 +70,19 @@ def build_device_runner(
     return DeviceRunner(decoder, stepper, plan, config.max_num_seqs), replace(report, memory=plan)
 
 
-def _compile_ahead(device: torch.device, report: ModelReport, sizes: StepSizes, is_in_order: bool) -> CompilationAhead | None:
+def _compile_ahead(
+    device: torch.device,
+    config: EngineConfig,
+    report: ModelReport,
+    sizes: StepSizes,
+    parameters: Mapping[str, Parameter | StoredParameter],
+) -> CompilationAhead | None:
     """Begin to compile what serving will launch, while weights are loaded."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return CompilationAhead(report.spec, report.memory.kv, sizes, is_in_order, 10 * major + minor)
+    chosen = report.folder, report.spec, config.quantization, config.deterministic
+    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, 10 * major + minor), parameters)
 
 
 def _measured_plan(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import LayerSpec, ModelSpec
+from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.ahead import Variant, variant_of
 from quire.kernels.triton.launching import noted_launches, run_all
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
@@ -17,6 +18,8 @@ from quire.kernels.triton.tiles import CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.quant.parameters import Parameter, StoredParameter
+from quire.quant.policy import QuantizationPolicy
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep, full_step
 from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
@@ -24,9 +27,60 @@ from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 _META = torch.device("meta")
 
 
-def serving_variants(spec: ModelSpec, kv: KvSpec, sizes: StepSizes, is_in_order: bool = False) -> list[Variant]:
+class ServedModel(NamedTuple):
+    """A model as it is served.
+
+    parameters   all of them: tensors, or still in their checkpoint
+    policy       how they are quantised while they are loaded; None: run as they are stored
+    is_in_order  see DeviceDecoder
+    """
+
+    spec: ModelSpec
+    parameters: Mapping[str, Parameter | StoredParameter]
+    policy: QuantizationPolicy | None = None
+    is_in_order: bool = False
+
+    def kinds(self) -> list[tuple[object, ...]]:
+        """Return of each layer what its launches depend on, and last of what is in no layer."""
+        shapes, num_layers = parameter_shapes(self.spec), len(self.spec.layers)
+        found: list[list[object]] = [[layer] for layer in (*self.spec.layers, None)]
+        for name, parameter in self.parameters.items():
+            index, rest = _split(name)
+            layout = parameter.layout if isinstance(parameter, StoredParameter) else ()
+            scheme = self.policy and self.policy.scheme_of(name, shapes.get(name, (0,))[-1], num_layers)
+            found[num_layers if index is None else index].append((rest, layout, scheme))
+        return [tuple(kind) for kind in found]
+
+    def few_layers(self) -> ServedModel:
+        """Return the model with few layers, whose kinds follow each other as in all: a layer ends with the next one's norm."""
+        kinds, layers = self.kinds()[:-1], self.spec.layers
+        chosen, pairs = [0][: len(kinds)], list[tuple[object, object]]()
+        for index, pair in enumerate(itertools.pairwise(kinds)):
+            if pair not in pairs:
+                pairs.append(pair)
+                chosen += [index + 1] if kinds[chosen[-1]] == pair[0] else [index, index + 1]
+        if kinds and kinds[chosen[-1]] != kinds[-1]:
+            chosen.append(len(kinds) - 1)
+        own = {name: parameter for name, parameter in self.parameters.items() if _split(name)[0] is None}
+        for place, source in enumerate(chosen):
+            own |= {
+                f"layers.{place}.{rest}": parameter
+                for name, parameter in self.parameters.items()
+                for index, rest in [_split(name)]
+                if index == source
+            }
+        return self._replace(spec=replace(self.spec, layers=tuple(layers[index] for index in chosen)), parameters=own)
+
+
+def _split(name: str) -> tuple[int | None, str]:
+    """Return the layer of a parameter, None where it is in none, and its name there."""
+    parts = name.split(".", 2)
+    return (int(parts[1]), parts[2]) if parts[0] == "layers" else (None, name)
+
+
+def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
-    decoder = meta_decoder(spec, sizes.max_model_len, is_in_order)
+    decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, kv.block_size, kv.dtype), 1, _META)
     stepper = DeviceStepper(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
@@ -35,25 +89,13 @@ def serving_variants(spec: ModelSpec, kv: KvSpec, sizes: StepSizes, is_in_order:
         for step in _mixed_steps(stepper, sizes):
             stepper.launch(step, SAMPLINGS[0], TableChanges([]))
         for dtype, has_masks, has_cuts in itertools.product({decoder.dtype, torch.float32}, (False, True), (False, True)):
-            _sample(dtype, spec.vocab_size, has_masks, has_cuts)
+            _sample(dtype, model.spec.vocab_size, has_masks, has_cuts)
     return list(dict.fromkeys(map(variant_of, launches)))
 
 
-def meta_decoder(spec: ModelSpec, max_model_len: int, is_in_order: bool = False) -> DeviceDecoder:
-    """Return a decoder without memory that launches every kernel of a model's, but in fewer layers."""
-    few = replace(spec, layers=tuple(_few_layers(spec.layers)))
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    parameters = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in parameter_shapes(few).items()}
-    return DeviceDecoder(few, parameters, max_model_len, _META, None, is_in_order)
-
-
-def _few_layers(layers: tuple[LayerSpec, ...]) -> list[LayerSpec]:
-    """Return layers in which everything that follows something in these does so: a layer's end is the next one's norm."""
-    pairs: list[tuple[LayerSpec, LayerSpec]] = []
-    for pair in itertools.pairwise(layers):
-        if pair not in pairs:
-            pairs.append(pair)
-    return [*layers[:1], *itertools.chain.from_iterable(pairs), *layers[-1:]]
+def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
+    """Return a decoder without memory."""
+    return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, model.policy, model.is_in_order)
 
 
 def _mixed_steps(stepper: DeviceStepper, sizes: StepSizes) -> Iterator[HostStep]:

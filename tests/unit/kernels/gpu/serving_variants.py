@@ -1,10 +1,13 @@
-"""Which kernels random steps launch that were not found ahead: `python -m ...serving_variants` prints JSON, a line a model.
+"""Which kernels random steps launch that were not found ahead: `python -m ...serving_variants MODE` prints JSON.
+
+MODE is plain, compile, or narrow with a folder to write checkpoints in.
 
 In a process of its own: where kernels are interpreted their parameters are not known.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,11 +18,19 @@ from quire.kernels.triton.ahead import compile_variant, variant_of
 from quire.kernels.triton.feedback import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.checkpoint import open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.parameters import parameter_shapes
+from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
 from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
-from quire.worker.device.variants import meta_decoder, serving_variants
+from quire.worker.device.variants import ServedModel, meta_decoder, serving_variants
+from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.narrow_checkpoints import SIZES as NARROW_SIZES
+from tests.unit.kernels.gpu.narrow_checkpoints import write
 
+META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
 MLP = MlpSpec(96, "silu")
 
@@ -33,6 +44,11 @@ MODELS = {
     "windows": [layer(window=40), layer(window=40), layer(), layer(window=40)],
     "experts": [layer(heads=(4, 4), mlp=MoeSpec(8, 2, MLP))] * 2,
 }
+NARROW = [
+    *(("qwen3", method) for method in ("gptq", "int8", "fp8", "fp8-rows", "--int8", "--int4", "--fp8")),
+    *(("qwen3_moe", method) for method in ("awq", "fp8", "--int4", "--fp8")),
+]
+"""Family and form; "--" is for weights that are quantised while they are loaded."""
 SIZES = StepSizes(24, 1000, 900)
 
 
@@ -52,36 +68,76 @@ def random_step(rng):
     )
 
 
-def missing_variants(spec, kv_dtype, is_in_order):
+def missing_variants(model, kv_dtype):
     """Return names of the kernels that random steps launch in a variant that was not found ahead, and of all that were."""
-    kv = KvSpec.of(spec, 64, kv_dtype)
-    found = set(serving_variants(spec, kv, SIZES, is_in_order))
-    decoder = meta_decoder(spec, SIZES.max_model_len, is_in_order)
-    pool = DeviceKvPool(KvSpec.of(decoder.spec, 64, kv_dtype), 5, torch.device("meta"))
+    kv = KvSpec.of(model.spec, 64, kv_dtype)
+    found = set(serving_variants(model, kv, SIZES))
+    decoder = meta_decoder(model, SIZES.max_model_len)
+    pool = DeviceKvPool(kv, 5, META)
     stepper = DeviceStepper(decoder, pool, SIZES, StepGraphs())
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
             stepper.launch(random_step(rng), SAMPLINGS[int(rng.integers(2))], TableChanges([]), kept)
-    return sorted({variant.kernel for variant in set(map(variant_of, launches)) - found}), found
+    launched = set(map(variant_of, launches))
+    return sorted({variant.kernel for variant in launched - found}), launched, found
+
+
+def describe(name, model, kv_dtype="bfloat16"):
+    """Print what was found of a model, and return its variants."""
+    missing, launched, variants = missing_variants(model, kv_dtype)
+    parameters = sorted({parameter for variant in variants for parameter, _ in variant.arguments})
+    kernels = sorted({variant.kernel for variant in launched})
+    described = {"model": name, "kv": kv_dtype, "missing": missing, "count": len(variants), "parameters": parameters}
+    print(json.dumps({**described, "kernels": kernels}), flush=True)
+    return variants
+
+
+def plain_models():
+    """Yield name and model of those with plain weights."""
+    for name, layers in MODELS.items():
+        spec = ModelSpec(name, "bfloat16", 3000, 256, tuple(layers), RMS, SIZES.max_model_len)
+        shapes = parameter_shapes(spec).items()
+        parameters = {key: torch.empty(size, dtype=torch.bfloat16, device=META) for key, size in shapes}
+        yield name, ServedModel(spec, parameters)
+
+
+def narrow_models(folder):
+    """Yield name and model of those with narrow weights, which are written below a folder."""
+    for family, method in NARROW:
+        name = f"{family}-{method}"
+        policy = DEVICE_POLICIES[method.removeprefix("--")] if method.startswith("--") else None
+        changes = {"num_hidden_layers": 4, "torch_dtype": "bfloat16"}
+        if policy is None:
+            path = write(folder / name, family, method, **changes)[0]
+        else:
+            path = write_checkpoint(folder / name, family, **NARROW_SIZES, **changes)
+        spec = read_model_spec(path)
+        yield name, ServedModel(spec, open_parameters(path, spec), policy)
+
+
+def compile_some(variants):
+    """Compile some variants, and print by what they are found when they are launched."""
+    chosen = [variant for variant in variants if variant.kernel in ("scan_rows", "plan_chunks", "attend_chunks")]
+    hashes = [compile_variant(variant, 90, has_launchers=False) for variant in chosen]
+    last, ids, rows = (
+        torch.zeros(count, dtype=dtype) for count, dtype in ((40, torch.int64), (5, torch.int64), (5, torch.int32))
+    )
+    launch = keep_ids_launch(last, ids, rows)
+    hashes.append(compile_variant(variant_of(launch), 90, has_launchers=False))
+    launched = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **launch.options)
+    print(json.dumps({"hashes": hashes, "launched": launched.hash}))
 
 
 if __name__ == "__main__":
-    for name, layers in MODELS.items():
-        for kv_dtype, is_in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):
-            model = ModelSpec(name, "bfloat16", 3000, 256, tuple(layers), RMS, SIZES.max_model_len)
-            missing, variants = missing_variants(model, kv_dtype, is_in_order)
-            parameters = sorted({parameter for variant in variants for parameter, _ in variant.arguments})
-            described = {"model": name, "kv": kv_dtype, "missing": missing, "count": len(variants), "parameters": parameters}
-            print(json.dumps(described), flush=True)
-    if "compile" in sys.argv:
-        chosen = [variant for variant in variants if variant.kernel in ("scan_rows", "plan_chunks", "attend_chunks")]
-        hashes = [compile_variant(variant, 90, has_launchers=False) for variant in chosen]
-        last, ids, rows = (
-            torch.zeros(count, dtype=dtype) for count, dtype in ((40, torch.int64), (5, torch.int64), (5, torch.int32))
-        )
-        launch = keep_ids_launch(last, ids, rows)
-        hashes.append(compile_variant(variant_of(launch), 90, has_launchers=False))
-        launched = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **launch.options)
-        print(json.dumps({"hashes": hashes, "launched": launched.hash}))
+    mode, *rest = sys.argv[1:]
+    if mode == "narrow":
+        for title, narrow in narrow_models(Path(rest[0])):
+            describe(title, narrow)
+        sys.exit()
+    for title, plain in plain_models():
+        for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):
+            last_variants = describe(title, plain._replace(is_in_order=in_order), kv)
+    if mode == "compile":
+        compile_some(last_variants)

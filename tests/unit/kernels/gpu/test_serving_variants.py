@@ -1,5 +1,6 @@
 """All kernels that serving launches are found, and compiled, before the first request."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -7,6 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.model.checkpoint import open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.parameters import parameter_shapes
+from quire.quant.policy import DEVICE_POLICIES
+from quire.worker.device.ahead import CompilationAhead, Order
+from quire.worker.device.stepper import StepSizes
+from quire.worker.device.variants import ServedModel
+from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.narrow_checkpoints import SIZES, write
 
 ROOT = Path(__file__).resolve().parents[4]
 # What Triton takes, or refuses, as its own where kernels are launched.
@@ -22,6 +36,7 @@ RESERVED = {
     "num_ctas",
     "instrumentation_mode",
 }
+NARROW_KERNELS = {"multiply_narrow", "multiply_narrow_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
 
 
 def run_without_interpreter(cache, *arguments):
@@ -34,11 +49,21 @@ def run_without_interpreter(cache, *arguments):
 
 
 def test_random_steps_launch_nothing_that_was_not_found_ahead(tmp_path):
-    models = run_without_interpreter(tmp_path)
+    models = run_without_interpreter(tmp_path, "plain")
     assert len(models) == 9
     assert [model for model in models if model["missing"]] == []
     assert all(20 < model["count"] < 120 for model in models)
     assert [RESERVED & set(model["parameters"]) for model in models] == [set()] * 9
+
+
+def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_found_ahead(tmp_path):
+    models = run_without_interpreter(tmp_path, "narrow", tmp_path / "models")
+    assert len(models) == 11
+    assert [model for model in models if model["missing"]] == []
+    assert all(20 < model["count"] < 200 for model in models)
+    kernels = {model["model"]: NARROW_KERNELS.intersection(model["kernels"]) for model in models}
+    assert all(kernels.values())
+    assert set().union(*kernels.values()) == NARROW_KERNELS
 
 
 @pytest.mark.slow
@@ -47,3 +72,62 @@ def test_what_was_found_compiles_into_the_cache_without_a_gpu(tmp_path):
     assert compiled["launched"] == compiled["hashes"][-1]  # a launch with tensors finds what was compiled without
     assert len(compiled["hashes"]) == len(set(compiled["hashes"])) > 5
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(compiled["hashes"])
+
+
+def kinds_of(model):
+    return model.kinds()[:-1]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["A", "AAAA", "AABBBA", "ABABAB", "ABBBBA", "AAABCCCAB", "ABCDEF"], ids=lambda pattern: pattern
+)
+def test_few_layers_have_the_first_the_last_and_every_layer_behind_every_one_that_it_follows(pattern):
+    mlps = {letter: MlpSpec(32 * place, "silu") for place, letter in enumerate("ABCDEF", 1)}
+    attention = AttentionSpec(2, 1, 16, 0.25, None)
+    layers = tuple(LayerSpec(attention, mlps[letter], NormSpec("rms", 1e-6)) for letter in pattern)
+    spec = ModelSpec("test", "bfloat16", 300, 32, layers, NormSpec("rms", 1e-6), 64)
+    model = ServedModel(spec, {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(spec).items()})
+    few = model.few_layers()
+    whole, found = kinds_of(model), kinds_of(few)
+    assert (found[0], found[-1]) == (whole[0], whole[-1])
+    assert set(itertools.pairwise(found)) >= set(itertools.pairwise(whole))
+    assert len(found) <= 2 * len(set(itertools.pairwise(whole))) + 1
+    assert {name: tensor.shape for name, tensor in few.parameters.items()} == parameter_shapes(few.spec)
+
+
+def test_layers_that_are_stored_or_will_be_quantised_in_other_ways_are_of_other_kinds(tmp_path):
+    config = {"num_hidden_layers": 4, "torch_dtype": "bfloat16"}
+    path, _ = write(tmp_path, "qwen3", "fp8", **config)
+    spec = read_model_spec(path)
+    model = ServedModel(spec, open_parameters(path, spec))
+    assert [len(set(kinds_of(model))), len(model.few_layers().spec.layers)] == [1, 2]
+    dense = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES, **config)
+    plain = ServedModel(spec, open_parameters(dense, spec))
+    assert set(kinds_of(plain)).isdisjoint(kinds_of(model))
+    first, *middle, last = kinds_of(plain._replace(policy=DEVICE_POLICIES["int4"]))
+    assert first == last
+    assert len({first, *middle}) == 2  # the MLPs at both ends get int8
+    assert len(plain._replace(policy=DEVICE_POLICIES["int4"]).few_layers().spec.layers) == 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_compiled_ahead_once_for_all_that_are_stored_alike(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ahead = []
+    for name, method in (("first", "int8"), ("second", "int8"), ("other", "fp8")):
+        path, _ = write(tmp_path / name, "qwen3", method, torch_dtype="bfloat16")
+        spec = read_model_spec(path)
+        order = Order(path, spec, None, False, KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16), 90, has_launchers=False)
+        if name == "other":
+            monkeypatch.setattr(subprocess, "Popen", FailingProcess)
+        ahead.append(CompilationAhead(order, open_parameters(path, spec)))
+        assert ahead[-1].wait() is (name != "other")
+    assert [compilation.is_needed for compilation in ahead] == [True, False, True]
+    assert len(list((tmp_path / "cache").glob("*/*.cubin"))) > 20
+
+
+class FailingProcess(subprocess.Popen):
+    """A process that does not compile what it is asked for."""
+
+    def __init__(self, command, **options):
+        super().__init__([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit('no compiler')"], **options)

@@ -42,7 +42,7 @@ ATTENTION_LIMITS = {
     "decode-d256-in-order": (168, {"HGMMA": 32, "wide_copies": 16}),
     "prefill-in-order": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-fp8-in-order": (240, {"HGMMA": 16, "wide_copies": 8}),
-    "prefill-d256-in-order": (255, {"HGMMA": 32, "wide_copies": 16}),
+    "prefill-d256-in-order": (248, {"HGMMA": 32, "wide_copies": 16}),
     "prefill-tree": (192, {"HGMMA": 16, "wide_copies": 16}),
     "decode-group7": (136, {"HMMA": 32, "wide_copies": 32}),
     "decode-group32": (128, {"HMMA": 32, "wide_copies": 16}),
@@ -149,7 +149,6 @@ FUSED_LIMITS = {
 }
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
-SPILLS = {"prefill-d256-in-order": {"stack": 8, "LDL": 1, "STL": 1}}  # by Triton 3.9 alone: one register
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
 LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense", "few", "projected")
 UNFUSED = [name for name in LIMITS if name.startswith("sample-")]
@@ -173,7 +172,7 @@ def exceeded(found):
     """Return which limits a kernel does not keep, as text."""
     name = found["name"]
     most_registers, least = LIMITS[name]
-    most = {"stack": 0, "LDL": 0, "STL": 0, "registers": most_registers, "shared": MAX_SHARED_BYTES} | SPILLS.get(name, {})
+    most = {"stack": 0, "LDL": 0, "STL": 0, "registers": most_registers, "shared": MAX_SHARED_BYTES}
     most["early_loads"] = EARLY_LOADS.get(name, 0)
     least = least | {"early_loads": most["early_loads"]}
     if name in UNFUSED:  # the noise is only the CPU's where no multiply is fused with an add
@@ -258,7 +257,9 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert len([row for row in found["kernels"] if "name" in row]) == 15
-    assert {row["section"] for row in found["engine"]} == {"start", "prefill", "mixed", "engine"}
+    assert {row["section"] for row in found["engine"]} == {"prefill", "mixed", "engine"}
+    assert [row["is_cold"] for row in found["start"][:2]] == [True, False]
+    assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]
     assert 0 <= found["decode-small"][0]["idle_share"] < 1

@@ -1,0 +1,101 @@
+"""How long an engine on a GPU takes from nothing to its first token, for bench/gpu.py: a fresh process each time, by stage.
+
+`python bench/gpu_start.py SINCE FOLDER OPTIONS` is that process: it prints a line of JSON. SINCE is when it was started, as
+time.time() has it, and OPTIONS are the engine's, as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+Row = dict[str, object]
+Made = TypeVar("Made")
+_ROOT = Path(__file__).resolve().parents[1]
+_GOAL_S = 10.0
+_SHOWN_ERROR = 2000
+
+
+def start_rows(model: str, folder: Path, options: Mapping[str, object], cache: Path, until_s: float) -> Iterator[Row]:
+    """Yield the stages of a start with an empty cache of Triton's, and of one with what that left there.
+
+    options  of the engine
+    cache    a folder that is not there yet; the checkpoint is in the system's memory either way, as it was just written
+    until_s  as time.perf_counter has it: no start goes on behind that
+    """
+    for is_cold in (True, False):
+        left_s = until_s - time.perf_counter()
+        if left_s <= 0:
+            return
+        row: Row = {"section": "start", "model": model, "is_cold": is_cold}
+        command = [sys.executable, str(Path(__file__)), str(time.time()), str(folder), json.dumps(dict(options))]
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(_ROOT)}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=left_s, check=False)
+        except subprocess.TimeoutExpired:
+            yield row | {"error": f"stopped after {left_s:.0f} s"}
+            return
+        if done.returncode != 0:
+            yield row | {"error": f"ended with {done.returncode}", "output": done.stderr[-_SHOWN_ERROR:]}
+            return
+        stages = json.loads(done.stdout.splitlines()[-1])
+        yield row | stages | {"is_below_goal": stages["total_s"] < _GOAL_S}
+
+
+def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> dict[str, float]:
+    """Return the seconds of each stage, in this process, which began at `since_s`.
+
+    import_s       of Python, torch, Triton and the engine
+    device_s       until the device has taken its first tensor
+    weights_s      of weights to the device, compiling going on beside it
+    compile_s      that kernels were then still waited for
+    rest_s         of the engine's other parts: reading its config, the memory plan with its largest step, the first recording
+    first_token_s  of a prompt of three tokens
+    """
+    import torch
+
+    from quire import LLM, SamplingParams
+    from quire.worker.device import build
+    from quire.worker.device.ahead import CompilationAhead
+
+    spent: dict[str, float] = {"weights_s": 0.0, "compile_s": 0.0}
+    build.DeviceDecoder = _timed(build.DeviceDecoder, spent, "weights_s")
+    CompilationAhead.wait = _timed(CompilationAhead.wait, spent, "compile_s")
+    times = [since_s, time.time()]
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    times.append(time.time())
+    llm = LLM(folder, **options)
+    times.append(time.time())
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    times.append(time.time())
+    llm.close()
+    imported, device, loaded, first_token = (after - before for before, after in itertools.pairwise(times))
+    found = {"import_s": imported, "device_s": device, **spent, "rest_s": loaded - sum(spent.values())}
+    return {**found, "first_token_s": first_token, "total_s": times[-1] - times[0]}
+
+
+def _timed(make: Callable[..., Made], spent: dict[str, float], stage: str) -> Callable[..., Made]:
+    """Return what does the same, and adds the seconds that it takes to a stage."""
+
+    def run(*arguments: object, **named: object) -> Made:
+        begun_s = time.time()
+        made = make(*arguments, **named)
+        spent[stage] += time.time() - begun_s
+        return made
+
+    return run
+
+
+if __name__ == "__main__":
+    since, checkpoint, chosen = sys.argv[1:]
+    print(json.dumps(stages_of_start(float(since), checkpoint, json.loads(chosen))))

@@ -1,0 +1,68 @@
+"""The stages of a start in a fresh process, as far as they are the benchmark's own."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[3] / "bench" / "gpu_start.py"
+
+
+@pytest.fixture(scope="module")
+def start():
+    spec = importlib.util.spec_from_file_location("gpu_start", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def scripted(start, tmp_path, monkeypatch):
+    """Have another script stand for the process that is started."""
+
+    def use(code):
+        script = tmp_path / "script.py"
+        script.write_text("import json, os, sys, time, pathlib\n" + code)
+        monkeypatch.setattr(start, "__file__", str(script))
+        options = {"device": "interpreter"}
+        return list(start.start_rows("tiny", tmp_path / "model", options, tmp_path / "cache", time.perf_counter() + 20))
+
+    return use
+
+
+def test_the_second_start_finds_the_cache_of_the_first(scripted, tmp_path):
+    rows = scripted(
+        "cache = pathlib.Path(os.environ['TRITON_CACHE_DIR']); was_there = cache.exists(); cache.mkdir(exist_ok=True)\n"
+        "print('a line of a library'); print(json.dumps({'total_s': 3 if was_there else 30, 'given': sys.argv[2:]}))"
+    )
+    assert [(row["is_cold"], row["total_s"], row["is_below_goal"]) for row in rows] == [(True, 30, False), (False, 3, True)]
+    folder, options = rows[0]["given"]
+    assert folder == str(tmp_path / "model")
+    assert json.loads(options) == {"device": "interpreter"}
+
+
+def test_a_start_that_fails_is_a_row_that_says_so(scripted):
+    (row,) = scripted("sys.exit('no such device')")
+    assert (row["is_cold"], row["error"]) == (True, "ended with 1")
+    assert "no such device" in row["output"]
+
+
+def test_no_start_begins_when_the_time_is_over(start, tmp_path):
+    assert list(start.start_rows("tiny", tmp_path, {}, tmp_path / "cache", time.perf_counter() - 1)) == []
+
+
+def test_a_start_that_hangs_is_stopped(start, tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(start, "__file__", str(script))
+    (row,) = start.start_rows("tiny", tmp_path, {}, tmp_path / "cache", time.perf_counter() + 1)
+    assert row["error"] == "stopped after 1 s"
+
+
+def test_what_is_timed_does_the_same_and_adds_up(start):
+    spent = {"a": 0.0}
+    timed = start._timed(lambda x, *, y: (time.sleep(0.01), x + y)[1], spent, "a")
+    assert [timed(1, y=2), timed(3, y=4)] == [3, 7]
+    assert spent["a"] >= 0.02
