@@ -20,6 +20,7 @@ MAX_FIELD_BYTES = 1 << 20  # of fields that are not long by nature
 MAX_MESSAGE_LENGTH = 1000
 MAX_IGNORED = 64  # names of unknown fields that are told back
 _WHERE = re.compile(r" - at (`key` in )?`(\$[^`]*)`$")
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _ID_LIST = re.compile(rb"\s*\[\s*\d")
 _ID_LISTS = re.compile(rb"\s*\[\s*\[")
 _INDEX = re.compile(r"\[\d+\]")
@@ -97,10 +98,18 @@ def decode_body(
     except msgspec.ValidationError as error:
         raise _explain(str(error), name) from None
     except ValueError as error:
-        raise BodyError(f"{name} is not valid JSON: {error}", code="invalid_json") from None
+        raise BodyError(f"{name} is not valid JSON: {_why_malformed(error, data)}", code="invalid_json") from None
     if issubclass(struct_type, Body):
         cast(Body, body).check()
     return body, ignored
+
+
+def _why_malformed(error: ValueError, data: bytes) -> str:
+    """Return what is wrong with a body; at its end the decoder takes half of a surrogate pair for a body that was cut."""
+    is_half_pair = "surrogate" in str(error) or (
+        "truncated" in str(error) and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
+    )
+    return f"a string has half of a surrogate pair, such as \\ud83d alone ({error})" if is_half_pair else str(error)
 
 
 def count_ids(raw: msgspec.Raw) -> int | None:

@@ -29,6 +29,7 @@ class Request:
     lists_allowed        of the most likely tokens, list those alone that the grammar allows; their log probabilities are those
                          among all
     cache_salt           requests share cached prefixes only with requests of the same salt
+    is_background        runs behind all that are not, whatever the policy, and gives them its seat and blocks when they come
     """
 
     request_id: RequestId
@@ -42,6 +43,7 @@ class Request:
     cache_salt: str = field(default="")
     grammar: Grammar | None = field(default=None, compare=False, repr=False)
     lists_allowed: bool = False
+    is_background: bool = False
 
     @property
     def priority(self) -> int:

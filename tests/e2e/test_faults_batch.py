@@ -210,3 +210,17 @@ def test_one_batch_is_made_when_the_same_request_comes_ten_times_at_once(server)
     assert [status for status, _, _ in answers] == [200] * 10
     assert len({batch["id"] for _, _, batch in answers}) == 1
     assert_every_line_once(server, answers[0][2]["id"], 3)
+
+
+def test_online_request_waits_for_no_line_when_long_lines_hold_every_seat():
+    lines = [{**line, "body": {**line["body"], "ignore_eos": True}} for line in make_lines(12, max_tokens=800)]
+    with serving("--max-num-seqs", "4") as server:
+        batch_id = start_batch(server, lines)
+        server.wait_for(lambda: server.metric("quire:generation_tokens_total") > 40)
+        for _ in range(6):
+            assert server.post("/v1/completions", completion(4)).status_code == 200
+        assert status_of(server, batch_id)["request_counts"]["completed"] == 0
+        assert server.metric("quire:num_preemptions_total") > 0
+        batch = assert_every_line_once(server, batch_id, len(lines))
+        assert batch["request_counts"]["failed"] == 0
+        assert_recovered(server)

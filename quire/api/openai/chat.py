@@ -274,7 +274,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         """Check what lies between the fields."""
         super().check()
         check_template_fields(self)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BodyError("top_logprobs: needs logprobs true", "top_logprobs")
         limit = self.max_output_tokens
         if self.min_tokens is not None and limit is not None and self.min_tokens > limit:

@@ -28,6 +28,7 @@ from quire.bench.serving.records import RequestRecord
 from quire.bench.serving.runner import LoadResult
 from quire.bench.serving.setup import Cost, Setup
 
+_MAX_EXAMPLE_CHARACTERS = 200
 _WIDTH = 64
 
 
@@ -208,10 +209,10 @@ def request_row(record: RequestRecord, start_s: float) -> dict[str, Any]:
 
 def _headline_rows(figures: dict[str, Any]) -> list[str]:
     rate = figures["request_rate"]
+    outcomes = [_row("Successful requests:", figures["completed"]), _row("Failed requests:", figures["failed"])]
+    for kind, entry in figures["failures"].items():
+        outcomes += [_row(f"  {kind}:", entry["count"]), f"    {_on_one_line(entry['example'])}"]
     rows: list[tuple[str, Any]] = [
-        ("Successful requests:", figures["completed"]),
-        ("Failed requests:", figures["failed"]),
-        *((f"  {kind}:", entry["count"]) for kind, entry in figures["failures"].items()),
         ("Rejected requests:", figures["rejected"]),
         *((f"  status {status}:", count) for status, count in figures["rejections"].items()),
         ("Retries:", figures["num_retries"] or None),
@@ -230,7 +231,12 @@ def _headline_rows(figures: dict[str, Any]) -> list[str]:
         ("Peak concurrent requests:", figures["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
     ]
-    return [_row(label, value) for label, value in rows if value is not None]
+    return outcomes + [_row(label, value) for label, value in rows if value is not None]
+
+
+def _on_one_line(text: str) -> str:
+    """Return the beginning of what a server said, fit for a terminal."""
+    return "".join(char for char in " ".join(text.split()) if char.isprintable())[:_MAX_EXAMPLE_CHARACTERS]
 
 
 def _metric_rows(name: str, figures: dict[str, Any], percentiles: Sequence[float]) -> list[str]:

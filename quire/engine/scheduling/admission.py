@@ -12,8 +12,11 @@ max_model_len, max_model_len decides ("length" again), as users of other engines
 from __future__ import annotations
 
 from quire.base.errors import RequestError
+from quire.base.ids import SequenceId
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request, check_prompt_length
+from quire.engine.scheduling.policy import order_key
+from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 
 
 def check_servable(request: Request, config: SchedulerConfig) -> None:
@@ -50,3 +53,22 @@ def max_total_tokens(request: Request, config: SchedulerConfig) -> int:
     longest = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
     max_tokens = request.params.max_tokens
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
+
+
+def new_sequence(
+    request: Request, config: SchedulerConfig, sequence_id: SequenceId, arrival: int, choice: int, now: float
+) -> Sequence:
+    """Return a choice of a servable request, which waits, or is held until choice 0 has computed the prompt."""
+    has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
+    return Sequence(
+        sequence_id=sequence_id,
+        request=request,
+        choice=choice,
+        order_key=order_key(config.policy, request, arrival, choice),
+        max_total_tokens=max_total_tokens(request, config),
+        ending_token_ids=request.ending_token_ids,
+        next_prompt_logprob=1 if has_prompt_logprobs else len(request.prompt_token_ids),
+        token_ids=list(request.prompt_token_ids),
+        added_s=now,
+        status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
+    )

@@ -72,6 +72,10 @@ class KvAllocator:
         sequence.last_entry = hits[-1] if hits else None
         return sequence.num_computed_tokens
 
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Return whether `admit` finds enough blocks for a sequence, of whose tokens none is cached."""
+        return self._num_blocks_for(sequence.num_tokens) <= self.pool.num_free
+
     def grow(self, sequence: Sequence, num_tokens: int, num_launched: int = 0) -> BlockGrowth | None:
         """Make the slots of the next num_tokens >= 1 tokens writable; None, and no change, when too few blocks are free.
 

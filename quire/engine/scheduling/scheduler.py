@@ -9,13 +9,16 @@ A step is {sequence: number of tokens} under one token budget; there is no prefi
 3. Waiting sequences are admitted in policy order while there is a seat (max_num_seqs), budget, and free blocks for ALL
    their known tokens, which they get at once. The first that does not fit blocks those behind it, even if they would fit:
    blocks that become free are for it, so that a long prompt cannot be starved by short ones.
-4. Decoding sequences for which the worker has drafts get slots for them, in policy order, of what budget and blocks are left.
+4. What is in the background (Request.is_background) has its chunks and its admissions only now. Where somebody who is not
+   finds no seat or no blocks in 3, the last running one in the background is preempted for it.
+5. Decoding sequences for which the worker has drafts get slots for them, in policy order, of what budget and blocks are left.
    A block is left for each running sequence: drafts cause no preemption.
 
 Where a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
 blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
-admitted in that step. The first running sequence is never preempted, as one that is alone in the pool always fits (see
-admission; a fork needs a block to spare, so this holds for it too): there is always progress, and no step is empty.
+admitted in that step, but those for whom the background made room. The first running sequence is preempted for nobody but
+them, as one that is alone in the pool always fits (see admission; a fork needs a block to spare, so this holds for it too):
+there is always progress, and no step is empty.
 
 The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
 prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
@@ -37,13 +40,13 @@ from quire.base.ids import RequestId, SequenceId
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
-from quire.engine.scheduling.admission import check_servable, max_total_tokens
+from quire.engine.scheduling.admission import check_servable, new_sequence
 from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.ending import append_sampled
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.giving_way import find_victim, must_make_room
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
-from quire.engine.scheduling.policy import order_key
 from quire.engine.scheduling.prompt_logprobs import take_prompt_logprobs
 from quire.engine.scheduling.result_check import find_mistake
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
@@ -129,7 +132,9 @@ class Scheduler:
         if request.request_id in self._choices:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
         arrival = next(self._arrivals)
-        choices = [self._new_sequence(request, arrival, choice, now) for choice in range(request.params.num_sequences)]
+        num_choices = request.params.num_sequences
+        ids = [SequenceId(next(self._sequence_ids)) for _ in range(num_choices)]
+        choices = [new_sequence(request, self.config, ids[i], arrival, i, now) for i in range(num_choices)]
         self._choices[request.request_id] = choices
         for sequence in choices:
             self._sequences[sequence.sequence_id] = sequence
@@ -152,7 +157,11 @@ class Scheduler:
         if step is None or len(self.in_flight) > 1:
             raise InvariantError(f"{len(self.in_flight)} steps are in flight: exactly one can be followed by a step ahead")
         launched = step.num_scheduled_tokens
-        return self._plan(launched, now) if self.kv.has_room_behind(self.running, launched) else None
+        if not self.kv.has_room_behind(self.running, launched) or must_make_room(
+            self.waiting, self.running, self.kv, self.config.max_num_seqs
+        ):
+            return None
+        return self._plan(launched, now)
 
     def _plan(self, launched: Mapping[SequenceId, int], now: float) -> StepPlan | None:
         """Return the step behind one that computes `launched` tokens of sequences."""
@@ -170,10 +179,12 @@ class Scheduler:
                 prefilling.append((sequence, num_left))
         for sequence in decoding:
             self._schedule_running(draft, sequence, 1, launched)
-        for sequence, num_left in prefilling:
-            self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
-        if self._num_preemptions == num_preempted_before:
-            self._schedule_waiting(draft)
+        for is_background in (False, True):
+            for sequence, num_left in prefilling:
+                if sequence.request.is_background is is_background:
+                    self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
+            if self._num_preemptions == num_preempted_before:
+                self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # what drafts follow is not known before
             give_draft_slots(draft, self.kv, len(self.running))
         if draft.is_empty:
@@ -225,21 +236,6 @@ class Scheduler:
         # The last choice goes first, so that choice 0 leaves none behind that would have to be queued for a moment.
         return [self._end(sequence, "abort") for sequence in reversed(tuple(self._choices.get(request_id, ())))][::-1]
 
-    def _new_sequence(self, request: Request, arrival: int, choice: int, now: float) -> Sequence:
-        has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
-        return Sequence(
-            sequence_id=SequenceId(next(self._sequence_ids)),
-            request=request,
-            choice=choice,
-            order_key=order_key(self.config.policy, request, arrival, choice),
-            max_total_tokens=max_total_tokens(request, self.config),
-            ending_token_ids=request.ending_token_ids,
-            next_prompt_logprob=1 if has_prompt_logprobs else len(request.prompt_token_ids),
-            token_ids=list(request.prompt_token_ids),
-            added_s=now,
-            status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
-        )
-
     def _chunk(self, draft: StepDraft, num_left: int) -> int:
         """Return how many of its uncomputed tokens a sequence may compute in this step, 0 when the budget is spent."""
         return min(num_left, self.config.long_prefill_token_threshold or num_left, draft.num_tokens_left)
@@ -258,12 +254,19 @@ class Scheduler:
                 return
         draft.add(sequence, num_tokens, growth)
 
-    def _schedule_waiting(self, draft: StepDraft) -> None:
-        while len(self.waiting) > 0 and len(self.running) < self.config.max_num_seqs and draft.num_tokens_left > 0:
+    def _schedule_waiting(self, draft: StepDraft, is_background: bool, may_preempt: bool) -> None:
+        while len(self.waiting) > 0 and draft.num_tokens_left > 0:
             sequence = self.waiting.first
-            num_cached = self.kv.admit(sequence)
-            if num_cached is None:
+            if sequence.request.is_background is not is_background:
                 return
+            num_cached = self.kv.admit(sequence) if len(self.running) < self.config.max_num_seqs else None
+            if num_cached is None:
+                victim = find_victim(sequence, self.running)
+                if victim is None or not may_preempt:
+                    return
+                draft.remove(victim)
+                self._preempt(victim)
+                continue
             self._start_running(sequence)
             if sequence.first_scheduled_s is None:
                 sequence.num_cached_tokens = num_cached

@@ -46,6 +46,7 @@ class AdmissionControl:
         self._owners: dict[str, OwnerLimits] = {}
         self._taken: dict[int, Ticket] = {}
         self._num_taken_sequences = self._num_taken_expected = 0
+        self._num_taken_batch_sequences = self._num_taken_batch_expected = 0
         self._num_held_online = self._num_held_batch = 0
         self._num_admitted = 0
         self.queue = FairQueue(lambda name: self._owner(name).weight)
@@ -56,6 +57,11 @@ class AdmissionControl:
     def num_taken_sequences(self) -> int:
         """Return how many sequences are in the engine, waiting there or running."""
         return self._num_taken_sequences
+
+    @property
+    def num_taken_batch_sequences(self) -> int:
+        """Return how many of them are of class "batch"."""
+        return self._num_taken_batch_sequences
 
     @property
     def batch_window(self) -> int:
@@ -108,16 +114,17 @@ class AdmissionControl:
         """Return the next ticket for an engine that holds at most `capacity` sequences; None when it is full or none waits.
 
         A ticket of more sequences than that goes into an empty engine. One that does not fit yet holds back those behind it.
+        Batches give way in the engine: for the others it is as full as without them.
         """
         ticket = self.queue.peek()
         if ticket is None:
             return None
-        if self._num_taken_sequences and self._num_taken_sequences + ticket.num_sequences > capacity:
+        num_taken, _ = self._taken_before(ticket.job.priority)
+        if num_taken and num_taken + ticket.num_sequences > capacity:
             return None
         self.queue.pop()
         self._taken[ticket.number] = ticket
-        self._num_taken_sequences += ticket.num_sequences
-        self._num_taken_expected += ticket.num_expected_tokens
+        self._count_taken(ticket, 1)
         return ticket
 
     def finish(self, ticket: Ticket, num_output_tokens: int, is_complete: bool) -> None:
@@ -131,8 +138,7 @@ class AdmissionControl:
             self.queue.remove(ticket)
             unused = ticket.num_prompt_tokens + ticket.num_expected_tokens
         else:
-            self._num_taken_sequences -= ticket.num_sequences
-            self._num_taken_expected -= ticket.num_expected_tokens
+            self._count_taken(ticket, -1)
             self.queue.settle(ticket, num_output_tokens)
             unused = ticket.num_expected_tokens - num_output_tokens
         owner.charge(-unused, self._clock(), num_requests=0)
@@ -150,7 +156,8 @@ class AdmissionControl:
         The least of three: all work ahead of it at the full rate, its class's at its class's share, its owner's at its owner's.
         """
         is_empty = all(self.queue.backlog(name).num_requests == 0 for name in self._ahead(priority))
-        if is_empty and self._num_taken_sequences + num_sequences <= self.max_num_seqs:
+        num_taken, num_expected = self._taken_before(priority)
+        if is_empty and num_taken + num_sequences <= self.max_num_seqs:
             return 0.0
         seconds = self._seconds_of_class
         before_s = sum(seconds(name) for name in self._ahead(priority) if name != priority)
@@ -160,8 +167,8 @@ class AdmissionControl:
         wait_s = (
             min(before_s + class_s, class_s / self.queue.class_share(priority)) if priority != "batch" else before_s + class_s
         )
-        slots = max(min(self._num_taken_sequences, self.max_num_seqs), 1)
-        return wait_s + self.rates.seconds_of(0, self._num_taken_expected / slots)
+        slots = max(min(num_taken, self.max_num_seqs), 1)
+        return wait_s + self.rates.seconds_of(0, num_expected / slots)
 
     @property
     def work_left_s(self) -> float:
@@ -180,7 +187,8 @@ class AdmissionControl:
     @property
     def is_empty(self) -> bool:
         """Return whether nothing is held at all: no ticket waits or is in the engine, and every count is back at 0."""
-        counts = (self._num_taken_sequences, self._num_taken_expected, self._num_held_online, self._num_held_batch)
+        taken = (*self._taken_before("batch"), self._num_taken_batch_sequences, self._num_taken_batch_expected)
+        counts = (*taken, self._num_held_online, self._num_held_batch)
         held = any(owner.calls or owner.num_sequences or owner.num_flex_sequences for owner in self._owners.values())
         return not (len(self.queue) or self._taken or any(counts) or held)
 
@@ -206,6 +214,22 @@ class AdmissionControl:
         owner.calls[_call_of(job)] += sign
         if not owner.calls[_call_of(job)]:
             del owner.calls[_call_of(job)]
+
+    def _count_taken(self, ticket: Ticket, sign: int) -> None:
+        self._num_taken_sequences += sign * ticket.num_sequences
+        self._num_taken_expected += sign * ticket.num_expected_tokens
+        if ticket.job.priority == "batch":
+            self._num_taken_batch_sequences += sign * ticket.num_sequences
+            self._num_taken_batch_expected += sign * ticket.num_expected_tokens
+
+    def _taken_before(self, priority: PriorityClass) -> tuple[int, int]:
+        """Return the sequences in the engine that a class waits for, and what they are expected to write."""
+        if priority == "batch":
+            return self._num_taken_sequences, self._num_taken_expected
+        return (
+            self._num_taken_sequences - self._num_taken_batch_sequences,
+            self._num_taken_expected - self._num_taken_batch_expected,
+        )
 
     def _ahead(self, priority: PriorityClass) -> Sequence[PriorityClass]:
         return ("interactive", "default", "batch") if priority == "batch" else ("interactive", "default")

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import msgspec
 
@@ -88,7 +89,10 @@ class EngineGateway:
 
     @property
     def capacity(self) -> int:
-        """Return how many sequences are given to the engine at most: those it runs, and a few ahead."""
+        """Return how many sequences are given to the engine at most: those it runs, and a few ahead.
+
+        Those of class "batch", which give way there, are not counted against the others.
+        """
         running = self._admission.max_num_seqs
         return running + max(_FED_AHEAD_LEAST, running // _FED_AHEAD_SHARE)
 
@@ -296,7 +300,8 @@ class EngineGateway:
             self._close(stream, "abort")
             return
         try:
-            subscription = self._engine.submit(request)
+            is_background = stream.job.priority == "batch"
+            subscription = self._engine.submit(replace(request, is_background=True) if is_background else request)
         except (ApiError, RequestError) as error:
             refusal = error if isinstance(error, ApiError) else from_quire_error(error)
             stream.fail(refusal)
@@ -338,7 +343,9 @@ class EngineGateway:
         if not self._running:
             self._metrics.num_engine_waiting = 0
             defined.kv_usage.labels().set(0)
-        num_deferred = backlogs["batch"].num_requests
+        # Those of class "batch" wait first in the engine, too.
+        in_engine = min(self._metrics.num_engine_waiting, self._admission.num_taken_batch_sequences)
+        num_deferred = backlogs["batch"].num_requests + in_engine
         num_waiting = len(queue) + self._metrics.num_engine_waiting
         defined.waiting.labels().set(num_waiting)
         defined.waiting_by_reason.labels("deferred").set(num_deferred)

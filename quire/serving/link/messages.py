@@ -70,6 +70,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     arrival_time_s: float
     cache_salt: str
     pooling: dict[str, Any] | None = None
+    is_background: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -90,6 +91,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             arrival_time_s=request.arrival_time_s,
             cache_salt=request.cache_salt,
             pooling=None if request.pooling is None else dataclasses.asdict(request.pooling),
+            is_background=request.is_background,
         )
 
     def request(self) -> Request:
@@ -111,6 +113,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             arrival_time_s=self.arrival_time_s,
             cache_salt=self.cache_salt,
             pooling=None if self.pooling is None else PoolingParams(**self.pooling),
+            is_background=self.is_background,
         )
 
     def _constraint(self) -> dict[str, Constraint]:

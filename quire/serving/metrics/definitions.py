@@ -128,7 +128,7 @@ class Definitions:
         histogram = self._histogram
         self.ttft = histogram(
             "time_to_first_token_seconds",
-            "From the arrival of a request at the server to the arrival of its first output token there; waiting included.",
+            "From the arrival of an online request to that of its first output token at the server; waiting included.",
             TTFT_BUCKETS,
         )
         self.inter_token = histogram(
@@ -143,12 +143,12 @@ class Definitions:
         )
         self.e2e = histogram(
             "e2e_request_latency_seconds",
-            "From the arrival of a request to its last output, of those that had any.",
+            "From the arrival of an online request to its last output, of those that had any.",
             REQUEST_BUCKETS,
         )
         self.queue_time = histogram(
             "request_queue_time_seconds",
-            "From the arrival of a request to its first step: in the server's queue and in the engine's.",
+            "From the arrival of an online request to its first step: in the server's queue and in the engine's.",
             REQUEST_BUCKETS,
         )
         self.queue_wait = histogram(
@@ -200,7 +200,7 @@ class Definitions:
             "reason",
         )
         self.slo_counted = counter(
-            "slo_requests", "Ended requests that count for goodput: all but those their clients gave up."
+            "slo_requests", "Ended requests that count for goodput: all online ones but those their clients gave up."
         )
         self.slo_met = counter("slo_requests_met", "Of these, the ones that ended well within every threshold that is set.")
 

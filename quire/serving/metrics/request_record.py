@@ -77,9 +77,14 @@ class RequestRecord:
         return None if self.ended_s is None else self.ended_s - self.arrival_s
 
     @property
+    def is_online(self) -> bool:
+        """Return whether the request waits behind its equals alone, so that its times are those of the server."""
+        return self.job.priority != "batch"
+
+    @property
     def counts_for_goodput(self) -> bool:
-        """Return whether the request was one that the server could have served, and its client did not give it up."""
-        return not self.is_refused and self.abort_reason not in _GIVEN_UP_BY_CLIENT
+        """Return whether it is an online request that the server could have served, and its client did not give it up."""
+        return self.is_online and not self.is_refused and self.abort_reason not in _GIVEN_UP_BY_CLIENT
 
     @property
     def has_ended_well(self) -> bool:

@@ -141,10 +141,10 @@ class ServerMetrics:
             if num_new:
                 num_tokens += num_new
                 record.last_output_s = now_s
-                if last_s is not None:
-                    num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
-                else:
+                if last_s is None:
                     self._take_first(record, now_s)
+                elif record.job.priority != "batch":
+                    num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
             if delta.finished:
                 self._take_end(record, delta)
         # Most have had their last token with the step before, all at the same time.
@@ -173,7 +173,8 @@ class ServerMetrics:
 
     def _take_first(self, record: RequestRecord, now_s: float) -> None:
         record.first_output_s = now_s
-        self.defined.ttft.labels().observe(now_s - record.arrival_s)
+        if record.is_online:
+            self.defined.ttft.labels().observe(now_s - record.arrival_s)
         self._count_prompt(record)
 
     def _take_end(self, record: RequestRecord, delta: RequestDelta) -> None:
@@ -213,7 +214,8 @@ class ServerMetrics:
         self._close(record, reason_of_rest)
         for reason in record.finish_reasons:
             self.defined.success.labels(reason).add()
-        self._observe_times(record)
+        if record.is_online:
+            self._observe_times(record)
         self._observe_sizes(record)
         if record.counts_for_goodput:
             self.defined.slo_counted.labels().add()

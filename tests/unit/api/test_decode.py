@@ -79,6 +79,15 @@ def test_damaged_body_is_one_short_error(data, kind):
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.parametrize("text", [rb"\ud800", rb"x\uD83D", rb"\ud83d\ud83d"])
+def test_half_of_a_surrogate_pair_at_the_end_is_named(text):
+    with pytest.raises(BodyError, match="half of a surrogate pair") as caught:
+        decode_body(b'{"model": "m", "prompt": "' + text + b'"}', CompletionRequest)
+    assert caught.value.code == "invalid_json"
+    with pytest.raises(BodyError, match="truncated"):
+        decode_body(b'{"model": "m", "prompt": "\\ud83d\\ude00', CompletionRequest)
+
+
 @pytest.mark.parametrize(
     "field",
     ['"temperature":1e999', '"seed":' + "9" * 5000, '"chat_template_kwargs":{"a":' + "9" * 5000 + "}"],
@@ -213,6 +222,7 @@ def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
         ("guided_json", None),
         ("use_beam_search", False),
         ("best_of", 1),
+        ("top_logprobs", 0),
         ("user", "someone"),
         ("metadata", {"a": "b"}),
     ],

@@ -269,7 +269,7 @@ export class EngineView {
     const isOpen = (name) => cards[name].details.open;
     const classes = model.queue?.classes ?? [];
     this.queueTable.show(classes.map((row) => [row.priority, row.num_requests, row.num_prompt_tokens, row.num_requests ? ms(row.oldest_wait_s * 1000) : "–", ms(row.estimated_wait_s * 1000)]));
-    this.queueNote.textContent = model.queue ? `${many(model.queue.num_in_engine, "request")} with the engine, which takes ${model.queue.capacity} sequences${model.queue.is_draining ? "; draining" : ""}.` : "";
+    this.queueNote.textContent = model.queue ? `${many(model.queue.num_in_engine, "request")} with the engine, which takes ${model.queue.capacity} sequences, and as many of batches behind them${model.queue.is_draining ? "; draining" : ""}.` : "";
     if (isOpen("steps")) cards.steps.twin.show(model.steps.slice(-20).reverse().map((step) => [step.id, ms(step.duration), step.prefill, step.decode, step.running, step.preemptions, this.batchText(step)]));
     if (isOpen("kv")) cards.kv.twin.show([...model.holders().map((row) => [row.label, model.requests.get(row.number)?.state ?? "–", row.blocks, row.shared, model.requests.get(row.number)?.owner ?? "–"]), ["cached", "–", model.kv?.cached ?? 0, "–", "–"]]);
     if (isOpen("rate")) cards.rate.twin.show(model.throughput(20).map((bucket, index) => [19 - index, bucket.prefill, bucket.decode]).reverse());

@@ -128,6 +128,15 @@ def test_table_shows_what_was_asked_for():
     assert "TTFT" not in text
 
 
+def test_table_says_what_the_server_said_when_requests_fail():
+    report = make_report()
+    report.result.records[2].message = "ask\x1b[2J for\n fewer " + "x" * 300
+    lines = report.describe().splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("  http_500:"))
+    assert lines[place + 1].startswith("    ask[2J for fewer xxx")
+    assert len(lines[place + 1]) < 250
+
+
 def test_report_stands_when_nothing_succeeded():
     report = make_report([bad(0, "failed", "connect"), bad(1, "aborted", "")], is_interrupted=True)
     assert "(interrupted)" in report.describe()

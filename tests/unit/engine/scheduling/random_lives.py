@@ -21,6 +21,7 @@ def random_config(rng):
 
 
 def random_request(rng, name, prefixes):
+    """Return a request; of three that follow one another, one is in the background."""
     tail = [rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 5, 12]))]
     prefix = rng.choice(prefixes)
     prompt = (prefix[: rng.randint(0, len(prefix))] if rng.random() < 0.5 else prefix) + tail
@@ -28,7 +29,7 @@ def random_request(rng, name, prefixes):
     max_tokens = rng.choice([None, 1, 2, 5, 12, 30])
     if rng.random() < 0.2:
         salt, pooling = rng.choice(["", "", "tenant"]), rng.choice(["last", "mean"])
-        return make_request(name, prompt, salt=salt, pooling=pooling, priority=rng.randint(-2, 2))
+        return make_request(name, prompt, salt=salt, pooling=pooling, background=name % 3 == 0, priority=rng.randint(-2, 2))
     return make_request(
         name,
         prompt,
@@ -36,6 +37,7 @@ def random_request(rng, name, prefixes):
         salt=rng.choice(["", "", "tenant"]),
         arrival=float(rng.randrange(100)) if rng.random() < 0.2 else 0.0,
         eos={EOS} if rng.random() < 0.7 else frozenset(),
+        background=name % 3 == 0,
         n=n,
         best_of=n + 1 if rng.random() < 0.1 else None,
         max_tokens=max_tokens,

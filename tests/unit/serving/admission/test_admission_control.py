@@ -422,6 +422,21 @@ def test_batch_has_a_window_and_takes_no_room_when_others_come():
         admission.admit(make_job(f"o{i}"))
 
 
+def test_others_are_taken_and_wait_for_nothing_when_batches_fill_the_engine():
+    admission = control(max_num_seqs=4, max_queue_wait_s=1)
+    measured(admission, prefill=1000, decode=10)
+    lines = [admission.admit(make_job(f"b{i}", max_tokens=900, priority="batch")) for i in range(8)]
+    assert [admission.take(5) for _ in range(6)] == [*lines[:5], None]
+    assert admission.estimated_wait_s("default", "a") == 0
+    online = [admission.admit(make_job(f"o{i}", max_tokens=1)) for i in range(4)]
+    assert [admission.take(5) for _ in range(5)] == [*online, None]
+    assert admission.estimated_wait_s("default", "a") > 0
+    assert admission.estimated_wait_s("batch", "a") > 10
+    for ticket in (*online, *lines):
+        admission.finish(ticket, 16, is_complete=True)
+    assert admission.is_empty
+
+
 def test_request_of_many_sequences_waits_for_an_empty_engine_when_it_exceeds_it():
     admission = control(max_num_seqs=2)
     small, big, after = (admission.admit(make_job(name, n=n)) for name, n in (("a", 1), ("b", 8), ("c", 1)))

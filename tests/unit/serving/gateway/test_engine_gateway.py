@@ -378,6 +378,24 @@ def test_batch_runs_only_in_room_left_when_others_wait():
     with_bench(test)
 
 
+def test_requests_do_not_wait_for_batches_when_these_fill_the_engine():
+    async def test(bench):
+        lines = [bench.gateway.open(make_job(f"b{i}", max_tokens=900, priority="batch")) for i in range(16)]
+        tasks = [bench.loop.create_task(read(stream)) for stream in lines]
+        await asyncio.sleep(0.5)
+        bench.metrics.render()
+        waiting = bench.metrics.defined.waiting_by_reason
+        assert (waiting.labels("deferred").value, waiting.labels("capacity").value) == (8, 0)
+        began = bench.loop.time()
+        answers = [read(bench.gateway.open(make_job(f"o{i}", max_tokens=5))) for i in range(8)]
+        assert await asyncio.gather(*answers) == [(5, ["length"])] * 8
+        assert bench.loop.time() - began < 10 * (0.01 + 8 * 0.001)
+        assert not any(task.done() for task in tasks)
+        assert await asyncio.gather(*tasks) == [(900, ["length"])] * 16
+
+    with_bench(test)
+
+
 def test_flooding_owner_does_not_slow_another_when_both_have_keys():
     keys = (ApiKey("flood", b""), ApiKey("polite", b""))
 

@@ -99,8 +99,9 @@ class _Running:
 
 
 class FakeEngine:
-    """Runs at most max_num_seqs sequences; a step takes step_s and a time for each token; one token per sequence and step.
+    """Runs at most max_num_seqs sequences, the background last. A step takes step_s and a time for each token, one a sequence.
 
+    most_*   sequences that were here at once, in the background and else
     aborts   ids in the order of abort calls; errors  calls that the contract forbids
     """
 
@@ -110,7 +111,7 @@ class FakeEngine:
         self.last_error = None
         self.on_step, self.on_state = [], []
         self.aborts, self.errors, self.submitted = [], [], []
-        self.most_sequences = self.num_delivered = self.num_steps = 0
+        self.most_sequences = self.most_background = self.num_delivered = self.num_steps = 0
         self.busy_s = 0.0
         self.num_prompt_tokens = self.num_output_tokens = 0
         self._costs, self._budget = (step_s, prompt_token_s, output_token_s), budget
@@ -126,7 +127,9 @@ class FakeEngine:
         subscription = Subscription(request.request_id, len(self.submitted), 1 << 20, 1e9)
         self._waiting.append(_Running(request, subscription, self.loop.time()))
         self.submitted.append(request.request_id)
-        self.most_sequences = max(self.most_sequences, sum(one.num_sequences for one in self._all()))
+        held = [sum(one.num_sequences for one in self._all() if one.request.is_background is kind) for kind in (False, True)]
+        self.most_sequences = max(self.most_sequences, held[0])
+        self.most_background = max(self.most_background, held[1])
         self._kick.set()
         return subscription
 
@@ -174,11 +177,14 @@ class FakeEngine:
                 self._tell([(one, RequestDelta(one.request.request_id, choices, True, one.metrics))], None)
 
     def _admit(self):
-        used = sum(one.num_sequences for one in self._running)
-        while self._waiting and (not used or used + self._waiting[0].num_sequences <= self.info.max_num_seqs):
-            one = self._waiting.pop(0)
-            used += one.num_sequences
-            self._running.append(one)
+        everybody = sorted(self._all(), key=lambda one: one.request.is_background)
+        self._running, self._waiting, used = [], [], 0
+        for one in everybody:
+            if not self._waiting and (not used or used + one.num_sequences <= self.info.max_num_seqs):
+                used += one.num_sequences
+                self._running.append(one)
+            else:
+                self._waiting.append(one)
 
     async def _step(self):
         self._admit()

@@ -75,6 +75,7 @@ requests = st.builds(
     eos_token_ids=st.frozensets(token_ids, max_size=4),
     arrival_time_s=reals,
     cache_salt=st.just("") | texts,
+    is_background=st.booleans(),
     pooling=st.none()
     | st.builds(
         PoolingParams,

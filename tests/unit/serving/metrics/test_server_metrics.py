@@ -153,6 +153,20 @@ def test_goodput_counts_requests_within_every_threshold_when_some_are_set(thresh
     assert (found[("quire:slo_requests_total",)], found[("quire:slo_requests_met_total",)]) == (1, is_met)
 
 
+def test_latencies_and_goodput_are_of_online_requests_when_batches_run():
+    metrics, clock = make_metrics(slo_ttft_s=1.0)
+    run_request(metrics, clock, priority="batch")
+    found = samples(metrics)
+    times = ("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency")
+    times += tuple(f"request_{name}_time" for name in ("queue", "prefill", "decode", "inference"))
+    assert [found[(f"quire:{name}_seconds_count",)] for name in times] == [0] * len(times)
+    assert found[("quire:slo_requests_total",)] == 0
+    assert found[("quire:queue_wait_seconds_count", ("class", "batch"))] == 1
+    assert (found[("quire:generation_tokens_total",)], found[("quire:prompt_tokens_total",)]) == (3, 10)
+    assert found[("quire:request_generation_tokens_count",)] == 1
+    assert found[("quire:request_success_total", ("finished_reason", "stop"))] == 1
+
+
 def test_given_up_requests_do_not_count_for_goodput_when_their_clients_go():
     metrics, _ = make_metrics()
     for reason in ("disconnect", "deadline"):
