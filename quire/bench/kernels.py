@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from quire.base.cpu_caches import CACHES, largest_cache_bytes
 from quire.base.errors import ConfigError
 from quire.bench.kernel_cases import KERNELS, QWEN3_0_6B, KernelCase, ModelShapes, Setup, make_cases, shapes_of
 from quire.bench.provenance import Provenance, find_provenance
@@ -28,8 +29,6 @@ _NUM_WARM_UP = 3
 _PEAK_S = 1e-3
 _CACHE_FACTOR = 4
 _LEAST_WORKING_SET = 64 << 20
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +155,9 @@ def _shapes(model: str) -> ModelShapes:
     return QWEN3_0_6B if model == DEFAULT_MODEL else shapes_of(read_model_spec(resolve_model(model, None)))
 
 
-def default_working_set(caches: Path = _CACHES) -> int:
+def default_working_set(caches: Path = CACHES) -> int:
     """Return four times the size of the largest cache of this machine, at least 64 MiB."""
-    largest = 0
-    for file in caches.glob("index*/size"):
-        text = file.read_text().strip()
-        if text[:-1].isdigit() and text[-1] in _UNITS:
-            largest = max(largest, int(text[:-1]) * _UNITS[text[-1]])
-    return max(_LEAST_WORKING_SET, _CACHE_FACTOR * largest)
+    return max(_LEAST_WORKING_SET, _CACHE_FACTOR * largest_cache_bytes(caches))
 
 
 class Meter:

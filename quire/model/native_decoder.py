@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
@@ -120,6 +121,8 @@ class NativeDecoder:
             layers.append(self._build_layer(layer_spec, f"layers.{index}."))
             plan.add_layer(layers[-1])
         plan.finish()
+        # Half of it: others use it, too.
+        plan.is_near = 2 * self.weight_bytes <= largest_cache_bytes()
         self._extend_angles(_FIRST_POSITIONS)
         return layers
 

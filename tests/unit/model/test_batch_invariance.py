@@ -179,6 +179,21 @@ def test_logits_are_the_same_to_the_bit_when_the_number_of_threads_changes_betwe
     assert_same(bench, alone)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9])
+def test_logits_are_the_same_to_the_bit_wherever_weights_are_expected(tiny_family, precision, rows):
+    found = []
+    for is_near in (False, True):
+        decoder, rng = build(tiny_family, precision), random.Random(7)
+        decoder.plan.is_near = is_near
+        bench = Bench(decoder, [random_sequences(decoder.spec.vocab_size, rng)[3]], rng)
+        while bench.unfinished():
+            bench.step([(0, min(rows, bench.left(0)))])
+        found.append(bench.logits[0])
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(logits, found[1][position]) for position, logits in found[0].items())
+
+
 @pytest.mark.parametrize("precision", ["bf16", "int4"])
 def test_logits_asked_for_later_are_those_of_the_step(tiny_family, precision):
     decoder, rng = build(tiny_family, precision), random.Random(6)

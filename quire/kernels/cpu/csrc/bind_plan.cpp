@@ -61,6 +61,7 @@ void bind_setup(PlanClass& plan) {
         .def_rw("embed_norm", &Plan::embed_norm)
         .def_rw("feature_norm", &Plan::feature_norm)
         .def_rw("num_threads", &Plan::num_threads)
+        .def_rw("is_near", &Plan::is_near)
         .def("set_embedding", &Plan::set_embedding, "embed"_a, "positions"_a.none(), "scale"_a)
         .def("set_head", &Plan::set_head, "head"_a, "logit_scale"_a, "softcap"_a)
         .def("add_layer", &Plan::add_layer, "layer"_a)

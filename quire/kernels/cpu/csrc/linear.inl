@@ -17,7 +17,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-template <int R, int P>
+template <int R, int P, bool IS_NEAR = false>
 void tile_bf16(const Tile& t) {
     F32 acc[P][R];
 #pragma GCC unroll 32
@@ -27,7 +27,10 @@ void tile_bf16(const Tile& t) {
     const u32* x = t.input;
     for (i64 s = 0; s < t.steps; ++s, x += R) {
         Bytes w[P];
-        prefetch_ahead<P>(t, s);
+        if constexpr (IS_NEAR)
+            prefetch_near<P>(t, s);
+        else
+            prefetch_ahead<P>(t, s);
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p) w[p] = load_bytes(t.panels[p] + s * 64);
 #pragma GCC unroll 32
@@ -37,7 +40,7 @@ void tile_bf16(const Tile& t) {
             for (int p = 0; p < P; ++p) acc[p][r] = dot_bf16(acc[p][r], w[p], b);
         }
     }
-    store_tile<R, P>(t.out, acc);
+    store_tile<R, P>(t, acc);
 }
 
 template <int R, int P, bool IS_HALF>
@@ -61,7 +64,7 @@ QUIRE_INLINE void tile_floats(const Tile& t) {
             for (int p = 0; p < P; ++p) acc[p][r] = fma(w[p], b, acc[p][r]);
         }
     }
-    store_tile<R, P>(t.out, acc);
+    store_tile<R, P>(t, acc);
 }
 
 template <int R, int P>
@@ -73,6 +76,7 @@ void tile_f16(const Tile& t) { tile_floats<R, P, true>(t); }
 template <int P>
 struct Functions {
     TileFunction by_rows[6][MAX_FLOATS / P + 1];
+    TileFunction near_by_rows[2][MAX_NEAR_ROWS + 1];  // bf16, u8
 };
 
 template <int P, int R>
@@ -80,6 +84,10 @@ constexpr void fill(Functions<P>& functions) {
     if constexpr (R > 0) {
         functions.by_rows[static_cast<int>(Format::bf16)][R] = tile_bf16<R, P>;
         if constexpr (R <= max_unit_rows(P)) functions.by_rows[static_cast<int>(Format::bf12)][R] = tile_bf12<R, P>;
+        if constexpr (R <= MAX_NEAR_ROWS) {
+            functions.near_by_rows[0][R] = tile_bf16<R, P, true>;
+            if constexpr (R <= MAX_INTEGERS && R * P <= MAX_LONG_INTEGERS) functions.near_by_rows[1][R] = tile_u8<R, P, true>;
+        }
         functions.by_rows[static_cast<int>(Format::f32)][R] = tile_f32<R, P>;
         functions.by_rows[static_cast<int>(Format::f16)][R] = tile_f16<R, P>;
         if constexpr (R <= MAX_INTEGERS && R * P <= MAX_LONG_INTEGERS) functions.by_rows[static_cast<int>(Format::u8)][R] = tile_u8<R, P>;
@@ -124,9 +132,15 @@ i32 tile_rows(Format kind, i32 m) {
     return ceil_div(m, ceil_div(m, wide));
 }
 
-QUIRE_INLINE void run_tile(int panels, Format format, i32 rows, const Tile& tile) {
-    const int f = static_cast<int>(format);
-    (panels == 4 ? four_panels.by_rows[f][rows] : panels == 2 ? two_panels.by_rows[f][rows] : one_panel.by_rows[f][rows])(tile);
+template <int P>
+QUIRE_INLINE TileFunction function_of(const Functions<P>& functions, Format format, i32 rows, bool is_near) {
+    return is_near ? functions.near_by_rows[format == Format::u8][rows] : functions.by_rows[static_cast<int>(format)][rows];
+}
+
+QUIRE_INLINE void run_tile(int panels, Format format, i32 rows, bool is_near, const Tile& tile) {
+    (panels == 4   ? function_of(four_panels, format, rows, is_near)
+     : panels == 2 ? function_of(two_panels, format, rows, is_near)
+                   : function_of(one_panel, format, rows, is_near))(tile);
 }
 
 struct TilePlace {
@@ -148,11 +162,24 @@ QUIRE_INLINE void set_weight(Tile& tile, const Weight& w) {
     tile.groups_per_scale = w.group == 0 ? 1 : ceil_div(w.input_group, w.group);
 }
 
-QUIRE_INLINE F32 scaled(const Weight& w, i32 panel, const float* tile) {
-    F32 y = load(tile);
-    if (w.column_scale != nullptr) y = y * load(w.column_scale + panel * 16);
-    if (w.bias != nullptr) y = y + load(w.bias + panel * 16);
-    return y;
+// What a panel's results are multiplied with and added to.
+struct Scaling {
+    bool has_scale, has_bias;
+    F32 scale, bias;
+
+    F32 operator()(const float* tile) const {
+        F32 y = load(tile);
+        if (has_scale) y = y * scale;
+        if (has_bias) y = y + bias;
+        return y;
+    }
+};
+
+QUIRE_INLINE Scaling scaling_of(const Weight& w, i32 panel) {
+    Scaling s = {w.column_scale != nullptr, w.bias != nullptr, zero(), zero()};
+    if (s.has_scale) s.scale = load(w.column_scale + panel * 16);
+    if (s.has_bias) s.bias = load(w.bias + panel * 16);
+    return s;
 }
 
 void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
@@ -176,13 +203,14 @@ void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y
     const Packed& to = *job.packed;
     const i32 word = panel * 8, num_words = smaller(steps_of(to.kind, to.k) - word, 8);
     const Mask lanes = first_lanes(job.weight->n - panel * 16);
-    I32 words[16] = {};
+    const Scaling scaled = scaling_of(*job.weight, panel), second = job.finish == Finish::gate ? scaling_of(*job.second, panel) : Scaling();
+    I32 words[16];
     for (i32 r = 0, together; r < place.rows; r += together) {
         const RowPlace at = place_of(to, place.first_row + r);
         together = smaller(smaller(at.rows - at.r, 16), place.rows - r);
         for (i32 i = 0; i < together; ++i) {
-            F32 value = activate(job.activation, scaled(*job.weight, panel, y + (r + i) * 16));
-            if (job.finish == Finish::gate) value = value * scaled(*job.second, panel, y2 + (r + i) * 16);
+            F32 value = activate(job.activation, scaled(y + (r + i) * 16));
+            if (job.finish == Finish::gate) value = value * second(y2 + (r + i) * 16);
             words[i] = bf16_words(select(lanes, value, zero()), zero());
         }
         store_columns(word_at(to, at, word), at.rows, words, together, num_words);
@@ -194,25 +222,43 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
     if (job.packed != nullptr) return pack_panel(job, panel, place, y, y2);
     const Weight& w = *job.weight;
     const Mask lanes = first_lanes(w.n - panel * 16);
-    for (i32 r = 0; r < place.rows; ++r) {
-        const F32 value = scaled(w, panel, y + r * 16);
-        const i32 row = place.first_row + r;
-        if (job.finish == Finish::best) {
-            const i64 at = static_cast<i64>(row) * worker.size + worker.rank;
-            // Almost every panel holds nothing better.
-            const Mask better = (value > set1(job.best_value[at])) | is_nan(value);
-            if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16)
-                keep_best(job, at, panel, lanes, value);
-            continue;
+    const Scaling scaled = scaling_of(w, panel);
+    float* out = job.out + place.first_row * job.out_stride + panel * 16;
+    switch (job.finish) {
+        case Finish::best:
+            for (i32 r = 0; r < place.rows; ++r) {
+                const F32 value = scaled(y + r * 16);
+                const i64 at = static_cast<i64>(place.first_row + r) * worker.size + worker.rank;
+                // Almost every panel holds nothing better.
+                const Mask better = (value > set1(job.best_value[at])) | is_nan(value);
+                if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16)
+                    keep_best(job, at, panel, lanes, value);
+            }
+            break;
+        case Finish::store:
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16), lanes);
+            break;
+        case Finish::add:
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, fma(set1(job.factor), scaled(y + r * 16), load(out, lanes)), lanes);
+            break;
+        case Finish::multiply:
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16) * load(out, lanes), lanes);
+            break;
+        case Finish::activate:
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, activate(job.activation, scaled(y + r * 16)), lanes);
+            break;
+        case Finish::gate: {
+            const Scaling second = scaling_of(*job.second, panel);
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, activate(job.activation, scaled(y + r * 16)) * second(y2 + r * 16), lanes);
+            break;
         }
-        float* out = job.out + row * job.out_stride + panel * 16;
-        F32 result = value;
-        if (job.finish == Finish::add) result = fma(set1(job.factor), value, load(out, lanes));
-        if (job.finish == Finish::multiply) result = value * load(out, lanes);
-        if (job.finish == Finish::activate) result = activate(job.activation, value);
-        if (job.finish == Finish::gate) result = activate(job.activation, value) * scaled(*job.second, panel, y2 + r * 16);
-        store(out, result, lanes);
     }
+}
+
+// Whether tiles write the results of a job where they belong.
+QUIRE_INLINE bool is_direct(const LinearJob& job) {
+    const Weight& w = *job.weight;
+    return job.finish == Finish::store && !is_integer(w.format) && w.column_scale == nullptr && w.bias == nullptr && w.n % 16 == 0;
 }
 
 // One unit of work: `count` panels from `first`, over all rows.
@@ -221,6 +267,9 @@ struct Unit {
     const LinearJob& job;
     i32 first, count;
     u8* expanded;  // bf12 with many rows: where the panels of a step are kept as bf16; else null
+    i64 groups;    // of a panel
+    i32 num_passes, pass_shift;  // over a panel, by tiles of rows, and how many bits that has
+    bool is_near, is_direct;
 
     i64 expanded_bytes() const { return static_cast<i64>(job.weight->k) * 32; }
 };
@@ -236,8 +285,7 @@ struct Walk {
 // Put panel p of a weight into a slot of the tile. With one pass over the panel the lines ahead are fetched; several passes over the
 // same panels share the fetching of the ones that follow. `place`: of the panel among the expanded ones.
 QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, int num_slots, const Weight& w, i32 p, i32 pass, int place) {
-    const i64 groups = groups_of(w.k, w.group);
-    const i32 num_passes = ceil_div(unit.job.input->m, unit.job.input->tile_rows);
+    const i64 groups = unit.groups;
     const u8* panel = w.data + p * w.panel_bytes;
     tile.panels[slot] = unit.expanded == nullptr ? panel : unit.expanded + place * unit.expanded_bytes();
     if (w.windows != nullptr) {
@@ -247,25 +295,37 @@ QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, int num_slot
     }
     tile.scales[slot] = w.group_scales == nullptr ? nullptr : w.group_scales + p * groups * 16;
     tile.offsets[slot] = w.group_offsets == nullptr ? nullptr : w.group_offsets + p * groups * 16;
-    if (num_passes == 1) {
+    if (unit.num_passes == 1) {
         tile.ahead[slot] = panel + PREFETCH_BYTES / num_slots;
         tile.ahead_shift = 0;
         return;
     }
-    i32 shift = 0;
-    while ((1 << shift) < num_passes) ++shift;
-    tile.ahead[slot] = panel + w.panel_bytes + ((w.panel_bytes / 64) >> shift) * pass * 64;
-    tile.ahead_shift = shift;
+    tile.ahead[slot] = panel + w.panel_bytes + ((w.panel_bytes / 64) >> unit.pass_shift) * pass * 64;
+    tile.ahead_shift = unit.pass_shift;
 }
 
 QUIRE_INLINE Format tile_format(const Unit& unit) { return unit.expanded == nullptr ? unit.job.weight->format : Format::bf16; }
 
-// Compute the panels of a step for the rows of a tile into `out` [width][R][16]; is_second: of the second weight.
+// Let a tile write [P][rows][16].
+QUIRE_INLINE void set_dense(Tile& tile, float* out, i32 rows) {
+    tile.out = out;
+    tile.panel_stride = static_cast<i64>(rows) * 16;
+    tile.row_stride = 16;
+}
+
+// Compute the panels of a step for the rows of a tile into `out` [width][R][16], or where they belong; is_second: of the second weight.
 void run_panels(const Unit& unit, Tile& tile, bool is_second, const Walk& walk, i32 step, int width, TilePlace place, i32 pass, float* out) {
     const Weight& w = is_second ? *unit.job.second : *unit.job.weight;
     for (int i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, walk.panel(i, step), pass, is_second ? width + i : i);
-    tile.out = out;
-    run_tile(width, tile_format(unit), place.rows, tile);
+    if (unit.is_direct) {
+        const LinearJob& job = unit.job;
+        tile.out = job.out + place.first_row * job.out_stride + walk.panel(0, step) * 16;
+        tile.panel_stride = static_cast<i64>(walk.steps) * 16;
+        tile.row_stride = job.out_stride;
+    } else {
+        set_dense(tile, out, place.rows);
+    }
+    run_tile(width, tile_format(unit), place.rows, unit.is_near, tile);
 }
 
 // Bring the panels of a step to bf16.
@@ -278,10 +338,10 @@ void expand_step(const Unit& unit, const Walk& walk, i32 step, int width) {
 
 // Ask for what the end of a step reads: a panel has a line of it, which no stream brings in, and its first rows of the result,
 // which another thread may have written.
-QUIRE_INLINE void prefetch_finish(const LinearJob& job, const Weight& w, i32 panel) {
+QUIRE_INLINE void prefetch_finish(const Worker& worker, const LinearJob& job, const Weight& w, i32 panel) {
     if (w.column_scale != nullptr) prefetch(w.column_scale + panel * 16);
     if (w.bias != nullptr) prefetch(w.bias + panel * 16);
-    if (job.out == nullptr || job.packed != nullptr) return;
+    if (job.out == nullptr || job.packed != nullptr || worker.size == 1) return;
     const i32 rows = job.input->m < MAX_FLOATS ? job.input->m : 0;
     for (i32 row = 0; row < rows; ++row) prefetch(job.out + row * job.out_stride + panel * 16);
 }
@@ -293,8 +353,8 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
     const Packed& x = *job.input;
     const bool is_gated = job.finish == Finish::gate;
     for (int i = 0; i < width; ++i) {
-        prefetch_finish(job, *job.weight, walk.panel(i, step));
-        if (is_gated) prefetch_finish(job, *job.second, walk.panel(i, step));
+        prefetch_finish(unit.worker, job, *job.weight, walk.panel(i, step));
+        if (is_gated) prefetch_finish(unit.worker, job, *job.second, walk.panel(i, step));
     }
     if (unit.expanded != nullptr) expand_step(unit, walk, step, width);
     for (i32 row = 0, pass = 0; row < x.m; row += x.tile_rows, ++pass) {
@@ -305,13 +365,13 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
             // Gate and up side by side: twice the streams from memory.
             for (int i = 0; i < width; ++i) set_panel(unit, tile, width + i, 2 * width, *job.second, walk.panel(i, step), pass, width + i);
             for (int i = 0; i < width; ++i) set_panel(unit, tile, i, 2 * width, *job.weight, walk.panel(i, step), pass, i);
-            tile.out = buffer;
-            run_tile(2 * width, tile_format(unit), place.rows, tile);
+            set_dense(tile, buffer, place.rows);
+            run_tile(2 * width, tile_format(unit), place.rows, unit.is_near, tile);
         } else {
             run_panels(unit, tile, false, walk, step, width, place, pass, buffer);
             if (is_gated) run_panels(unit, tile, true, walk, step, width, place, pass, buffer + half);
         }
-        for (int i = 0; i < width; ++i)
+        for (int i = 0; i < width && !unit.is_direct; ++i)
             finish_panel(unit.worker, job, walk.panel(i, step), place, buffer + i * place.rows * 16, buffer + half + i * place.rows * 16);
     }
 }
@@ -332,7 +392,9 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
     Tile tile;
     set_weight(tile, *job.weight);
     i32 width = unit_panels(job);
-    Unit unit = {worker, job, first, count, nullptr};
+    Unit unit = {worker, job, first, count, nullptr, groups_of(job.weight->k, job.weight->group), ceil_div(job.input->m, job.input->tile_rows), 0, false, is_direct(job)};
+    while ((1 << unit.pass_shift) < unit.num_passes) ++unit.pass_shift;
+    unit.is_near = job.is_near && job.input->m <= MAX_NEAR_ROWS && unit.num_passes == 1 && (job.weight->format == Format::bf16 || job.weight->format == Format::u8);
     if (is_expanded(job)) unit.expanded = thread_scratch(2 * width * unit.expanded_bytes());
     // Without memory every pass does it anew.
     if (unit.expanded == nullptr) width = width_of(job, false);

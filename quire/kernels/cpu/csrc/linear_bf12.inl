@@ -120,7 +120,7 @@ void tile_bf12(const Tile& t) {
         }
         ++unit;
     }
-    store_tile<R, P>(t.out, acc);
+    store_tile<R, P>(t, acc);
 }
 
 // A panel of bf12 as one of bf16: for many rows.

@@ -21,6 +21,9 @@ constexpr int max_unit_rows(int panels) {
 // How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
 // memory answers. With many rows a line lasts longer and fewer would do, but an early line does not hurt in the second cache.
 constexpr i64 PREFETCH_BYTES = 4096;
+// The same where weights come from a cache, into the first one, and up to how many rows: with more a line lasts longer than it takes.
+constexpr i64 NEAR_PREFETCH_BYTES = 1024;
+constexpr int MAX_NEAR_ROWS = 8;
 
 // How far ahead inputs are asked for, in 32-bit words.
 constexpr i64 INPUT_WORDS_AHEAD = 128;
@@ -40,7 +43,8 @@ struct Tile {
     i32 group_steps;         // lines of a group
     i32 groups_per_scale;    // groups that share a scale of the input
     i32 ahead_shift;
-    float* out;  // [P][R][16]
+    float* out;              // [P][R][16], sixteen outputs of a row side by side
+    i64 panel_stride, row_stride;  // of out, where a tile need not be dense
 };
 
 QUIRE_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
@@ -53,12 +57,21 @@ QUIRE_INLINE void prefetch_ahead(const Tile& t, i64 s) {
     for (int p = 0; p < P; ++p) prefetch_l2(t.ahead[p] + (s >> t.ahead_shift) * 64);
 }
 
+// The same from a cache, in one pass.
+template <int P>
+QUIRE_INLINE void prefetch_near(const Tile& t, i64 s) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p) prefetch(t.panels[p] + NEAR_PREFETCH_BYTES / P + s * 64);
+}
+
 template <int R, int P>
-QUIRE_INLINE void store_tile(float* out, const F32 (&acc)[P][R]) {
+QUIRE_INLINE void store_tile(const Tile& t, const F32 (&acc)[P][R]) {
+    float* const out = t.out;
+    const i64 panel_stride = t.panel_stride, row_stride = t.row_stride;
 #pragma GCC unroll 32
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) store(out + (p * R + r) * 16, acc[p][r]);
+        for (int r = 0; r < R; ++r) store(out + p * panel_stride + r * row_stride, acc[p][r]);
 }
 
 QUIRE_INLINE bool is_integer(Format format) { return format == Format::u8 || format == Format::u4; }

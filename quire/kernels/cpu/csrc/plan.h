@@ -135,6 +135,7 @@ public:
 
     Norm final_norm, embed_norm, feature_norm;
     int num_threads;
+    bool is_near = false;  // the weights are expected in a cache
     const Kernels* kernels_used;
 
 private:

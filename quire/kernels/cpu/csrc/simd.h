@@ -11,6 +11,7 @@
 //   fma(a, b, c)      a * b + c, fused where the machine can
 //   max, min          the second operand where either is NaN
 //   round, to_i32     to nearest, ties to even
+//   times_power(x, n) x * 2^n, n whole, -252 < n < 254, and the result normal, 0 or infinite
 //   zero_below(limit, x, y)  y, or 0 in lanes where x < limit; y where x is NaN
 //   load_bf16, store_bf16  16 values; the store rounds to nearest even and keeps denormals
 //   store_bf16_flushed     the same and faster; denormals may become 0
@@ -57,6 +58,14 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+#if QUIRE_LEVEL < 2
+// As 2^(n - h) * 2^h, h = n / 2, so that 128 does not overflow.
+QUIRE_INLINE F32 times_power(F32 x, F32 n) {
+    const I32 whole = to_i32(n), half = shift_right_signed<1>(whole), bias = set1(127);
+    return x * as_f32(shift_left<23>(whole - half + bias)) * as_f32(shift_left<23>(half + bias));
+}
+#endif
+
 // e^x to about 2 ulp: 2^n * p(r), r = x - n ln 2, |r| <= ln 2 / 2 (Cody and Waite's split of ln 2). 0 below -87.3, inf above 88.7; NaN stays.
 QUIRE_INLINE F32 exp(F32 x) {
     const F32 bounded = max(set1(-104.0f), min(set1(89.0f), x));
@@ -70,11 +79,7 @@ QUIRE_INLINE F32 exp(F32 x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, r * r, r + set1(1.0f));
-    // 2^n as 2^(n - h) * 2^h, h = n / 2, so that 128 does not overflow.
-    const I32 whole = to_i32(n), half = shift_right_signed<1>(whole);
-    const I32 bias = set1(127);
-    F32 y = p * as_f32(shift_left<23>(whole - half + bias)) * as_f32(shift_left<23>(half + bias));
-    y = select(x < set1(-87.33654f), zero(), y);
+    const F32 y = select(x < set1(-87.33654f), zero(), times_power(p, n));
     return select(is_nan(x), x, y);
 }
 

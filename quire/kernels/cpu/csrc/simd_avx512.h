@@ -96,6 +96,7 @@ QUIRE_INLINE F32 at_step(const Steps& s, I32 n) {
     const __m512 first = _mm512_permutex2var_ps(s.first[0], i, s.first[1]), last = _mm512_permutex2var_ps(s.last[0], i, s.last[1]);
     return {_mm512_mask_blend_ps(_mm512_cmpgt_epi32_mask(n.v, change), first, last)};
 }
+QUIRE_INLINE F32 times_power(F32 x, F32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 QUIRE_INLINE F32 as_f32(I32 a) { return {_mm512_castsi512_ps(a.v)}; }
 QUIRE_INLINE I32 as_i32(F32 a) { return {_mm512_castps_si512(a.v)}; }
 
@@ -210,14 +211,47 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     low.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(packed.v, mask));
     high.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(_mm512_srli_epi16(packed.v, 4), mask));
 }
+// The same for at most eight rows.
+QUIRE_INLINE void store_few_columns(u32* to, i64 stride, const I32* rows, int num_rows, int num_words) {
+    __m512i pairs[8], fours[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i].v, rows[i + 1].v);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i].v, rows[i + 1].v);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    const __mmask8 kept = static_cast<__mmask8>((1u << num_rows) - 1u);
+    const auto put = [&](int w, __m256i column) {
+        if (w < num_words) _mm256_mask_storeu_epi32(to + w * stride, kept, column);
+    };
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+#pragma GCC unroll 4
+    for (int w = 0; w < 4; ++w) {
+        const __m512i columns = _mm512_permutex2var_epi64(fours[w], first, fours[4 + w]);
+        put(w, _mm512_castsi512_si256(columns));
+        put(4 + w, _mm512_extracti64x4_epi64(columns, 1));
+        if (8 + w >= num_words) continue;
+        const __m512i more = _mm512_permutex2var_epi64(fours[w], last, fours[4 + w]);
+        put(8 + w, _mm512_castsi512_si256(more));
+        put(12 + w, _mm512_extracti64x4_epi64(more, 1));
+    }
+}
 // A transposition in registers: pairs of rows, then fours, then the 128-bit lanes of all. One row is not worth it.
 QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
     if (num_rows == 1) {
+        if (stride == 1) return _mm512_mask_storeu_epi32(to, first_lanes(num_words).v, rows[0].v);
         i32 words[16];
         store(words, rows[0]);
         for (int w = 0; w < num_words; ++w) to[w * stride] = static_cast<u32>(words[w]);
         return;
     }
+    if (num_rows <= 8) return store_few_columns(to, stride, rows, num_rows, num_words);
     __m512i pairs[16], fours[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i += 2) {

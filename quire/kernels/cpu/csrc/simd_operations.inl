@@ -44,6 +44,7 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_BINARY("div", floats(a) / floats(b)),
     QUIRE_BINARY("max", max(floats(a), floats(b))),
     QUIRE_BINARY("min", min(floats(a), floats(b))),
+    QUIRE_BINARY("times_power", times_power(floats(a), floats(b))),
     QUIRE_BINARY("add_i32", ints(a) + ints(b)),
     QUIRE_BINARY("sub_i32", ints(a) - ints(b)),
     QUIRE_BINARY("mul_i32", ints(a) * ints(b)),

@@ -125,7 +125,7 @@ struct Stepper {
         pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
     }
 
-    static LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) {
+    LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) const {
         LinearJob j;
         j.weight = &weight.weight;
         j.input = &input;
@@ -133,6 +133,7 @@ struct Stepper {
         j.out = out;
         j.out_stride = stride;
         j.factor = factor;
+        j.is_near = plan.is_near;
         return j;
     }
 

@@ -100,6 +100,12 @@ Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) 
 
 Range next_of_share(Worker& worker, i64 count, i64 most) {
     Team& team = *worker.team;
+    if (team.size == 1) {
+        // Nobody to leave anything to: one run, without atomic operations.
+        const i64 first = team.taken;
+        team.taken = count;
+        return {first, count};
+    }
     // From 1: no word has phase 0 but those that nothing was taken from.
     const u64 phase = (__atomic_load_n(&team.phase, __ATOMIC_RELAXED) + u64{1}) & ((u64{1} << (64 - 2 * COUNT_BITS)) - 1);
     Range range = take(team, phase, worker.rank, count, most, true);

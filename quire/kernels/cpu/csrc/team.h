@@ -27,7 +27,7 @@ struct Range {
 
 // Return some of `count` items for this thread, none when all are taken: each item once between two barriers. Every thread has a
 // contiguous share, which it takes from the front, and then what is left of others' from their ends. At most `most` at a time, and
-// fewer where little is left, so that all come to the end together. A share has less than 2^22 items.
+// fewer where little is left, so that all come to the end together; a thread on its own gets all. A share has less than 2^22 items.
 Range next_of_share(Worker& worker, i64 count, i64 most);
 
 // Call body(argument, worker) on num_threads threads and return when all have returned. Denormals are flushed inside (FTZ, DAZ);

@@ -105,6 +105,7 @@ struct LinearJob {
     Activation activation = Activation::silu;
     float factor = 1.0f;
     const Packed* packed = nullptr;
+    bool is_near = false;  // the weight is expected in a cache
     float* out = nullptr;
     i64 out_stride = 0;
     float* best_value = nullptr;

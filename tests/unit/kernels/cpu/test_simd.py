@@ -30,6 +30,16 @@ def test_exp_keeps_to_its_limits_when_out_of_range(isa: str):
     )
 
 
+def test_times_power_is_exact_when_the_result_is_normal_or_too_large(isa: str):
+    x, n = (
+        part.astype(np.float32)
+        for part in np.broadcast_arrays(np.float32([1, 1.4142135, -0.75]), np.arange(-125, 129)[:, None])
+    )
+    with np.errstate(over="ignore"):
+        expected = (x.astype(np.float64) * 2.0 ** n.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(lanes("times_power", isa, x.ravel(), n.ravel()), expected.ravel())
+
+
 def test_tanh_is_within_a_few_ulp_when_swept(isa: str):
     x = np.concatenate([np.linspace(-10, 10, 1 << 18), np.linspace(-0.7, 0.7, 1 << 16), np.geomspace(1e-30, 1, 4096)]).astype(
         np.float32
