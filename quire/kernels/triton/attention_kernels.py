@@ -43,7 +43,7 @@ def find_run(
         tree_start = context_len
         if num_drafts_ptr is not None:
             tree_start = context_len - tl.load(num_drafts_ptr + sequence)
-    place = context_len - left
+    place = tl.maximum(context_len - left, 0)  # padding has queries without a context
     end = tl.minimum(place + QUERIES, context_len)
     first_key = end * 0
     if WINDOW > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -28,15 +28,24 @@ def serving_variants(spec: ModelSpec, kv: KvSpec, sizes: StepSizes, is_in_order:
     """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
     decoder = meta_decoder(spec, sizes.max_model_len, is_in_order)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, kv.block_size, kv.dtype), 1, _META)
-    stepper = DeviceStepper(decoder, pool, sizes, StepGraphs())
+    stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(NotRecording()))
+    one_by_one = DeviceStepper(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
-        for key in stepper.grid.keys:
+        for key in stepper.keys:
             stepper.record(key)
-        for step in _mixed_steps(stepper, sizes):
-            stepper.launch(step, SAMPLINGS[0], TableChanges([]))
+        for step in _mixed_steps(one_by_one, sizes):
+            one_by_one.launch(step, SAMPLINGS[0], TableChanges([]))
         for dtype, has_masks, has_cuts in itertools.product({decoder.dtype, torch.float32}, (False, True), (False, True)):
             _sample(dtype, spec.vocab_size, has_masks, has_cuts)
     return list(dict.fromkeys(map(variant_of, launches)))
+
+
+class NotRecording:
+    """Stands for a recorder where nothing runs: steps have the sizes of recorded ones, and are launched one by one."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return the step."""
+        return step
 
 
 def meta_decoder(spec: ModelSpec, max_model_len: int, is_in_order: bool = False) -> DeviceDecoder:

@@ -18,7 +18,7 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
 from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
-from quire.worker.device.variants import meta_decoder, serving_variants
+from quire.worker.device.variants import NotRecording, meta_decoder, serving_variants
 
 RMS = NormSpec("rms", 1e-6)
 MLP = MlpSpec(96, "silu")
@@ -58,12 +58,14 @@ def missing_variants(spec, kv_dtype, is_in_order):
     found = set(serving_variants(spec, kv, SIZES, is_in_order))
     decoder = meta_decoder(spec, SIZES.max_model_len, is_in_order)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, 64, kv_dtype), 5, torch.device("meta"))
-    stepper = DeviceStepper(decoder, pool, SIZES, StepGraphs())
+    steppers = [DeviceStepper(decoder, pool, SIZES, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
-            stepper.launch(random_step(rng), SAMPLINGS[int(rng.integers(2))], TableChanges([]), kept)
+            step, sampling = random_step(rng), SAMPLINGS[int(rng.integers(2))]
+            for stepper in steppers:
+                stepper.launch(step, sampling, TableChanges([]), kept)
     return sorted({variant.kernel for variant in set(map(variant_of, launches)) - found}), found
 
 
