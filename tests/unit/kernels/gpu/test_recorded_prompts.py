@@ -17,6 +17,7 @@ from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelS
 from quire.kernels.triton import attention
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.step import list_tiles
+from quire.kernels.triton.tiles import AttentionTile
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
@@ -28,7 +29,7 @@ from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableCha
 
 RMS = NormSpec("rms", 1e-6)
 BLOCK_SIZE, BLOCKS_PER_LINE, MAX_LEN = 16, 4, 60
-SIZES = StepSizes(3, 40, MAX_LEN)
+SIZES = StepSizes(3, 24, MAX_LEN)
 
 
 def layer(mlp=None, **options):
@@ -139,24 +140,27 @@ def ids_of(count, first=1):
 # Every kind of step, and then again with other sequences: any few queries, those of one token, none; short and long contexts.
 STEPS = [
     [(0, 0, ids_of(3)), (1, 0, ids_of(20, 5))],
-    [(0, 3, [-1]), (1, 20, ids_of(30, 9))],
+    [(0, 3, [-1]), (1, 20, ids_of(20, 9))],
     [(0, 4, [-1]), (2, 0, ids_of(11, 8))],
-    [(2, 11, ids_of(40, 2))],
-    [(0, 5, [-1]), (1, 50, [-1])],
-    [(0, 0, ids_of(9, 4)), (2, 0, ids_of(2, 3)), (1, 0, ids_of(25, 8))],
-    [(2, 2, [-1]), (1, 25, ids_of(9, 3)), (0, 9, [-1])],
-    [(0, 10, ids_of(21, 7)), (2, 3, [-1])],
-    [(1, 34, ids_of(12, 7)), (0, 31, ids_of(17, 2))],
+    [(2, 11, ids_of(24, 2))],
+    [(0, 5, [-1]), (1, 40, [-1])],
+    [(0, 0, ids_of(9, 4)), (2, 0, ids_of(2, 3)), (1, 0, ids_of(12, 8))],
+    [(2, 2, [-1]), (1, 12, ids_of(21, 3)), (0, 9, [-1])],
+    [(0, 10, ids_of(14, 7)), (2, 3, [-1])],
+    [(1, 33, ids_of(10, 7)), (0, 24, ids_of(9, 2))],
 ]
 
 
-def found_by(stepper):
+FEW_STEPS = [STEPS[0], STEPS[5]]  # of one kind
+
+
+def found_by(stepper, steps=STEPS):
     """Return what each step gives: its tokens, and its hidden states where there are any."""
     per_line = BLOCKS_PER_LINE
     changes = TableChanges([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(3)])
     found = []
     with torch.inference_mode():
-        for index, runs in enumerate(STEPS):
+        for index, runs in enumerate(steps):
             launched = stepper.launch(mixed_step(runs), "plain", changes, Kept(hidden=index in (1, 3, 8)))
             hidden = None if launched.hidden is None else launched.hidden.clone()
             found.append((stepper.take_sampled(launched)[0], hidden))
@@ -166,37 +170,39 @@ def found_by(stepper):
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Have contexts of a few tens of tokens cut as long ones are."""
+    """Have contexts of a few tens of tokens cut as long ones are, in tiles of as few queries as there can be."""
+    monkeypatch.setattr(attention, "long_attention_tile", lambda *_: AttentionTile(16, 32, 4, 1))
     monkeypatch.setattr(attention, "LONG_CHUNK", 32)
     monkeypatch.setattr(attention, "CHUNK", 32)
     monkeypatch.setattr(stepper_module, "LONG_CHUNK", 32)
 
 
 @pytest.mark.parametrize(
-    ("name", "is_in_order", "kv_dtype"),
+    ("name", "is_in_order", "kv_dtype", "steps", "num_kinds"),
     [
-        ("plain", False, "float32"),
-        pytest.param("plain", True, "float32", marks=pytest.mark.slow),
-        pytest.param("windows", False, "int8", marks=pytest.mark.slow),
-        pytest.param("experts", False, "float32", marks=pytest.mark.slow),
+        ("plain", False, "float32", FEW_STEPS, 1),
+        pytest.param("plain", False, "float32", STEPS, 5, marks=pytest.mark.slow),
+        pytest.param("plain", True, "float32", STEPS, 5, marks=pytest.mark.slow),
+        pytest.param("windows", False, "int8", STEPS, 5, marks=pytest.mark.slow),
+        pytest.param("experts", False, "float32", STEPS, 5, marks=pytest.mark.slow),
     ],
 )
 def test_recorded_steps_find_what_those_launched_one_by_one_find(
-    name, is_in_order, kv_dtype, device, monkeypatch, short_chunks, few_programs
+    name, is_in_order, kv_dtype, steps, num_kinds, device, monkeypatch, short_chunks, few_programs
 ):
     recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
     padded = make_stepper(device, LAYERS[name], recorder, is_in_order, kv_dtype)
     exact = make_stepper(device, LAYERS[name], None, is_in_order, kv_dtype)
     tolerance = {"atol": 0.0, "rtol": 0.0} if is_in_order else {"atol": 1e-4, "rtol": 1e-4}
-    for (tokens, hidden), (wanted_tokens, wanted) in zip(found_by(padded), found_by(exact), strict=True):
+    for (tokens, hidden), (wanted_tokens, wanted) in zip(found_by(padded, steps), found_by(exact, steps), strict=True):
         assert tokens == wanted_tokens
         if wanted is not None:
             torch.testing.assert_close(hidden, wanted, **tolerance)
     for own, other in zip(padded._pool.caches, exact._pool.caches, strict=True):
         torch.testing.assert_close(dequantised(own), dequantised(other), equal_nan=True, **tolerance)
     if isinstance(recorder, LogRecorder):
-        assert recorder.num_recorded == padded._graphs.num_recorded == 5
-        assert recorder.num_replayed == len(STEPS) - 5
+        assert recorder.num_recorded == padded._graphs.num_recorded == num_kinds
+        assert recorder.num_replayed == len(steps) - num_kinds
 
 
 def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_a_library_attends(device, monkeypatch):
@@ -218,7 +224,7 @@ def test_what_takes_most_memory_is_recorded_first_and_stores_nothing(device, mon
     with torch.inference_mode():
         stepper.record_largest()
     assert stepper._graphs.num_recorded == 2
-    assert stepper.keys[0] == PromptKey(40, MAX_LEN, "any")
+    assert stepper.keys[0] == PromptKey(24, MAX_LEN, "any")
     assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper._pool.caches)
 
 
