@@ -31,7 +31,9 @@ def serving_variants(spec: ModelSpec, kv: KvSpec, sizes: StepSizes, is_in_order:
     stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = DeviceStepper(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
-        for key in stepper.keys:
+        # Recorded steps with prompts differ from the others below in their attention alone, and that not by their tokens.
+        prompts = [key for key in stepper.prompts.keys if key.num_tokens == stepper.prompts.max_tokens]
+        for key in [*prompts, *stepper.grid.keys]:
             stepper.record(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, SAMPLINGS[0], TableChanges([]))
