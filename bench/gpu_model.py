@@ -31,7 +31,7 @@ from quire.quant.quantize import LINEAR_LEVELS
 from quire.quant.weight import QuantizedWeight
 from quire.worker.device import build
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import HostStep
+from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 
 Row = dict[str, object]
@@ -259,7 +259,7 @@ class Options:
 
 def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = Options()) -> Iterator[Row]:
     """Yield the times of steps of a model with random weights on the device: decode steps as recorded graphs and one by one,
-    and a prompt."""
+    and steps with a prompt, the same ways."""
     (place.folder / f"{shape.name}-config").mkdir(parents=True, exist_ok=True)
     (place.folder / f"{shape.name}-config" / "config.json").write_text(json.dumps(shape.config()))
     spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
@@ -270,12 +270,12 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
     num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
     kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
     common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
-    prompt = 20 if place.is_tiny else 8192
+    prompts = [20] if place.is_tiny else [8192, 2048, 512, 64]
     kinds = ((True, True), (False, True)) if place.is_tiny else ((True, True), (True, False), (False, True))
     for is_recorded, decoder.is_fused in kinds:
         recorder = stamped_recorder(place.device) if is_recorded else None
         graphs = StepGraphs(recorder)
-        sizes = StepSizes(max(count for count, _ in cases), prompt, shape.max_positions)
+        sizes = StepSizes(max(count for count, _ in cases), prompts[0], shape.max_positions)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
         chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
         for count, length in chosen:
@@ -288,9 +288,10 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
             row |= {"batch": count, "context": length, "step_us": seconds * 1e6, "tokens_per_s": count / seconds}
             row["share"] = bound_s / seconds
             yield row if recorder is None else row | {"idle_share": measured_idle_share(recorder, num_steps)}
-        if not is_recorded:
+        for prompt in prompts if decoder.is_fused else []:  # which is the same for them
             seconds = _time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
-            row = {"section": "prompt", **common, "tokens": prompt, "step_us": seconds * 1e6}
+            row = {"section": "prompt", **common, "is_recorded": prompt <= stepper.prompts.max_tokens, "tokens": prompt}
+            row["step_us"] = seconds * 1e6
             yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
         stepper.close()
 
@@ -329,11 +330,12 @@ def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
 
 
 def _time_prompt(stepper: DeviceStepper, num_tokens: int, num_times: int) -> float:
-    """Return the median seconds of a step with that many tokens of one prompt."""
+    """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such."""
+    step = full_step(num_tokens, 1, num_tokens, stepper.padding_line)
     times: list[float] = []
     for _ in range(num_times + 1):
         started = time.perf_counter()
-        stepper.run_full(num_tokens, 1, num_tokens)
+        stepper.launch(step, "plain", TableChanges([]))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)

@@ -33,6 +33,7 @@ def find_run(
         token = tile
         left = 1
         context_len = tl.load(context_lens_ptr + sequence)
+        place = context_len - left
         tree_start = context_len
     else:
         sequence = tl.load(tile_sequences_ptr + tile)
@@ -40,10 +41,10 @@ def find_run(
         token = start + tl.load(tile_offsets_ptr + tile)
         left = tl.load(query_starts_ptr + sequence + 1) - token
         context_len = tl.load(context_lens_ptr + sequence)
+        place = tl.maximum(context_len - left, 0)  # padding has queries without a context
         tree_start = context_len
         if num_drafts_ptr is not None:
             tree_start = context_len - tl.load(num_drafts_ptr + sequence)
-    place = context_len - left
     end = tl.minimum(place + QUERIES, context_len)
     first_key = end * 0
     if WINDOW > 0:

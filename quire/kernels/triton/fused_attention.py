@@ -116,7 +116,7 @@ class ProjectedAttention:
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
         check_contiguous("qkv", qkv, (None, num_heads * spec.head_dim), *_FLOATS)
         check_contiguous("out", out, (num_sequences, spec.num_heads * spec.head_dim), qkv.dtype)
-        if not step.is_decode or len(step.query_counts) != num_sequences:
+        if not step.is_decode or step.query_counts is None or len(step.query_counts) != num_sequences:
             raise InvariantError(f"a decode step has one token of each sequence, got {step.query_counts} for {num_sequences}")
         check_contiguous("k cache", cache.k, (None, spec.num_kv_heads, None, spec.head_dim), qkv.dtype, *LARGEST_OF)
         check_contiguous("v cache", cache.v, tuple(cache.k.shape), cache.k.dtype)

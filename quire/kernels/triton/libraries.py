@@ -86,14 +86,15 @@ class FlashInfer:
         return found[0].run(q, (k, v))
 
     def _plan(self, wrapper: Any, q: Tensor, k: Tensor, step: DeviceStep, spec: AttentionSpec) -> None:
-        lengths, block_size = _host_lengths(step), k.shape[2]
+        counts, lengths = _host_counts(step)
+        block_size = k.shape[2]
         pages = [-(-length // block_size) for length in lengths]
         # Where the entries lie is known here; what they are the device alone knows.
         width = step.block_tables.shape[1]
         places = [index * width + page for index, count in enumerate(pages) for page in range(count)]
         indices = step.block_tables.reshape(-1).index_select(0, torch.tensor(places).to(q.device, non_blocking=True))
         wrapper.plan(
-            _starts(step.query_counts),
+            _starts(counts),
             _starts(pages),
             indices,
             torch.tensor([length - (count - 1) * block_size for length, count in zip(lengths, pages, strict=True)]).int(),
@@ -125,7 +126,7 @@ class FlashAttention3:
             cache_seqlens=step.context_lens,
             page_table=step.block_tables,
             cu_seqlens_q=step.query_starts,
-            max_seqlen_q=max(step.query_counts),
+            max_seqlen_q=max(_host_counts(step)[0]),
             **_flash_options(spec),
         )
 
@@ -138,14 +139,14 @@ class FlashAttention2:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceStep, spec: AttentionSpec) -> Tensor:
         """Return [T, H, D]; see AttentionLibrary."""
-        lengths = _host_lengths(step)
+        counts, lengths = _host_counts(step)
         return self._module.flash_attn_varlen_func(
             q,
             k.transpose(1, 2),
             v.transpose(1, 2),
             cu_seqlens_q=step.query_starts,
             cu_seqlens_k=_starts(lengths).to(q.device, non_blocking=True),
-            max_seqlen_q=max(step.query_counts),
+            max_seqlen_q=max(counts),
             max_seqlen_k=max(lengths),
             block_table=step.block_tables,
             **_flash_options(spec),
@@ -157,10 +158,11 @@ def _flash_options(spec: AttentionSpec) -> dict[str, object]:
     return {"softmax_scale": spec.scale, "causal": True, "window_size": window, "softcap": spec.softcap or 0.0}
 
 
-def _host_lengths(step: DeviceStep) -> tuple[int, ...]:
-    if step.host_context_lens is None:
+def _host_counts(step: DeviceStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the queries of each sequence, and the context lengths."""
+    if step.query_counts is None or step.host_context_lens is None:
         raise InvariantError("a library plans with the context lengths on the host, which a recorded step does not have")
-    return step.host_context_lens
+    return step.query_counts, step.host_context_lens
 
 
 def _starts(counts: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.triton.sizes import power_of_two
@@ -75,7 +76,7 @@ class DeviceStep:
     num_drafts       [S] i32, or None without trees; with the next two as in TreeInput
     ancestors        [T] i64
     positions        [T] i32, of a draft by its depth
-    query_counts     queries of each sequence, on the host
+    query_counts     queries of each sequence, on the host; None where they change with each launch of a recorded step
     max_context_len  at least every context length
     has_cached_drafts
                      whether first drafts of a tree are cached, so that their positions are not among those above
@@ -92,7 +93,7 @@ class DeviceStep:
     num_drafts: Tensor | None
     ancestors: Tensor | None
     positions: Tensor | None
-    query_counts: tuple[int, ...]
+    query_counts: tuple[int, ...] | None
     max_context_len: int
     has_cached_drafts: bool = False
     host_context_lens: tuple[int, ...] | None = None
@@ -135,7 +136,8 @@ class DeviceStep:
     @property
     def is_decode(self) -> bool:
         """Whether it has one token of each sequence, and no trees."""
-        return self.num_drafts is None and all(count == 1 for count in self.query_counts)
+        counts = self.query_counts
+        return self.num_drafts is None and counts is not None and all(count == 1 for count in counts)
 
     def place_tiles(self, num_queries: int, num_short: int, short: Tiles, long: Tiles) -> None:
         """Take the work lists that `tiles` would make with these arguments, see list_tiles, on the device already."""
@@ -156,6 +158,8 @@ class DeviceStep:
 
     def _make_tiles(self, num_queries: int, num_short: int) -> tuple[Tiles, Tiles]:
         counts = self.query_counts
+        if counts is None:
+            raise InvariantError("work lists are made from the queries of each sequence, which a recorded step does not have")
         if self.is_decode:
             return Tiles(None, None, len(counts), 1), Tiles(None, None, 0, num_queries)
         lists = list_tiles(counts, num_queries, num_short, self.host_context_lens or counts)

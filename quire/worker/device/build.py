@@ -62,7 +62,7 @@ def build_device_runner(
         plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, free_bytes)
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
         if recorder is not None:
-            stepper.record(stepper.grid.keys[0])  # what others need of their common memory is there then
+            stepper.record_largest()
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
     for line in plan.describe().splitlines():
@@ -96,7 +96,7 @@ def _measured_plan(
     def run_full() -> None:
         stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
 
-    keys = stepper.grid.keys
-    recordings = Recordings(lambda: stepper.record(keys[0]), lambda: stepper.record(keys[1]), len(keys))
+    keys = stepper.keys
+    recordings = Recordings(stepper.record_largest, lambda: stepper.record(keys[1]), len(keys))
     usage = measure_usage(memory, free_bytes, run_full, None if config.enforce_eager else recordings)
     return plan_device_memory(config, report.memory.kv, usage, sizes.max_model_len)

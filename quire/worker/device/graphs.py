@@ -1,10 +1,11 @@
-"""StepGraphs: decode steps recorded once, and launched again as a whole."""
+"""StepGraphs: steps recorded once, and launched again as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from itertools import product
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +23,9 @@ class GraphKey(NamedTuple):
 
     num_rows: int
     sampling: Sampling
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} sequences ({self.sampling})"
 
 
 class GraphGrid:
@@ -46,6 +50,56 @@ class GraphGrid:
         return GraphKey(next(count for count in self._rows if count >= num_rows), sampling)
 
 
+ShortRuns = Literal["any", "single", "none"]
+"""The sequences of few queries in a step: any; all of one query; none. What is right for one is right for those behind it."""
+
+_SHORT_RUNS: tuple[ShortRuns, ...] = ("any", "single", "none")
+_FEWEST_TOKENS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 256, 4
+
+
+class PromptKey(NamedTuple):
+    """What a recorded step with tokens of prompts is for: so many tokens, padding included, of sequences of at most so much
+    context; and which short runs of queries there may be."""
+
+    num_tokens: int
+    max_context_len: int
+    short_runs: ShortRuns
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens of contexts up to {self.max_context_len} ({self.short_runs} short runs)"
+
+
+class PromptGrid:
+    """The keys that there are: tokens by doubling, then by quarters of it, so that at most a fifth of a larger step is padding.
+
+    max_tokens        the most of a recorded step; 0: none is
+    max_context_lens  rising
+    """
+
+    def __init__(self, max_tokens: int, max_context_lens: Sequence[int]) -> None:
+        self.max_tokens, self._max_context_lens = max_tokens, max_context_lens
+        self._tokens: list[int] = []
+        count = min(_FEWEST_TOKENS, max_tokens)
+        while count and count < max_tokens:
+            self._tokens.append(count)
+            power = 1 << count.bit_length() - 1
+            count += power if power < _DOUBLED_TO else power // _PARTS_OF_DOUBLING
+        if max_tokens:
+            self._tokens.append(max_tokens)
+
+    @property
+    def keys(self) -> list[PromptKey]:
+        """All keys, the one whose step takes most memory first."""
+        found = product(reversed(self._tokens), reversed(self._max_context_lens), _SHORT_RUNS)
+        return [PromptKey(*parts) for parts in found]
+
+    def key(self, num_tokens: int, longest: int, short_runs: ShortRuns) -> PromptKey | None:
+        """Return the smallest key that holds a step; None: it is launched one by one."""
+        count = next((count for count in self._tokens if count >= num_tokens), None)
+        most = next((length for length in self._max_context_lens if length >= longest), None)
+        return None if count is None or most is None else PromptKey(count, most, short_runs)
+
+
 class GraphRecorder(Protocol):
     """Records what is launched."""
 
@@ -55,22 +109,27 @@ class GraphRecorder(Protocol):
 
 
 class StepGraphs:
-    """Runs decode steps: each kind once as it is, and from then on, with a recorder, as a recorded whole.
+    """Runs steps: each kind once as it is, and from then on, with a recorder, as a recorded whole.
 
     So the first step of a kind loads its kernels, which no recording may do, and nothing is recorded that is never needed.
     """
 
     def __init__(self, recorder: GraphRecorder | None = None) -> None:
         self._recorder = recorder
-        self._recorded: dict[GraphKey, Callable[[], None]] = {}
-        self._too_large: set[GraphKey] = set()
+        self._recorded: dict[Hashable, Callable[[], None]] = {}
+        self._too_large: set[Hashable] = set()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are recorded at all; otherwise all are launched one by one."""
+        return self._recorder is not None
 
     @property
     def num_recorded(self) -> int:
         """Kinds of steps that are launched as a whole."""
         return len(self._recorded)
 
-    def run(self, key: GraphKey, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run a step: all that its launches read and write must lie at the same addresses for the same key.
 
         A kind for whose recording memory ends is launched one by one for good. What else a recording raises is raised.
@@ -87,10 +146,9 @@ class StepGraphs:
         except torch.OutOfMemoryError as error:
             # The step itself has run.
             logger.warning(
-                "no memory is left to record steps of %d sequences (%s): they stay slower; lower gpu_memory_utilization "
-                "where others use the device too (%s)",
-                key.num_rows,
-                key.sampling,
+                "no memory is left to record steps of %s: they stay slower; lower gpu_memory_utilization where others use the "
+                "device too (%s)",
+                key,
                 error,
             )
             self._too_large.add(key)

@@ -84,15 +84,26 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
     )
 
 
-def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
-    """Write a step into the arrays of its fields' names, and token_rows [T] and query_starts [S + 1], of its own lengths."""
-    arrays["rows"][:] = step.rows
-    arrays["token_rows"][:] = np.repeat(step.rows, step.counts)
-    arrays["query_starts"][0] = 0
-    np.cumsum(step.counts, out=arrays["query_starts"][1:])
-    arrays["logit_rows"][:] = step.logit_rows
-    arrays["sampled_rows"][:] = step.sampled_rows
-    fill_places(arrays, step)
+def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
+    """Write the tokens of a step into the arrays of its fields' names, and token_rows [T] and query_starts [S + 1].
+
+    The arrays may be longer. The further sequences are of the line padding_row and empty, but for the last one: it has the
+    further tokens, which see and store nothing.
+    """
+    num_tokens, counts, starts = len(step.given_ids), np.array(step.counts, np.int64), arrays["query_starts"]
+    _write(arrays["rows"], step.rows, padding_row)
+    _write(arrays["token_rows"], np.repeat(step.rows, counts), padding_row)
+    starts[0] = 0
+    starts[1 : len(counts) + 1] = np.cumsum(counts)
+    starts[len(counts) + 1 :] = num_tokens
+    starts[-1] = len(arrays["given_ids"])
+    _fill_tokens(arrays, step)
+
+
+def fill_sampled(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
+    """Write which tokens of a step get a next one into the arrays of its fields' names."""
+    for name in ("logit_rows", "sampled_rows", "sample_positions"):
+        arrays[name][:] = getattr(step, name)
 
 
 def fill_lines_of_decode(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
@@ -111,18 +122,29 @@ def fill_lines_of_decode(arrays: Mapping[str, NDArray[np.generic]], step: HostSt
 
 
 def fill_places(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
-    """Write what of a step changes with every token."""
-    for name, values, padding in (
-        ("given_ids", step.given_ids, 0),
-        ("positions", step.positions, 0),
-        ("slots", step.slots, -1),
-        ("context_lens", step.context_lens, 0),
-        ("sample_positions", step.sample_positions, 0),
-    ):
-        array, count = arrays[name], len(values)
-        array[:count] = values
-        if count < len(array):
-            array[count:] = padding
+    """Write what of a decode step changes with every token."""
+    _fill_tokens(arrays, step)
+    _write(arrays["sample_positions"], step.sample_positions, 0)
+
+
+def _fill_tokens(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
+    _write(arrays["given_ids"], step.given_ids, 0)
+    _write(arrays["positions"], step.positions, 0)
+    _write(arrays["slots"], step.slots, -1)
+    _write(arrays["context_lens"], step.context_lens, 0)
+
+
+def _write(array: NDArray[np.generic], values: NDArray[np.generic], padding: int) -> None:
+    count = len(values)
+    array[:count] = values
+    if count < len(array):
+        array[count:] = padding
+
+
+def empty_step() -> HostStep:
+    """Return a step without tokens."""
+    none, none_of_rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    return HostStep((), none_of_rows, none_of_rows, none, none, none, none, none_of_rows, none)
 
 
 def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row: int, num_short: int = 1) -> HostStep:

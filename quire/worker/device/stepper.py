@@ -15,12 +15,33 @@ from quire.kernels.triton.attention import tile_queries
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.sampling import Choices, sample_launches
-from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, Tiles, list_tiles
+from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, list_tiles
+from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.worker.device.columns import SamplingColumns, option_parts, row_options
-from quire.worker.device.graphs import GraphGrid, GraphKey, StepGraphs
-from quire.worker.device.host_step import HostStep, Sampling, fill, fill_lines_of_decode, fill_places, full_step
+from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.host_step import (
+    HostStep,
+    Sampling,
+    empty_step,
+    fill,
+    fill_lines_of_decode,
+    fill_places,
+    fill_sampled,
+    full_step,
+)
+from quire.worker.device.mixed_step import (
+    MixedSizes,
+    exact_sizes,
+    exact_step,
+    fill_tiles,
+    most_recorded_tokens,
+    padded_sizes,
+    padded_step,
+    short_runs,
+    token_parts,
+)
 from quire.worker.device.staging import Part, Readback, Staged, Staging, staged_bytes
 
 
@@ -47,7 +68,7 @@ class Launched(NamedTuple):
     num_sampled  next tokens that take_sampled will return
     num_rows     the same with the padding's
     logits       [R, vocab_size] in the model's dtype; of a recorded step until the next one; None where nobody asked for them
-    hidden       [T, hidden_size] after the final norm; None where nobody asked for it
+    hidden       [T, hidden_size] after the final norm; of a recorded step until the next one; None where nobody asked for it
     readback     where the tokens arrive
     """
 
@@ -66,7 +87,7 @@ class Kept(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The arrays of a decode step of one kind, at fixed addresses, and what it launches."""
+    """The arrays of a step of one kind, at fixed addresses, and what it launches."""
 
     staged: Staged
     run: Callable[[], None]
@@ -87,17 +108,24 @@ class DeviceStepper:
         library: AttentionLibrary | None = None,
     ) -> None:
         self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
-        self._library = library  # attends the steps that are launched one by one
+        self._library = library  # attends the steps that are launched one by one; with one those with prompts all are
         device, spec = decoder.device, decoder.spec
         self.padding_line = sizes.max_num_seqs
         self.columns = SamplingColumns(sizes.max_num_seqs + 1, spec.vocab_size)
         self.grid = GraphGrid(sizes.max_num_seqs)
+        is_recording = graphs.is_recording and library is None
+        most_tokens = most_recorded_tokens(spec, sizes.max_num_batched_tokens) if is_recording else 0
+        lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
+        self.prompts = PromptGrid(most_tokens, lengths)
         max_blocks = -(-sizes.max_model_len // pool.spec.block_size)
         self._tables = torch.zeros(sizes.max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
         most = self.grid.max_rows
-        self._step_tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
-        self._step_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        # What recorded steps read and write beside their arrays.
+        most_lines = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
+        self._step_tables = torch.zeros(most_lines, max_blocks, dtype=torch.int32, device=device)
+        self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
+        self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
         # Tokens i64, and behind them their statuses, two i32 in one, so that one copy brings both.
         self._result = torch.zeros(_result_size(sizes.max_num_seqs), dtype=torch.int64, device=device)
@@ -106,13 +134,15 @@ class DeviceStepper:
         kinds = {tile_queries(layer.attention, decoder.dtype, kv_dtype, is_in_order) for layer in spec.layers}
         self.tile_kinds = sorted(kinds)
         self._staging = Staging(self._most_bytes(max_blocks), device)
-        self._frames: dict[GraphKey, _Frame] = {}
+        self._frames: dict[GraphKey | PromptKey, _Frame] = {}
 
     def _most_bytes(self, max_blocks: int) -> int:
         num_seqs, num_tokens, _ = self._sizes
-        parts = [*_step_parts(num_tokens, num_seqs, num_seqs), *option_parts(num_seqs)]
-        parts += [Part(name, torch.int32, num_seqs + num_tokens) for _ in self.tile_kinds for name in "abcd"]
-        return staged_bytes([*parts, *_change_parts(num_seqs * (max_blocks + 2), num_seqs)])
+        tiles = tuple((num_seqs, num_tokens) for _ in self.tile_kinds)
+        sizes = [MixedSizes(num_tokens, num_seqs, tiles)]
+        sizes += [padded_sizes(key, num_seqs, self.tile_kinds) for key in self.prompts.keys[:1]]
+        behind = [*_sampled_parts(num_seqs), *_change_parts(num_seqs * (max_blocks + 2), num_seqs)]
+        return max(staged_bytes([*own.parts, *behind]) for own in sizes)
 
     def give_pool(self, pool: DeviceKvPool) -> None:
         """Take another pool, of the same shape but for its number of blocks; what was recorded is forgotten."""
@@ -133,7 +163,7 @@ class DeviceStepper:
             return self._read_back(Launched())
         if step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows:
             return self._launch_decode(step, sampling, changes, kept)
-        return self._launch_mixed(step, sampling, changes, kept)
+        return self._launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
     def take_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
         """Wait for a step, and return its next tokens, -1 where there is none, and their statuses.
@@ -149,13 +179,27 @@ class DeviceStepper:
         num_short = max(most for _, most in self.tile_kinds)
         step = full_step(num_tokens, num_sequences, context_len, self.padding_line, num_short)
         self._staging.wait()
-        self._launch_mixed(step, "cuts", TableChanges([]), _NOTHING)
+        self._launch_mixed(step, "cuts", TableChanges([]), _NOTHING, 0)
 
-    def record(self, key: GraphKey) -> None:
-        """Run and record a decode step of padding."""
-        step = full_step(key.num_rows, key.num_rows, self._sizes.max_model_len, self.padding_line)
-        self._staging.wait()
-        self._launch_decode(step, key.sampling, TableChanges([]), _NOTHING)
+    @property
+    def keys(self) -> list[GraphKey | PromptKey]:
+        """The kinds of steps that are recorded, what takes most memory first, of those with prompts and of the others."""
+        return [*self.prompts.keys, *self.grid.keys]
+
+    def record_largest(self) -> None:
+        """Run and record steps of padding that take as much memory as any; what others need of it is there then."""
+        for keys in (self.prompts.keys, self.grid.keys):
+            for key in keys[:1]:
+                self.record(key)
+
+    def record(self, key: GraphKey | PromptKey) -> None:
+        """Run and record a step of padding."""
+        if isinstance(key, PromptKey):
+            self._record_prompts(key)
+        else:
+            step = full_step(key.num_rows, key.num_rows, self._sizes.max_model_len, self.padding_line)
+            self._staging.wait()
+            self._launch_decode(step, key.sampling, TableChanges([]), _NOTHING)
 
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept) -> Launched:
         count = len(step.counts)
@@ -179,7 +223,7 @@ class DeviceStepper:
 
     def _make_frame(self, key: GraphKey) -> _Frame:
         num_rows = key.num_rows
-        staged = self._staging.arrange([*_step_parts(num_rows, num_rows, num_rows), *option_parts(num_rows)])
+        staged = self._staging.arrange([*token_parts(num_rows, num_rows), *_sampled_parts(num_rows)])
         arrays = staged.device
         ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
@@ -193,41 +237,72 @@ class DeviceStepper:
 
         return _Frame(staged, run)
 
-    def _launch_mixed(self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept) -> Launched:
-        num_tokens, num_sequences, num_sampled = len(step.given_ids), len(step.counts), len(step.logit_rows)
+    def _launch_mixed(
+        self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept, most_recorded_tokens: int
+    ) -> Launched:
+        num_tokens, num_sampled = len(step.given_ids), len(step.logit_rows)
         lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self.tile_kinds]
-        parts = [*_step_parts(num_tokens, num_sequences, num_sampled), *option_parts(num_sampled), *_tile_parts(lists)]
-        staged = self._staging.arrange(parts)
+        key = None
+        if num_tokens <= most_recorded_tokens:
+            key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists))
+        frame = None if key is None else self._prompt_frame(key)
+        staged = self._staging.arrange(exact_sizes(step, lists).parts) if frame is None else frame.staged
+        sampled = self._staging.arrange(_sampled_parts(num_sampled), staged.end)
         self._staging.holds = None
-        fill(staged.host, step)
-        self.columns.fill(staged.host)
-        _fill_tiles(staged.host, lists)
-        self._send(staged.end, changes)
-        arrays, device = staged.device, self._decoder.device
-        ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
-        tables = torch.empty(num_sequences, self._tables.shape[1], dtype=torch.int32, device=device)
-        self._take_inputs(ids, tables, arrays)
-        device_step = self._mixed_step(step, arrays, tables, lists)
-        hidden = self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
+        fill(staged.host, step, self.padding_line)
+        fill_tiles(staged.host, step, lists, self.tile_kinds)
+        fill_sampled(sampled.host, step)
+        self.columns.fill(sampled.host)
+        self._send(sampled.end, changes)
+        if frame is None:
+            hidden = self._run_exact(step, lists, staged.device)
+        else:
+            self._graphs.run(key, frame.run)
+            hidden = self._hidden[:num_tokens]
         kept_hidden = hidden if kept.hidden else None
         if num_sampled == 0:
             return self._read_back(Launched(hidden=kept_hidden))
-        logits = self._decoder.logits(hidden.index_select(0, arrays["logit_rows"]))
-        self._sample(logits, arrays, sampling)
+        logits = self._decoder.logits(hidden.index_select(0, sampled.device["logit_rows"]))
+        self._sample(logits, sampled.device, sampling)
         return self._read_back(Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden))
 
-    def _mixed_step(self, step: HostStep, arrays: Mapping[str, Tensor], tables: Tensor, lists: list[TileLists]) -> DeviceStep:
-        longest = int(step.context_lens.max())
-        starts, lengths = arrays["query_starts"], arrays["context_lens"]
-        host_lengths = tuple(step.context_lens.tolist())
-        trees = None, None, None
-        host = step.counts, longest, False, host_lengths
-        found = DeviceStep(arrays["slots"], starts, lengths, tables, *trees, *host, self._library)
-        for index, (kind, tiles) in enumerate(zip(self.tile_kinds, lists, strict=True)):
-            short, long = ((arrays[f"{name}_sequences{index}"], arrays[f"{name}_offsets{index}"]) for name in ("short", "long"))
-            longest_tiles = Tiles(*long, len(tiles.long), kind[0])
-            found.place_tiles(*kind, Tiles(*short, len(tiles.short), tiles.longest_short), longest_tiles)
-        return found
+    def _run_exact(self, step: HostStep, lists: list[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
+        """Launch a step one by one, and return its hidden states."""
+        device = self._decoder.device
+        ids = torch.empty(len(step.given_ids), dtype=torch.int64, device=device)
+        tables = torch.empty(len(step.counts), self._tables.shape[1], dtype=torch.int32, device=device)
+        self._take_inputs(ids, tables, arrays)
+        device_step = exact_step(step, arrays, tables, lists, self.tile_kinds, self._library)
+        return self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
+
+    def _record_prompts(self, key: PromptKey) -> None:
+        self._staging.wait()
+        self._staging.holds = None
+        frame = self._prompt_frame(key)
+        nothing, lists = empty_step(), [list_tiles((), *kind, ()) for kind in self.tile_kinds]
+        fill(frame.staged.host, nothing, self.padding_line)
+        fill_tiles(frame.staged.host, nothing, lists, self.tile_kinds)
+        self._staging.send(frame.staged.end)
+        self._graphs.run(key, frame.run)
+
+    def _prompt_frame(self, key: PromptKey) -> _Frame:
+        """Return the arrays of a recorded step with prompts; which tokens get a next one, and which, stands behind them."""
+        frame = self._frames.get(key)
+        if frame is not None:
+            return frame
+        sizes = padded_sizes(key, self._sizes.max_num_seqs, self.tile_kinds)
+        staged = self._staging.arrange(sizes.parts)
+        arrays = staged.device
+        ids, tables = self._step_ids[: sizes.num_tokens], self._step_tables[: sizes.num_sequences]
+
+        def run() -> None:
+            step = padded_step(key, arrays, tables, self.tile_kinds)
+            self._take_inputs(ids, tables, arrays)
+            hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
+            self._hidden[: len(hidden)].copy_(hidden)
+
+        frame = self._frames[key] = _Frame(staged, run)
+        return frame
 
     def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
         rows = arrays["token_rows"], arrays["rows"]
@@ -262,34 +337,8 @@ class DeviceStepper:
             self._tables.view(-1).index_copy_(0, staged.device["places"], staged.device["blocks"])
 
 
-def _step_parts(num_tokens: int, num_sequences: int, num_sampled: int) -> list[Part]:
-    return [
-        Part("given_ids", torch.int64, num_tokens),
-        Part("token_rows", torch.int32, num_tokens),
-        Part("positions", torch.int64, num_tokens),
-        Part("slots", torch.int64, num_tokens),
-        Part("rows", torch.int32, num_sequences),
-        Part("context_lens", torch.int32, num_sequences),
-        Part("query_starts", torch.int32, num_sequences + 1),
-        Part("logit_rows", torch.int64, num_sampled),
-    ]
-
-
-def _tile_parts(lists: list[TileLists]) -> list[Part]:
-    # Each array on its own, so that all begin at multiples of 16 bytes: kernels are compiled for that.
-    return [
-        Part(f"{kind}_{name}{index}", torch.int32, len(pairs))
-        for index, found in enumerate(lists)
-        for kind, pairs in (("short", found.short), ("long", found.long))
-        for name in ("sequences", "offsets")
-    ]
-
-
-def _fill_tiles(host: Mapping[str, NDArray[np.generic]], lists: list[TileLists]) -> None:
-    for index, found in enumerate(lists):
-        for kind, pairs in (("short", found.short), ("long", found.long)):
-            both = np.array(pairs, np.int32).reshape(-1, 2)
-            host[f"{kind}_sequences{index}"][:], host[f"{kind}_offsets{index}"][:] = both[:, 0], both[:, 1]
+def _sampled_parts(num_sampled: int) -> list[Part]:
+    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled)]
 
 
 def _first_status(num_rows: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -82,15 +82,26 @@ def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[V
     """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
     decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
     pool = DeviceKvPool(KvSpec.of(decoder.spec, kv.block_size, kv.dtype), 1, _META)
-    stepper = DeviceStepper(decoder, pool, sizes, StepGraphs())
+    stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(NotRecording()))
+    one_by_one = DeviceStepper(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
-        for key in stepper.grid.keys:
+        # Recorded steps with prompts differ from the others below in their attention alone, and that not by their tokens.
+        prompts = [key for key in stepper.prompts.keys if key.num_tokens == stepper.prompts.max_tokens]
+        for key in [*prompts, *stepper.grid.keys]:
             stepper.record(key)
-        for step in _mixed_steps(stepper, sizes):
-            stepper.launch(step, SAMPLINGS[0], TableChanges([]))
+        for step in _mixed_steps(one_by_one, sizes):
+            one_by_one.launch(step, SAMPLINGS[0], TableChanges([]))
         for dtype, has_masks, has_cuts in itertools.product({decoder.dtype, torch.float32}, (False, True), (False, True)):
             _sample(dtype, model.spec.vocab_size, has_masks, has_cuts)
     return list(dict.fromkeys(map(variant_of, launches)))
+
+
+class NotRecording:
+    """Stands for a recorder where nothing runs: steps have the sizes of recorded ones, and are launched one by one."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return the step."""
+        return step
 
 
 def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:

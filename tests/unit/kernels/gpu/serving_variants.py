@@ -25,7 +25,7 @@ from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
 from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
-from quire.worker.device.variants import ServedModel, meta_decoder, serving_variants
+from quire.worker.device.variants import NotRecording, ServedModel, meta_decoder, serving_variants
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES as NARROW_SIZES
 from tests.unit.kernels.gpu.narrow_checkpoints import write
@@ -74,12 +74,14 @@ def missing_variants(model, kv_dtype):
     found = set(serving_variants(model, kv, SIZES))
     decoder = meta_decoder(model, SIZES.max_model_len)
     pool = DeviceKvPool(kv, 5, META)
-    stepper = DeviceStepper(decoder, pool, SIZES, StepGraphs())
+    steppers = [DeviceStepper(decoder, pool, SIZES, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
-            stepper.launch(random_step(rng), SAMPLINGS[int(rng.integers(2))], TableChanges([]), kept)
+            step, sampling = random_step(rng), SAMPLINGS[int(rng.integers(2))]
+            for stepper in steppers:
+                stepper.launch(step, sampling, TableChanges([]), kept)
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
 

@@ -23,6 +23,7 @@ from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.staging import Readback
 from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
+from quire.worker.device.variants import NotRecording
 
 META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
@@ -74,7 +75,8 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
-def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, launches):
+@pytest.mark.parametrize("recorder", [None, NotRecording()], ids=["one-by-one", "recorded"])
+def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launches):
     spec = ModelSpec(
         "test", "bfloat16", 61, 64, (LAYERS[name],) * 2, RMS, 64, embed_scale=3.0, is_embed_scale_cast=True, final_softcap=9.0,
         num_learned_positions=64 if name == "gpt" else 0,
@@ -83,10 +85,10 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, launches):
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
         decoder = DeviceDecoder(spec, parameters, 64, META)
-        stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs())
+        stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs(recorder))
         stepper.run_full(32, 4, 64)
         stepper.give_pool(DeviceKvPool(kv, 9, META))
-        stepper.record(stepper.grid.keys[0])
+        stepper.record_largest()
         changes = TableChanges([(0, 0, (1, 2))], ((0, 1),))
         for sampling in SAMPLINGS:
             for num_tokens, kept in ((3, Kept()), (3, Kept(True, True)), (3, Kept(True)), (9, Kept(True))):

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from quire.worker.device.graphs import GraphGrid, GraphKey, StepGraphs
+from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
 
 
 class Recorder:
@@ -109,3 +109,24 @@ def test_the_grid_holds_every_step_with_little_padding(max_num_seqs):
         assert key in grid.keys
     assert grid.keys[0] == GraphKey(grid.max_rows, "cuts")
     assert len(grid.keys) == len(set(grid.keys)) <= 30
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 64, 100, 512, 2048, 6000, 8192])
+def test_the_grid_of_steps_with_prompts_holds_those_up_to_its_end_with_little_padding(max_tokens):
+    grid = PromptGrid(max_tokens, (100, 3000))
+    for count in range(1, max_tokens + 1):
+        key = grid.key(count, 100, "single")
+        assert key in grid.keys
+        assert (key.max_context_len, key.short_runs) == (100, "single")
+        assert count <= key.num_tokens <= max(min(64, max_tokens), 2 * count if count < 256 else 1.25 * count)
+    assert grid.key(1, 101, "any").max_context_len == 3000
+    assert grid.key(max_tokens + 1, 100, "none") is None
+    assert grid.key(1, 3001, "none") is None
+    assert grid.keys[0] == PromptKey(max_tokens, 3000, "any")
+    assert len(grid.keys) == len(set(grid.keys)) <= 140
+
+
+def test_no_step_with_prompts_is_recorded_where_none_is_to_be():
+    grid = PromptGrid(0, (100,))
+    assert grid.keys == []
+    assert grid.key(1, 1, "any") is None

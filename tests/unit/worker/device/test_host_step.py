@@ -8,7 +8,7 @@ from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.worker.device.host_step import fill, fill_lines_of_decode, fill_places, full_step, host_step
+from quire.worker.device.host_step import fill, fill_lines_of_decode, fill_places, fill_sampled, full_step, host_step
 from quire.worker.input_batch import InputBatch
 
 BLOCK_SIZE = 4
@@ -89,11 +89,25 @@ def test_the_arrays_of_a_step_with_prompts_are_its_own(batch):
         np.zeros(4, bool),
     )
     found = arrays(9, 3, 1)
-    fill(found, step)
+    fill(found, step, padding_row=4)
+    fill_sampled(found, step)
     for name in ("rows", "context_lens", "given_ids", "positions", "slots", "logit_rows", "sampled_rows", "sample_positions"):
         assert found[name].tolist() == getattr(step, name).tolist()
     assert found["token_rows"].tolist() == np.repeat(step.rows, step.counts).tolist()
     assert found["query_starts"].tolist() == [0, 5, 8, 9]
+
+
+def test_further_tokens_of_a_step_with_prompts_are_one_sequence_behind_the_others(batch):
+    plan = StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3})
+    step = host_step(batch.build(plan), batch.tables, BLOCK_SIZE, np.zeros(4, bool))
+    found = arrays(12, 5, 1)
+    fill(found, step, padding_row=4)
+    assert found["query_starts"].tolist() == [0, 5, 8, 8, 8, 12]
+    assert found["context_lens"].tolist() == [5, 3, 0, 0, 0]
+    assert found["rows"].tolist() == [*step.rows, 4, 4, 4]
+    assert found["token_rows"].tolist() == [*np.repeat(step.rows, step.counts), 4, 4, 4, 4]
+    assert found["slots"].tolist() == [*step.slots, -1, -1, -1, -1]
+    assert found["given_ids"].tolist() == [*step.given_ids, 0, 0, 0, 0]
 
 
 def test_a_full_step_has_the_asked_size_and_stores_nothing():

@@ -1,0 +1,149 @@
+"""Steps with tokens of prompts, as arrays: of their own size, or of a larger one, so that they can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
+from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, Tiles
+from quire.worker.device.graphs import PromptKey, ShortRuns
+from quire.worker.device.host_step import HostStep
+from quire.worker.device.staging import Part
+
+_HIDING_OPERATIONS = 2e11
+"""Of a layer's products, which take a GPU as long as the host takes to launch the layer one by one: about a third of a
+millisecond, at 6e14 operations a second. Larger steps hide their launches, and are not padded."""
+
+_WHOLE_TOKENS = 64
+TileKind = tuple[int, int]
+"""Queries of a tile, and up to how many queries a sequence is short; see DeviceStep.tiles."""
+
+
+class MixedSizes(NamedTuple):
+    """How large the arrays of a step are.
+
+    tiles  for each kind, how many short and how many long ones
+    """
+
+    num_tokens: int
+    num_sequences: int
+    tiles: tuple[tuple[int, int], ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The arrays: of `host_step.fill`, and those of `fill_tiles`."""
+        # Each list on its own, so that all begin at multiples of 16 bytes: kernels are compiled for that.
+        lists = [
+            Part(f"{run}_{name}{index}", torch.int32, count)
+            for index, counts in enumerate(self.tiles)
+            for run, count in zip(("short", "long"), counts, strict=True)
+            for name in ("sequences", "offsets")
+        ]
+        return [*token_parts(self.num_tokens, self.num_sequences), *lists]
+
+
+def token_parts(num_tokens: int, num_sequences: int) -> list[Part]:
+    """Return the arrays of a step's tokens and sequences, as host_step.py fills them."""
+    return [
+        Part("given_ids", torch.int64, num_tokens),
+        Part("token_rows", torch.int32, num_tokens),
+        Part("positions", torch.int64, num_tokens),
+        Part("slots", torch.int64, num_tokens),
+        Part("rows", torch.int32, num_sequences),
+        Part("context_lens", torch.int32, num_sequences),
+        Part("query_starts", torch.int32, num_sequences + 1),
+    ]
+
+
+def exact_sizes(step: HostStep, lists: Sequence[TileLists]) -> MixedSizes:
+    """Return the sizes of a step without padding."""
+    return MixedSizes(len(step.given_ids), len(step.counts), tuple((len(own.short), len(own.long)) for own in lists))
+
+
+def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind]) -> MixedSizes:
+    """Return sizes that hold every step of a key, with one sequence of padding behind those of the step."""
+    most = min(max_num_seqs, key.num_tokens)
+    num_short = 0 if key.short_runs == "none" else most
+    tiles = [
+        # One more for the last tile of each long sequence, and of the padding.
+        (num_short, key.num_tokens // num_queries + min(most, key.num_tokens // (longest_short + 1)) + 1)
+        for num_queries, longest_short in kinds
+    ]
+    return MixedSizes(key.num_tokens, most + 1, tuple(tiles))
+
+
+def fill_tiles(
+    host: Mapping[str, NDArray[np.generic]], step: HostStep, lists: Sequence[TileLists], kinds: Sequence[TileKind]
+) -> None:
+    """Write the work lists of a step; where arrays are longer, with tiles for the tokens of padding, and empty ones."""
+    num_tokens, num_sequences = len(host["given_ids"]), len(host["rows"])
+    padding, num_further = num_sequences - 1, num_tokens - len(step.given_ids)
+    for index, (found, (num_queries, _)) in enumerate(zip(lists, kinds, strict=True)):
+        further = [(padding, offset) for offset in range(0, num_further, num_queries)]
+        for run, pairs in (("short", found.short), ("long", [*found.long, *further])):
+            sequences, offsets = host[f"{run}_sequences{index}"], host[f"{run}_offsets{index}"]
+            both = np.array(pairs, np.int32).reshape(-1, 2)
+            sequences[: len(pairs)], offsets[: len(pairs)] = both[:, 0], both[:, 1]
+            # An empty tile begins behind the end of its sequence.
+            sequences[len(pairs) :], offsets[len(pairs) :] = padding, num_tokens
+
+
+def short_runs(lists: Sequence[TileLists]) -> ShortRuns:
+    """Return which short runs of queries a step has."""
+    if any(own.longest_short > 1 for own in lists):
+        return "any"
+    return "single" if any(own.short for own in lists) else "none"
+
+
+def exact_step(
+    step: HostStep,
+    arrays: Mapping[str, Tensor],
+    tables: Tensor,
+    lists: Sequence[TileLists],
+    kinds: Sequence[TileKind],
+    library: AttentionLibrary | None,
+) -> DeviceStep:
+    """Return a step of exact_sizes, whose arrays are on the device; tables [S, max_blocks] i32."""
+    lengths = tuple(step.context_lens.tolist())
+    found = DeviceStep(*_places(arrays), tables, None, None, None, step.counts, max(lengths), False, lengths, library)
+    _place_tiles(found, arrays, kinds, [own.longest_short for own in lists])
+    return found
+
+
+def padded_step(key: PromptKey, arrays: Mapping[str, Tensor], tables: Tensor, kinds: Sequence[TileKind]) -> DeviceStep:
+    """Return the step of a key, of padded_sizes: the same launches for every step of that key."""
+    found = DeviceStep(*_places(arrays), tables, None, None, None, None, key.max_context_len)
+    _place_tiles(found, arrays, kinds, [most if key.short_runs == "any" else 1 for _, most in kinds])
+    return found
+
+
+def _places(arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return arrays["slots"], arrays["query_starts"], arrays["context_lens"]
+
+
+def _place_tiles(
+    step: DeviceStep, arrays: Mapping[str, Tensor], kinds: Sequence[TileKind], longest_short: Sequence[int]
+) -> None:
+    for index, (kind, longest) in enumerate(zip(kinds, longest_short, strict=True)):
+        short, long = ((arrays[f"{run}_sequences{index}"], arrays[f"{run}_offsets{index}"]) for run in ("short", "long"))
+        step.place_tiles(*kind, Tiles(*short, len(short[0]), longest), Tiles(*long, len(long[0]), kind[0]))
+
+
+def most_recorded_tokens(spec: ModelSpec, max_num_batched_tokens: int) -> int:
+    """Return up to how many tokens launching a step one by one may take longer than the GPU does."""
+    most = max((_HIDING_OPERATIONS / (2 * _active_weights(spec, layer)) for layer in spec.layers), default=0)
+    return min(max_num_batched_tokens, max(1, int(most) // _WHOLE_TOKENS) * _WHOLE_TOKENS)
+
+
+def _active_weights(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Return how many weights of a layer a token is multiplied with."""
+    attention, mlp = layer.attention, layer.mlp
+    expert, count = (mlp, 1) if isinstance(mlp, MlpSpec) else (mlp.expert, mlp.top_k)
+    heads = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    return spec.hidden_size * (heads + count * (3 if expert.is_gated else 2) * expert.intermediate_size)
