@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
@@ -181,22 +182,7 @@ def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Lau
 
 
 def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
-    arguments = {
-        "partial_ptr": partial,
-        "log_sums_ptr": log_sums,
-        "sinks_ptr": call.sinks,
-        "out_ptr": call.out,
-        **_run_arguments(call),
-        "num_chunks": partial.shape[2],
-    }
-    constants = {
-        **_run_constants(call),
-        "BLOCK_D": power_of_two(call.spec.head_dim, 16),
-        "BLOCK_C": 1 if call.is_in_order else _MERGED_AT_ONCE,
-    }
-    grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
-    is_fused = not call.is_in_order
-    return Launch(merge_chunks, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=is_fused)
+    return _merge(call, merge_chunks, {"partial_ptr": partial, "log_sums_ptr": log_sums, "num_chunks": partial.shape[2]})
 
 
 def _split_on_device(call: _Call) -> list[Launch]:
@@ -259,22 +245,18 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
 
 
 def _merge_items(call: _Call, plan: ChunkPlan, partial: Tensor, log_sums: Tensor) -> Launch:
-    arguments = {
-        "partial_ptr": partial,
-        "log_sums_ptr": log_sums,
-        "starts_ptr": plan.starts,
-        "sinks_ptr": call.sinks,
-        "out_ptr": call.out,
-        **_run_arguments(call),
-    }
+    return _merge(call, merge_items, {"partial_ptr": partial, "log_sums_ptr": log_sums, "starts_ptr": plan.starts})
+
+
+def _merge(call: _Call, kernel: triton.JITFunction, parts: dict[str, Tensor | int]) -> Launch:
+    arguments = {**parts, "sinks_ptr": call.sinks, "out_ptr": call.out, **_run_arguments(call)}
     constants = {
         **_run_constants(call),
         "BLOCK_D": power_of_two(call.spec.head_dim, 16),
         "BLOCK_C": 1 if call.is_in_order else _MERGED_AT_ONCE,
     }
     grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
-    is_fused = not call.is_in_order
-    return Launch(merge_items, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=is_fused)
+    return Launch(kernel, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=not call.is_in_order)
 
 
 def _key_arguments(call: _Call) -> dict[str, Tensor | int | float | None]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import LOG2_E, narrow
-from quire.kernels.triton.attention_kernels import TINY, attend_keys, find_run
+from quire.kernels.triton.arithmetic import narrow
+from quire.kernels.triton.attention_kernels import attend_keys, find_run, merge_parts
 
 _DOUBLINGS = tl.constexpr(12)
 
@@ -191,25 +191,11 @@ def merge_items(
     start = tl.load(starts_ptr + tile)
     used = tl.load(starts_ptr + tile + 1) - start
     dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    best = float("-inf")
-    if sinks_ptr is not None:
-        best = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        total = 1.0
-    for first in tl.range(0, used, BLOCK_C):
-        chunks = first + tl.arange(0, BLOCK_C)
-        parts = ((start + chunks).to(tl.int64) * NUM_KV_HEADS + kv_head) * (QUERIES * GROUP) + row
-        log_sums = tl.load(log_sums_ptr + parts, mask=chunks < used, other=float("-inf"))
-        mask = (chunks < used)[:, None] & (dims < HEAD_DIM)[None, :]
-        partial = tl.load(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        new_best = tl.maximum(best, tl.max(log_sums, 0))
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink = tl.exp2(best - base)
-        weights = tl.exp2(log_sums - base)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
-        best = new_best
-    out = narrow(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
+    ROWS: tl.constexpr = QUERIES * GROUP
+    first_part = (start.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROWS + row
+    merged = merge_parts(
+        partial_ptr, log_sums_ptr, sinks_ptr, head, first_part, used, NUM_KV_HEADS * ROWS, HEAD_DIM, BLOCK_D, BLOCK_C
+    )
+    out = narrow(merged, out_ptr.dtype.element_ty)
     out_row = (token + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
     tl.store(out_ptr + out_row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
