@@ -133,16 +133,21 @@ def test_progress_bar_is_shown_on_a_terminal(tmp_path):
     ("data", "said"),
     [
         (None, "No such file"),
-        (b"", "no lines"),
-        (b"not JSON\n", "line 1: "),
-        (b"\xff\xfe\n", "line 1: "),
-        (json.dumps(line("a")).encode() * 2, "line 1: "),
-        (b"\n".join(json.dumps(line("a")).encode() for _ in range(2)), "line 2: custom_id 'a' stands on an earlier line"),
-        (json.dumps({**line("a"), "url": "/v1/other"}).encode(), "line 1: url must be "),
-        (json.dumps({**line("a"), "method": "GET"}).encode(), "line 1: method must be 'POST'"),
         (json.dumps(line("a", temperature=-1)).encode(), "line 1: temperature"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (b"", "no lines"),
+                (b"not JSON\n", "line 1: "),
+                (b"\xff\xfe\n", "line 1: "),
+                (json.dumps(line("a")).encode() * 2, "line 1: "),
+                (b"\n".join(json.dumps(line("a")).encode() for _ in range(2)), "line 2: custom_id 'a' stands on an earlier line"),
+                (json.dumps({**line("a"), "url": "/v1/other"}).encode(), "line 1: url must be "),
+                (json.dumps({**line("a"), "method": "GET"}).encode(), "line 1: method must be 'POST'"),
+            )
+        ),
     ],
-    ids=["absent", "empty", "no-json", "no-utf8", "two-on-a-line", "same-id", "url", "method", "body"],
+    ids=["absent", "body", "empty", "no-json", "no-utf8", "two-on-a-line", "same-id", "url", "method"],
 )
 def test_input_that_cannot_be_run_ends_with_1_and_says_why(tmp_path, data, said):
     if data is not None:
@@ -154,6 +159,7 @@ def test_input_that_cannot_be_run_ends_with_1_and_says_why(tmp_path, data, said)
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["out.jsonl", "absent/out.jsonl"])
 def test_output_that_cannot_be_written_ends_with_1_and_says_why(tmp_path, name):
     write_lines(tmp_path / "in.jsonl", [line("a")])

@@ -1,6 +1,6 @@
 """Which combinations are slow; all of them run with -m slow.
 
-Each kind of head runs on one model and cache, and what may happen to the sequences on one cache of each model.
+Each kind of head, and of proposer where things happen to the sequences, runs on one model and cache.
 """
 
 import zlib
@@ -18,12 +18,11 @@ def pytest_collection_modifyitems(items):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if not {"tiny_family", "cache", "kind"} <= params.keys():
             continue
-        family, kind, options = params["tiny_family"], str(params["kind"]), str(params.get("options"))
-        if kind.startswith(HEADS) and kind not in RUN_ALWAYS:
-            if not kind.startswith("mtp") or family in ("qwen3", "mistral"):
-                groups.setdefault((item.originalname, kind, options), []).append(item)
-        elif "options" in params:
-            groups.setdefault((item.originalname, family, kind, options), []).append(item)
+        kind, options = str(params["kind"]), params.get("options")
+        is_head = kind.startswith(HEADS) and kind not in RUN_ALWAYS
+        is_skipped = kind.startswith("mtp") and params["tiny_family"] not in ("qwen3", "mistral")
+        if (is_head or options is not None) and not is_skipped:
+            groups.setdefault((item.originalname, kind, str(options)), []).append(item)
     for key, group in groups.items():
         chosen = zlib.crc32(repr(key).encode()) % len(group)
         for index, item in enumerate(group):
