@@ -104,7 +104,7 @@ def choose_layers(probe: LayerProbe, num_layers: int, show_progress: bool = Fals
     """Return the choices that are found, with one skipped layer, with two, and so on until drafts would hardly ever agree."""
     if num_layers < 2:
         raise ConfigError("the model has one layer, which cannot be skipped")
-    step_s = [probe.step_s(1 + count) for count in range(_MAX_DRAFTS + 1)]
+    step_costs = [1.0, *(probe.cost(1 + count) for count in range(1, _MAX_DRAFTS + 1))]
     kept = list(range(num_layers))
     choices: list[LayerChoice] = []
     for _ in tqdm(range(num_layers - 1), "layers", disable=not show_progress, leave=False):
@@ -112,18 +112,18 @@ def choose_layers(probe: LayerProbe, num_layers: int, show_progress: bool = Fals
         worst = max(kept, key=lambda layer: agreements[layer])
         kept.remove(worst)
         skipped = tuple(layer for layer in range(num_layers) if layer not in kept)
-        choices.append(_choice(skipped, agreements[worst], probe.step_s(1, kept), step_s))
+        choices.append(_choice(skipped, agreements[worst], probe.cost(1, kept), step_costs))
         if agreements[worst] < _LEAST_AGREEMENT:
             break
     return choices
 
 
-def _choice(skipped: tuple[int, ...], agreement: float, draft_s: float, step_s: Sequence[float]) -> LayerChoice:
-    """step_s  seconds of a step of the whole model of one token, of two, and so on."""
+def _choice(skipped: tuple[int, ...], agreement: float, draft_cost: float, step_costs: Sequence[float]) -> LayerChoice:
+    """step_costs  of a step of the whole model of one token, of two, and so on, over that of one."""
     gains: list[float] = []
     tokens = 1.0
-    for count in range(1, len(step_s)):
+    for count in range(1, len(step_costs)):
         tokens += agreement**count
-        gains.append(tokens * step_s[0] / (step_s[count] + count * draft_s))
+        gains.append(tokens / (step_costs[count] + count * draft_cost))
     best = max(range(len(gains)), key=lambda index: gains[index])
-    return LayerChoice(skipped, agreement, draft_s / step_s[0], best + 1, gains[best])
+    return LayerChoice(skipped, agreement, draft_cost, best + 1, gains[best])

@@ -16,7 +16,7 @@ from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 
 _BLOCK_SIZE = 16
-_WARM_UP, _NUM_TIMED = 2, 7
+_WARM_UP, _NUM_TIMED = 2, 15
 
 
 class LayerProbe:
@@ -83,8 +83,18 @@ class LayerProbe:
         return float((logits.argmax(dim=-1) == self._answers).double().mean())
 
     @torch.inference_mode()
-    def step_s(self, num_rows: int, layers: Sequence[int] | None = None) -> float:
-        """Return the seconds of a step of num_rows <= 16 tokens behind the longest window; layers None: all."""
+    def cost(self, num_rows: int, layers: Sequence[int] | None = None) -> float:
+        """Return the time of a step of num_rows <= 16 tokens behind the longest window, over that of the whole model for one token.
+
+        The two take turns, since a machine that others use is faster or slower from moment to moment. layers  None: all
+        """
+        ratios: list[float] = []
+        for _ in range(_WARM_UP + _NUM_TIMED):
+            plain_s = self._step_s(1, None)
+            ratios.append(self._step_s(num_rows, layers) / plain_s)
+        return statistics.median(ratios[_WARM_UP:])
+
+    def _step_s(self, num_rows: int, layers: Sequence[int] | None) -> float:
         longest = max(range(self.num_places), key=lambda place: self._positions[place])
         position = self._positions[longest]
         table = self._tables[longest : longest + 1]
@@ -92,9 +102,6 @@ class LayerProbe:
         step = AttentionInput(slots, [0, num_rows], [position + num_rows], table)
         tokens = torch.tensor([self._tokens[longest]] * num_rows)
         positions = torch.arange(position, position + num_rows)
-        times: list[float] = []
-        for _ in range(_WARM_UP + _NUM_TIMED):
-            begin = time.perf_counter()
-            self._model.step(tokens, positions, step, self._pool, list(range(num_rows)), layers=layers)
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[_WARM_UP:])
+        begin = time.perf_counter()
+        self._model.step(tokens, positions, step, self._pool, list(range(num_rows)), layers=layers)
+        return time.perf_counter() - begin

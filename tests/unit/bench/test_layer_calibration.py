@@ -54,7 +54,7 @@ def test_a_step_of_all_layers_agrees_with_itself(tiny_model):
     for _ in range(2):
         assert probe.agreement(range(len(spec.layers))) == 1.0
         assert probe.agreement([0]) < 1.0
-    assert probe.step_s(16) > 0
+    assert probe.cost(16) > 0
     assert len(choose_layers(probe, len(spec.layers))[0].skipped_layers) == 1
 
 
@@ -70,3 +70,20 @@ def test_the_command_prints_a_configuration(idle_layer, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "agreement" in printed.splitlines()[0]
     assert json.loads(out.read_text())["choices"][0]["skipped_layers"] == [1]
+
+
+def test_costs_are_right_when_the_machine_becomes_a_hundred_times_faster_meanwhile(tiny_model, monkeypatch):
+    spec = read_model_spec(tiny_model, "auto")
+    model = build_model(spec, open_parameters(tiny_model, spec), 256, 16)
+    probe = LayerProbe(model, [list(range(100))])
+    clock, steps = [0.0], []
+
+    def step(tokens, *_, layers=None, **__):
+        steps.append(1)
+        clock[0] += (len(tokens) + 3 * len(range(4) if layers is None else layers)) * (100.0 if len(steps) < 40 else 1.0)
+
+    monkeypatch.setattr(model, "step", step)
+    monkeypatch.setattr("quire.speculate.layer_probe.time.perf_counter", lambda: clock[0])
+    assert probe.cost(1, [0, 1, 2]) == pytest.approx(10 / 13)
+    assert probe.cost(1, [0, 1]) == pytest.approx(7 / 13)
+    assert probe.cost(9) == pytest.approx(21 / 13)
