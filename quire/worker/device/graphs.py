@@ -189,8 +189,7 @@ class CudaGraphRecorder:
         return graph.replay
 
     def _shared_pool(self) -> tuple[int, int]:
-        """Return the pool of the graphs that there are, a new one where there are none: torch lets nobody use one again once the
-        last graph in it has gone."""
+        """Return the pool of the graphs that there are, else a new one: torch lets nobody use one whose last graph has gone."""
         if self._pool is None or not self._graphs:
             if self._pool is not None:
                 torch.cuda.empty_cache()  # what the graphs that went had of the device
