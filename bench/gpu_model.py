@@ -7,9 +7,12 @@ launched without an engine. Nothing here needs a tokenizer, a server or the netw
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from safetensors.torch import save_file
 from quire import LLM, SamplingParams
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
+from quire.kernels.triton.ahead import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
@@ -33,6 +37,7 @@ from quire.worker.device import build
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
+from quire.worker.device.variants import ServedModel, serving_variants
 
 Row = dict[str, object]
 _BLOCK_SIZE = 64
@@ -264,18 +269,20 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
     (place.folder / f"{shape.name}-config" / "config.json").write_text(json.dumps(shape.config()))
     spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
     cases = [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (64, 960), (64, 4000), (256, 960)]
-    parameters = _random_parameters(spec, place.device, options.weights)
-    weight_bytes = _read_bytes(parameters, shape)
-    decoder = DeviceDecoder(spec, parameters, shape.max_positions, place.device, None, options.is_in_order)
     num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
     kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
     common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
     prompts = [20] if place.is_tiny else [8192, 2048, 512, 64]
+    sizes = StepSizes(max(count for count, _ in cases), prompts[0], shape.max_positions)
+    if not place.is_tiny:  # the interpreter compiles nothing
+        yield {"section": "compile", **common, **_compile_ahead(spec, options, kv, sizes)}
+    parameters = _random_parameters(spec, place.device, options.weights)
+    weight_bytes = _read_bytes(parameters, shape)
+    decoder = DeviceDecoder(spec, parameters, shape.max_positions, place.device, None, options.is_in_order)
     kinds = ((True, True), (False, True)) if place.is_tiny else ((True, True), (True, False), (False, True))
     for is_recorded, decoder.is_fused in kinds:
         recorder = stamped_recorder(place.device) if is_recorded else None
         graphs = StepGraphs(recorder)
-        sizes = StepSizes(max(count for count, _ in cases), prompts[0], shape.max_positions)
         stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
         chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
         for count, length in chosen:
@@ -294,6 +301,23 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
             row["step_us"] = seconds * 1e6
             yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
         stepper.close()
+
+
+def _compile_ahead(
+    spec: ModelSpec, options: Options, kv: KvSpec, sizes: StepSizes, arch: int = 90, has_launchers: bool = True
+) -> Row:
+    """Compile what steps of a model launch, in processes that know nothing of the GPU: to be called before anything is there.
+
+    One after the other, as they are launched first, kernels would take most of a section's time.
+    """
+    started = time.perf_counter()
+    model = ServedModel(spec, _random_parameters(spec, torch.device("meta"), options.weights), None, options.is_in_order)
+    variants = serving_variants(model, kv, sizes)
+    with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("fork")) as pool:
+        compiled = [pool.submit(compile_variant, variant, arch, has_launchers) for variant in variants]
+    errors = [repr(error) for error in (future.exception() for future in compiled) if error is not None]
+    row: Row = {"variants": len(variants), "seconds": time.perf_counter() - started}
+    return row | {"num_failed": len(errors), "error": errors[0]} if errors else row
 
 
 def _random_parameters(spec: ModelSpec, device: torch.device, weights: str) -> dict[str, Any]:

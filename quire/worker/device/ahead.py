@@ -25,7 +25,8 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.ahead import compile_variant
+from quire.kernels.triton.ahead import Variant, compile_variant
+from quire.kernels.triton.tile_table import TileTable, using
 from quire.model.checkpoint import open_parameters
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
@@ -45,6 +46,7 @@ class Order(NamedTuple):
     quantization   a name of DEVICE_POLICIES, or None
     is_in_order    see DeviceDecoder
     arch           compute capability, e.g. 90
+    table          of tiles, with which kernels are launched
     has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
     """
 
@@ -55,12 +57,18 @@ class Order(NamedTuple):
     kv: KvSpec
     sizes: StepSizes
     arch: int
+    table: TileTable
     has_launchers: bool = True
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
         return ServedModel(self.spec, parameters, policy, self.is_in_order)
+
+    def variants(self) -> list[Variant]:
+        """Return what is to be compiled, without repetition."""
+        with using(self.table):
+            return serving_variants(self.model(open_parameters(self.folder, self.spec)), self.kv, self.sizes)
 
 
 class CompilationAhead:
@@ -116,7 +124,7 @@ def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParame
 def main() -> None:
     """Compile the order that stands in the standard input."""
     order: Order = pickle.load(sys.stdin.buffer)
-    variants = serving_variants(order.model(open_parameters(order.folder, order.spec)), order.kv, order.sizes)
+    variants = order.variants()
     count = len(variants)
     # The children only compile: they touch neither the GPU nor a thread of this process.
     with ProcessPoolExecutor(min(count, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:

@@ -13,7 +13,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.libraries import load_library
-from quire.kernels.triton.tile_table import choose_table
+from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
@@ -82,7 +82,7 @@ def _compile_ahead(
         return None
     major, minor = torch.cuda.get_device_capability(device)
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, 10 * major + minor), parameters)
+    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, 10 * major + minor, active_table()), parameters)
 
 
 def _measured_plan(

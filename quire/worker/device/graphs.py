@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Literal, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -164,16 +165,18 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._pool: tuple[int, int] | None = None
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record a step that has run before; see GraphRecorder. Waits for nothing: what runs goes on meanwhile."""
+        pool = self._shared_pool()
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with paused_collector(), torch.cuda.stream(self._stream):
             # What other threads ask of the device meanwhile, as a caller's own model does, must not end the recording.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 step()
             except BaseException:
@@ -182,4 +185,13 @@ class CudaGraphRecorder:
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
+        self._graphs.add(graph)
         return graph.replay
+
+    def _shared_pool(self) -> tuple[int, int]:
+        """Return the pool of the graphs that there are, else a new one: torch lets nobody use one whose last graph has gone."""
+        if self._pool is None or not self._graphs:
+            if self._pool is not None:
+                torch.cuda.empty_cache()  # what the graphs that went had of the device
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool

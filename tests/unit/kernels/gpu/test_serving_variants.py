@@ -12,11 +12,13 @@ import torch
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.kernels.triton.tile_table import TileRule, TileTable, active_table
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device.ahead import CompilationAhead, Order
+from quire.worker.device import variants
+from quire.worker.device.ahead import CompilationAhead, Order, _fingerprint
 from quire.worker.device.stepper import StepSizes
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
@@ -37,6 +39,7 @@ RESERVED = {
     "instrumentation_mode",
 }
 NARROW_KERNELS = {"multiply_narrow", "multiply_narrow_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
+SHORT = ("attend_chunks", "attend_projected")
 
 
 def run_without_interpreter(cache, *arguments):
@@ -110,6 +113,26 @@ def test_layers_that_are_stored_or_will_be_quantised_in_other_ways_are_of_other_
     assert len(plain._replace(policy=DEVICE_POLICIES["int4"]).few_layers().spec.layers) == 4
 
 
+def order_of(path, spec, table):
+    kv, sizes = KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16)
+    return Order(path, spec, None, False, kv, sizes, 90, table, has_launchers=False)
+
+
+def test_what_is_compiled_ahead_has_the_tiles_of_the_table_that_kernels_are_launched_with(tmp_path, monkeypatch):
+    # Variants are not known where kernels are interpreted.
+    monkeypatch.setattr(variants, "variant_of", lambda launch: (launch.kernel.fn.__name__, launch.num_warps))
+    path = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES, torch_dtype="bfloat16")
+    spec = read_model_spec(path)
+    tuned = TileRule({}, {"keys": 32, "num_warps": 8, "num_stages": 1})
+    table = TileTable("tuned", "9.0", {"attention-short": (tuned,)}).over(active_table())
+    orders = [order_of(path, spec, chosen) for chosen in (active_table(), table)]
+    shipped, found = ({num_warps for kernel, num_warps in order.variants() if kernel in SHORT} for order in orders)
+    assert shipped == {4}
+    assert found == {8}
+    marks = {_fingerprint(order, open_parameters(path, spec)) for order in orders}
+    assert len(marks) == 2
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_compiled_ahead_once_for_all_that_are_stored_alike(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
@@ -117,7 +140,7 @@ def test_a_checkpoint_is_compiled_ahead_once_for_all_that_are_stored_alike(tmp_p
     for name, method in (("first", "int8"), ("second", "int8"), ("other", "fp8")):
         path, _ = write(tmp_path / name, "qwen3", method, torch_dtype="bfloat16")
         spec = read_model_spec(path)
-        order = Order(path, spec, None, False, KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16), 90, has_launchers=False)
+        order = order_of(path, spec, active_table())
         if name == "other":
             monkeypatch.setattr(subprocess, "Popen", FailingProcess)
         ahead.append(CompilationAhead(order, open_parameters(path, spec)))

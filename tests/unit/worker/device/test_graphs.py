@@ -1,11 +1,13 @@
 """Which decode steps are recorded, when, and for how many sequences; without a GPU a list stands for its graphs."""
 
+import contextlib
 import logging
+from collections import Counter
 
 import pytest
 import torch
 
-from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from quire.worker.device.graphs import CudaGraphRecorder, GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
 
 
 class Recorder:
@@ -97,6 +99,82 @@ def test_what_was_recorded_is_forgotten_when_it_is_cleared():
     graphs.run(KEY, lambda: log.append("new"))
     graphs.run(KEY, lambda: log.append("never"))
     assert log == ["old", "new", "new"]
+
+
+class Cuda:
+    """What recordings ask of torch.cuda, with the allocator's rule: a pool whose last graph has gone is never used again."""
+
+    def __init__(self):
+        self.pools = Counter()
+        self.used = []
+
+    def graph_pool_handle(self):
+        return (0, len(self.used) + 1)
+
+    def graph(self):
+        owner = self
+
+        class Graph:
+            pool = None
+
+            def capture_begin(self, pool, capture_error_mode):
+                assert pool not in owner.pools or owner.pools[pool] > 0
+                owner.pools[pool] += 1
+                owner.used.append(pool)
+                self.pool = pool
+
+            def capture_end(self):
+                pass
+
+            def replay(self):
+                pass
+
+            def __del__(self):
+                owner.pools[self.pool] -= 1
+
+        return Graph()
+
+
+class Stream:
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    found = Cuda()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", found.graph_pool_handle)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph)
+    return found
+
+
+def test_graphs_share_a_pool_until_all_of_them_have_gone_and_those_after_them_another(cuda):
+    graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 0)))
+    for _ in range(2):
+        for count in (8, 4, 1):
+            graphs.run(GraphKey(count, "plain"), lambda: None)
+        graphs.clear()
+    first, second = cuda.used[0], cuda.used[3]
+    assert first != second
+    assert cuda.used == [first] * 3 + [second] * 3
+
+
+def test_a_recording_goes_on_when_the_one_before_it_has_ended_in_an_error(cuda):
+    def fail():
+        if cuda.used:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 0)))
+    graphs.run(GraphKey(8, "plain"), fail)
+    graphs.run(GraphKey(4, "plain"), lambda: None)
+    assert graphs.num_recorded == 1
+    assert len(set(cuda.used)) == 2
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 128, 300, 4000])
