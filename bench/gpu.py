@@ -27,18 +27,18 @@ from gpu_sections import Row, Section, run_all_sections, write_rows
 from gpu_tests import files_for_a_gpu, pytest_command, run_test_files
 
 SECTIONS = [
-    Section("roofline", 30),
-    Section("tests", 110),
-    Section("decode-small", 45),
-    Section("engine", 90),
-    Section("start", 60),
+    Section("roofline", 20),
+    Section("tests", 100),
+    Section("decode-small", 40),
+    Section("engine", 80),
+    Section("start", 45),
     Section("decode-large", 45),
-    Section("decode-large-fp8", 45),
-    Section("decode-large-int4", 45),
-    Section("in-order-small", 45),
-    Section("in-order-large", 45),
-    Section("launches", 15),
-    Section("kernels", 60),
+    Section("kernels", 45),
+    Section("decode-large-fp8", 25),
+    Section("decode-large-int4", 25),
+    Section("in-order-large", 20),
+    Section("in-order-small", 15),
+    Section("launches", 10),
 ]
 MODELS = {
     "decode-small": (True, "bf16", False),

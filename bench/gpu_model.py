@@ -35,7 +35,7 @@ from quire.quant.quantize import LINEAR_LEVELS
 from quire.quant.weight import QuantizedWeight
 from quire.worker.device import build
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import HostStep, full_step
+from quire.worker.device.host_step import HostStep
 from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 from quire.worker.device.variants import ServedModel, serving_variants
 
@@ -355,14 +355,18 @@ def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
 
 def _time_prompt(stepper: DeviceStepper, num_tokens: int, num_times: int) -> float:
     """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such."""
-    step = full_step(num_tokens, 1, num_tokens, stepper.padding_line)
+    changes = TableChanges([(0, 0, tuple(range(-(-num_tokens // _BLOCK_SIZE))))])
+    places, line = np.arange(num_tokens), np.zeros(1, np.int32)
+    lengths = np.full(1, num_tokens, np.int32)
+    step = HostStep(
+        (num_tokens,), line, lengths, np.ones(num_tokens, np.int64), places, places, places[-1:], line, lengths.astype(np.int64)
+    )
     times: list[float] = []
     for _ in range(num_times + 1):
         started = time.perf_counter()
-        stepper.launch(step, "plain", TableChanges([]))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        stepper.take_sampled(stepper.launch(step, "plain", changes))
         times.append(time.perf_counter() - started)
+        changes = TableChanges([])
     return float(np.median(times[1:]))
 
 

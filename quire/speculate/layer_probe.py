@@ -84,7 +84,7 @@ class LayerProbe:
 
     @torch.inference_mode()
     def cost(self, num_rows: int, layers: Sequence[int] | None = None) -> float:
-        """Return the time of a step of num_rows <= 16 tokens behind the longest window, over that of the whole model for one token.
+        """Return the time of num_rows <= 16 tokens behind the longest window over that of one token and the whole model.
 
         The two take turns, since a machine that others use is faster or slower from moment to moment. layers  None: all
         """

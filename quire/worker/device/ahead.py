@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -90,8 +91,8 @@ class CompilationAhead:
             )
             if self._process.stdin is None:
                 raise InvariantError("a process that was started with a pipe has none")
-            self._process.stdin.write(pickle.dumps(order))
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # one that died is told of by `wait`
+                pipe.write(pickle.dumps(order))
 
     @property
     def is_needed(self) -> bool:
