@@ -52,6 +52,8 @@ def stream_to_terminal(
                 sys.stdout.flush()
                 if output.finished:
                     if output.error is not None:
+                        sys.stdout.write("\n" if echo or text else "")  # the error begins a line of its own
+                        sys.stdout.flush()
                         raise QuireError(output.error)
                     return Streamed(text, num_tokens, output)
     finally:

@@ -213,7 +213,11 @@ class _Shards:
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
     def _write(self) -> None:
-        save_file(self._open, self._part(len(self._homes)), metadata={"format": "pt"})
+        part = self._part(len(self._homes))
+        part.touch()
+        mode = part.stat().st_mode  # as the user's umask says; the library makes files that nobody else can read
+        save_file(self._open, part, metadata={"format": "pt"})
+        part.chmod(mode)
         self._homes.append(list(self._open))
         self._open, self._open_bytes = {}, 0
 

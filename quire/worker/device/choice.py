@@ -92,6 +92,8 @@ def _refuse_on_cpu(config: EngineConfig) -> None:
         raise ConfigError("quantization 'fp8' needs a GPU; on the CPU choose 'int8' or 'int4'")
     if config.attention_backend in ATTENTION_LIBRARIES:
         raise ConfigError(f"attention_backend {config.attention_backend!r} needs a GPU; on the CPU choose 'auto'")
+    if config.tile_table is not None:
+        raise ConfigError(f"tile_table {config.tile_table!r} is for a GPU; on the CPU leave it out")
     if config.async_scheduling:
         raise ConfigError(
             "async_scheduling needs a GPU: on the CPU the model and whoever plans its steps want the same cores; leave it out"

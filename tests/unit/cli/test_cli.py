@@ -301,6 +301,13 @@ def test_bad_option_is_refused_before_torch_is_imported(argv):
     assert done.stderr.startswith("error: ")
 
 
+def test_error_begins_a_line_when_the_prompt_was_printed_before_it(capsys):
+    pytest.importorskip("llguidance")
+    status, out, error = run(capsys, "generate", "hello", "--regex", "((", "--max-num-seqs", 2, "--log-level", "error")
+    assert (status, out) == (1, "hello\n")
+    assert error.startswith("error: ")
+
+
 def test_generate_keeps_to_a_constraint(capsys, tmp_path):
     pytest.importorskip("llguidance")
     plain = ("--no-echo", "--max-num-seqs", 2, "--log-level", "error")

@@ -48,6 +48,12 @@ def test_checkpoint_loads_back_as_what_was_quantised(tiny_model, tmp_path, schem
             assert torch.equal(parameter, original[name])
 
 
+def test_weights_may_be_read_by_whom_the_configuration_may(tiny_model, tmp_path):
+    write_quantized(tiny_model, tmp_path / "out", "int8")
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_experts_are_int4_and_all_else_int8_when_a_layer_has_experts(tmp_path):
     source = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     write_quantized(source, tmp_path / "out", "int4")

@@ -142,6 +142,12 @@ def test_options_outside_their_range_are_refused_by_name(options):
         EngineConfig(model="demo", **options)
 
 
+def test_tiles_are_refused_on_the_cpu(machine):
+    machine(0)
+    with pytest.raises(ConfigError, match="tile_table 'mine.json' is for a GPU"):
+        choose("auto", tile_table="mine.json")
+
+
 @pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
 def test_attention_by_a_library_is_refused_on_the_cpu_and_in_deterministic_mode(name, machine):
     machine(1)
