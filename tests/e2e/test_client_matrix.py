@@ -703,7 +703,9 @@ def message_headers_say_which_request_it_was(ask):
 
 def tokens_are_counted_by_post(ask):
     assert ask.post("/detokenize", ask.post("/tokenize", {"prompt": PROMPT}) and {"tokens": [300, 301]})["prompt"]
-    assert ask("models.list").data[0].id == "demo"
+    (model,) = ask("models.list").data
+    assert (model.id, model.display_name, model.type) == ("demo", "demo", "model")
+    assert model.created_at.timestamp() == ask("models.retrieve", "demo").created
 
 
 @checks(

@@ -185,7 +185,7 @@ class EncodedEmbeddings(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One name that the model can be asked by."""
+    """One name that the model can be asked by; the last three fields are those of the Anthropic API, which has the same path."""
 
     id: str
     object: str
@@ -194,13 +194,20 @@ class ModelCard(msgspec.Struct):
     root: str
     parent: None
     max_model_len: int
+    type: str
+    display_name: str
+    created_at: str
+    """RFC 3339."""
 
 
 class ModelList(msgspec.Struct):
-    """All names."""
+    """All names, on one page; the last three fields are those of the Anthropic API."""
 
     object: str
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class TokenizeAnswer(msgspec.Struct, omit_defaults=True):

@@ -143,7 +143,7 @@ class ServerMetrics:
                 record.last_output_s = now_s
                 if last_s is None:
                     self._take_first(record, now_s)
-                elif record.job.priority != "batch":
+                elif record.is_online:
                     num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
             if delta.finished:
                 self._take_end(record, delta)

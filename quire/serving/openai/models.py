@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from quire.api.openai.answers import ModelCard, ModelList
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
@@ -14,7 +16,7 @@ async def list_models(context: ServerContext, call: Call) -> Answer:
     """List the names of the model."""
     served = context.model
     names = [name for name in served.names if name != WILDCARD] or [served.name]
-    return Ready(encode_json(ModelList("list", [_card(served, name) for name in names])))
+    return Ready(encode_json(ModelList("list", [_card(served, name) for name in names], names[0], names[-1], has_more=False)))
 
 
 async def get_model(context: ServerContext, call: Call) -> Answer:
@@ -32,4 +34,7 @@ def _card(served: ServedModel, name: str) -> ModelCard:
         root=checkpoint_name(served.info),
         parent=None,
         max_model_len=served.info.max_model_len,
+        type="model",
+        display_name=name,
+        created_at=datetime.fromtimestamp(served.created_s, UTC).isoformat(),
     )

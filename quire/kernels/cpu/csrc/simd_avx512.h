@@ -211,21 +211,27 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     low.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(packed.v, mask));
     high.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(_mm512_srli_epi16(packed.v, 4), mask));
 }
-// The same for at most eight rows.
-QUIRE_INLINE void store_few_columns(u32* to, i64 stride, const I32* rows, int num_rows, int num_words) {
-    __m512i pairs[8], fours[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 2) {
+// The first half of a transposition: fours[i + w], 128-bit lane l, is word 4l + w of rows i .. i + 3.
+template <int N>
+QUIRE_INLINE void join_fours(const I32* rows, __m512i (&fours)[N]) {
+    __m512i pairs[N];
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i += 2) {
         pairs[i] = _mm512_unpacklo_epi32(rows[i].v, rows[i + 1].v);
         pairs[i + 1] = _mm512_unpackhi_epi32(rows[i].v, rows[i + 1].v);
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i += 4) {
         fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
         fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
         fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
         fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
     }
+}
+// The same for at most eight rows.
+QUIRE_INLINE void store_few_columns(u32* to, i64 stride, const I32* rows, int num_rows, int num_words) {
+    __m512i fours[8];
+    join_fours(rows, fours);
     const __mmask8 kept = static_cast<__mmask8>((1u << num_rows) - 1u);
     const auto put = [&](int w, __m256i column) {
         if (w < num_words) _mm256_mask_storeu_epi32(to + w * stride, kept, column);
@@ -252,20 +258,8 @@ QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int 
         return;
     }
     if (num_rows <= 8) return store_few_columns(to, stride, rows, num_rows, num_words);
-    __m512i pairs[16], fours[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(rows[i].v, rows[i + 1].v);
-        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i].v, rows[i + 1].v);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {
-        // fours[i + w], 128-bit lane l: word 4l + w of rows i .. i + 3.
-        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
+    __m512i fours[16];
+    join_fours(rows, fours);
     const __mmask16 kept = first_lanes(num_rows).v;
 #pragma GCC unroll 4
     for (int w = 0; w < 4; ++w) {
