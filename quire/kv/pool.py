@@ -20,7 +20,7 @@ class KvPool:
     An int8 cache has scales [num_blocks, kv_heads, block_size] f32 for K and V of each layer; others have none. How the values
     of a block lie in it is the kernels' affair: the shape says how many there are.
 
-    The memory is mapped at once but taken from the system only as blocks are first written.
+    The memory is mapped at once but taken from the system only as blocks are first written, or by a PageSupply before.
     """
 
     def __init__(self, spec: KvSpec, num_blocks: int) -> None:
@@ -34,11 +34,15 @@ class KvPool:
         if dtype == torch.int8:
             self.scales = [(_mapped_zeros(s[:3], torch.float32), _mapped_zeros(s[:3], torch.float32)) for s in shapes]
 
+    def arrays(self) -> list[Tensor]:
+        """Return all tensors of all layers; each has its blocks one after the other."""
+        return [*self.k, *self.v, *(scale for pair in self.scales for scale in pair)]
+
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks, (source, target) pairs, in every layer; all sources are read before any target is written."""
         sources = torch.tensor([source for source, _ in copies])
         targets = torch.tensor([target for _, target in copies])
-        for cache in (*self.k, *self.v, *(scale for pair in self.scales for scale in pair)):
+        for cache in self.arrays():
             cache[targets] = cache[sources]
 
 

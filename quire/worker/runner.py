@@ -18,6 +18,7 @@ from quire.contracts.model_spec import ModelSpec
 from quire.contracts.step import Runner, StepPlan, StepResult, TokenLogprobs
 from quire.grammar.masks import MaskFiller
 from quire.kernels.peaks import SHORT, measure_peaks
+from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
 from quire.model.build import Model, build_model, effective_max_model_len, runs_natively
 from quire.model.checkpoint import open_parameters
@@ -144,6 +145,8 @@ class ModelRunner:
         self._speculator = Speculator(None, None, decoder.spec.vocab_size)
         self._paused: Speculator | None = None  # that will draft again
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
+        self._pages = PageSupply(self._kv)
+        self._pages.start()
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
@@ -152,6 +155,13 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
+        self._pages.begin_step(plan)
+        try:
+            return self._execute(plan)
+        finally:
+            self._pages.end_step()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
@@ -329,6 +339,7 @@ class ModelRunner:
     def close(self) -> None:
         """Release the weights and the KV pool."""
         self._masks.close()
+        self._pages.close()
         del self._decoder, self._kv
 
 

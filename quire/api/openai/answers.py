@@ -185,7 +185,7 @@ class EncodedEmbeddings(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One name that the model can be asked by; the last three fields are those of the Anthropic API, which has the same path."""
+    """One name that the model can be asked by; the last three fields are of the Anthropic API, which has the same path."""
 
     id: str
     object: str

@@ -1,9 +1,10 @@
-"""Which tensors lie in a mapped file, and giving their pages back once they have been read."""
+"""Which tensors lie in a mapped file, giving their pages back once they are read, and taking pages before they are written."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,9 @@ _MIN_BYTES = 1 << 16
 """Smaller tensors are not worth the question."""
 _WAITING_BYTES = 16 << 20
 """What SpentPages lets stay in memory before it asks where it lies, which takes about half a millisecond."""
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14; Python 3.11 has no name for it."""
 
 _Range = tuple[int, int]
 
@@ -52,6 +56,18 @@ class SpentPages:
             span = _storage_span(tensor)
             if span is not None and _covers(mappings, span):
                 _forget(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def take_pages(address: int, num_bytes: int) -> bool:
+    """Take the pages of [address, address + num_bytes) from the system, as writing them would; what is in them stays.
+
+    Returns False where the system cannot, or has no memory left. The interpreter goes on meanwhile.
+    """
+    if sys.platform != "linux":
+        return False
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = address + num_bytes - first
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
 
 
 def _storage_span(tensor: Tensor) -> _Range | None:

@@ -1,0 +1,132 @@
+"""PageSupply: takes the memory of a KV pool from the system before its blocks are written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from quire.base.logging import get_logger
+from quire.contracts.step import StepPlan
+from quire.kernels.cpu.pages import take_pages
+from quire.kv.pool import KvPool
+
+logger = get_logger(__name__)
+
+_AHEAD_TOKENS, _AHEAD_BYTES = 4096, 512 << 20
+"""What is kept ready behind the last block that was used: the less of both."""
+_CHUNK_BYTES = 2 << 20
+"""Of one array: a huge page."""
+_START_S = 0.3
+"""How long a start may be held up."""
+_IDLE_S = 0.02
+"""After so long without a step the machine is taken to be idle."""
+
+
+class PageSupply:
+    """Keeps pages ready behind the blocks that will be used next, while no step runs.
+
+    The system finds and clears a page when it is first written. That is in the middle of a step, in every layer, and takes
+    milliseconds for a huge page, more under a hypervisor. Blocks that were never used are given out in order, so that what
+    is needed next is known. Under a load that never pauses steps take pages themselves.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self._arrays = pool.arrays()
+        self._num_blocks = pool.num_blocks
+        bytes_per_block = max(array.nbytes // pool.num_blocks for array in self._arrays)
+        self._chunk = max(1, _CHUNK_BYTES // bytes_per_block)
+        ahead = min(_AHEAD_TOKENS // pool.spec.block_size, _AHEAD_BYTES // pool.spec.bytes_per_block)
+        self._ahead = max(self._chunk, ahead)
+        self._num_ready = 0
+        self._num_wanted = min(self._ahead, self._num_blocks)
+        self._num_steps = self._num_seen = 0
+        self._is_stepping = self._is_closed = False
+        # Lives while there is something to do: a pool that is dropped and not closed is not held by it.
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks whose pages were taken, from the first on."""
+        return self._num_ready
+
+    def start(self) -> None:
+        """Take pages for as long as a start may be held up, and then beside what comes."""
+        end_s = time.monotonic() + _START_S
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            while self._num_ready < self._num_wanted and time.monotonic() < end_s:
+                last = self._chunk_end()
+                if not all(threads.map(partial(self._take, last), self._arrays)):
+                    self._give_up()
+                    return
+                self._num_ready = last
+        if self._num_ready < self._num_wanted:
+            self._go_on()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take note of the blocks that a step gives out, and that it runs."""
+        self._is_stepping = True
+        self._num_steps += 1
+        if plan.starts:
+            self._use(block for start in plan.starts for block in start.block_ids)
+        if plan.new_block_ids:
+            self._use(block for blocks in plan.new_block_ids.values() for block in blocks)
+
+    def end_step(self) -> None:
+        """Take note that the step has ended."""
+        self._is_stepping = False
+
+    def close(self) -> None:
+        """End what runs beside: it must not touch the pool any more."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.join()
+        self._arrays = []
+
+    def _use(self, blocks: Iterable[int]) -> None:
+        num_used = max(blocks, default=-1) + 1
+        if self._num_ready - num_used >= self._ahead // 2 or self._num_wanted == self._num_blocks:
+            return
+        self._num_wanted = min(max(self._num_wanted, num_used + self._ahead), self._num_blocks)
+        if self._thread is None or not self._thread.is_alive():
+            self._num_ready = max(self._num_ready, num_used)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._num_ready < self._num_wanted:
+            last = self._chunk_end()
+            for array in self._arrays:
+                self._wait_until_idle()
+                if self._is_closed:
+                    return
+                if not self._take(last, array):
+                    self._give_up()
+                    return
+            self._num_ready = last
+
+    def _wait_until_idle(self) -> None:
+        while not self._is_closed:
+            num_steps = self._num_steps
+            if not self._is_stepping and self._num_seen == num_steps:
+                return
+            self._num_seen = num_steps
+            time.sleep(_IDLE_S)
+
+    def _chunk_end(self) -> int:
+        return min(self._num_ready + self._chunk, self._num_blocks)
+
+    def _take(self, last: int, array: torch.Tensor) -> bool:
+        blocks = array[self._num_ready : last]
+        return take_pages(blocks.data_ptr(), blocks.nbytes)
+
+    def _give_up(self) -> None:
+        logger.debug("this system takes no pages ahead: steps take them when they write them")
+        self._num_wanted = self._num_blocks  # nothing more is asked for

@@ -1,0 +1,120 @@
+"""Pages of a pool are taken before its blocks are used: some at the start, more as blocks are used, none beside a step."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.base.ids import SequenceId
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.step import StepPlan
+from quire.kv import page_supply
+from quire.kv.page_supply import PageSupply
+from quire.kv.pool import KvPool
+
+NUM_BLOCKS = 2048
+
+
+@pytest.fixture(params=["bfloat16", "int8"])
+def pool(request):
+    return KvPool(KvSpec(16, request.param, ((4, 64), (2, 64))), NUM_BLOCKS)
+
+
+@pytest.fixture
+def supply(pool):
+    made = PageSupply(pool)
+    yield made
+    made.close()
+
+
+def plan_of(*blocks):
+    return StepPlan(0, {}, new_block_ids={SequenceId(0): tuple(blocks)} if blocks else None)
+
+
+def finish(supply):
+    if supply._thread is not None:
+        supply._thread.join()
+
+
+def resident_kb():
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1])
+
+
+def test_start_takes_pages_and_leaves_what_is_in_them(pool, supply):
+    pool.k[0][3] = 7
+    before = resident_kb()
+    supply.start()
+    finish(supply)
+    assert supply.num_ready >= 4096 // 16
+    assert resident_kb() - before > 0.5 * supply.num_ready * pool.spec.bytes_per_block / 1024
+    assert (pool.k[0][3] == 7).all()
+    assert not pool.k[0][4].any()
+    assert not pool.v[1].any()
+
+
+def test_pages_are_kept_ready_behind_the_last_block_that_is_used(supply):
+    supply.start()
+    finish(supply)
+    at_first = supply.num_ready
+    supply.begin_step(plan_of(1, 2))
+    supply.end_step()
+    finish(supply)
+    assert supply.num_ready == at_first
+    supply.begin_step(plan_of(at_first - 1, 5))
+    supply.end_step()
+    finish(supply)
+    assert supply.num_ready >= 2 * at_first
+    supply.begin_step(plan_of(NUM_BLOCKS - 1))
+    supply.end_step()
+    finish(supply)
+    assert supply.num_ready == NUM_BLOCKS
+
+
+def test_no_page_is_taken_while_a_step_runs(monkeypatch, supply):
+    monkeypatch.setattr(page_supply, "_START_S", 0.0)
+    is_waiting, is_free = threading.Event(), threading.Event()
+
+    def sleep(_seconds):
+        is_waiting.set()
+        is_free.wait(60)
+
+    monkeypatch.setattr(page_supply.time, "sleep", sleep)
+    supply.begin_step(plan_of())
+    supply.start()
+    assert is_waiting.wait(60)
+    assert supply.num_ready == 0
+    supply.end_step()
+    is_free.set()
+    finish(supply)
+    assert supply.num_ready > 0
+
+
+def test_close_ends_what_waits_for_an_idle_machine(supply, monkeypatch):
+    monkeypatch.setattr(page_supply, "_START_S", 0.0)
+    supply.begin_step(plan_of())
+    supply.start()
+    supply.close()
+    assert not any(thread.name == "kv-pages" for thread in threading.enumerate())
+
+
+def test_a_system_that_takes_no_pages_is_asked_once(supply, monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_supply, "take_pages", lambda address, num_bytes: asked.append(num_bytes))
+    supply.start()
+    num_asked = len(asked)
+    assert 0 < num_asked <= len(supply._arrays)
+    supply.begin_step(plan_of(NUM_BLOCKS - 1))
+    supply.end_step()
+    finish(supply)
+    assert len(asked) == num_asked
+
+
+def test_no_array_is_held_when_the_pool_is_dropped_without_closing():
+    pool = KvPool(KvSpec(16, "float32", ((2, 32),)), 64)
+    supply = PageSupply(pool)
+    supply.start()
+    finish(supply)
+    assert not any(thread.name == "kv-pages" for thread in threading.enumerate())
+    assert torch.equal(pool.k[0], torch.zeros_like(pool.k[0]))
