@@ -38,5 +38,9 @@ class WorkerError(QuireError):
         self.rank = rank
 
 
+class DeviceLostError(WorkerError):
+    """A device runs nothing any more in this process, whatever it is asked for: another process has to go on."""
+
+
 class InvariantError(QuireError):
     """An internal invariant does not hold: a bug in quire, please report it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from quire.base.errors import DeviceLostError
 from quire.base.logging import get_logger
 from quire.contracts.step import AheadRunner, LaunchedStep, Runner, StepPlan, StepResult
 from quire.engine.scheduling.scheduler import Scheduler
@@ -78,7 +80,7 @@ class StepLoop:
         """Commit one step, and leave at most one in flight; do nothing where there is nothing to do.
 
         What is raised inside of the runner, and is no Exception, is raised when the books are right: the steps that it met are
-        failed, and committed now or by the next calls.
+        failed, and committed now or by the next calls. So is DeviceLostError, as no step that follows would be better off.
         """
         if not self._steps:
             self._launch(self._scheduler.schedule)
@@ -90,9 +92,10 @@ class StepLoop:
         self._finish(self._steps[0])
 
     def drain(self) -> None:
-        """Commit what is in flight, and launch nothing."""
+        """Commit what is in flight, and launch nothing; what is on a lost device has failed."""
         while self._steps:
-            self._finish(self._steps[0])
+            with suppress(DeviceLostError):  # the step's failure is in the books, and in the log
+                self._finish(self._steps[0])
 
     def _launch(self, schedule: Callable[[float], StepPlan | None]) -> None:
         started_s = time.monotonic()
@@ -110,6 +113,8 @@ class StepLoop:
         except Exception as error:
             logger.exception("step %d could not be launched", plan.step_id)
             step.failure = _describe(error)
+            if isinstance(error, DeviceLostError):
+                raise
         except BaseException as error:
             step.failure = type(error).__name__
             raise
@@ -124,6 +129,9 @@ class StepLoop:
         except Exception as error:
             logger.exception("step %d failed", step.plan.step_id)
             result = _failed(step.plan, _describe(error))
+            if isinstance(error, DeviceLostError):
+                self._end(step, result)
+                raise
         except BaseException as error:  # a second Ctrl-C, or a signal handler that ends the program
             self._end(step, _failed(step.plan, type(error).__name__))
             raise

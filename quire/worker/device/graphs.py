@@ -12,6 +12,7 @@ import torch
 
 from quire.base.collector import paused_collector
 from quire.base.logging import get_logger
+from quire.worker.device.faults import is_out_of_memory, release_unused
 from quire.worker.device.host_step import SAMPLINGS, Sampling
 
 logger = get_logger(__name__)
@@ -118,7 +119,8 @@ class StepGraphs:
     def __init__(self, recorder: GraphRecorder | None = None) -> None:
         self._recorder = recorder
         self._recorded: dict[Hashable, Callable[[], None]] = {}
-        self._too_large: set[Hashable] = set()
+        self._more: list[Callable[[], None]] = []
+        self._one_by_one: set[Hashable] = set()  # what cannot be recorded
 
     @property
     def is_recording(self) -> bool:
@@ -133,43 +135,86 @@ class StepGraphs:
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run a step: all that its launches read and write must lie at the same addresses for the same key.
 
-        A kind for whose recording memory ends is launched one by one for good. What else a recording raises is raised.
+        A kind that cannot be recorded, for whatever reason, is launched one by one from then on, and so is one for whose
+        recording memory ends when it is launched, which takes some the first time. What the step itself raises is raised.
         """
         replay = self._recorded.get(key)
-        if replay is not None:
-            replay()
+        if replay is not None and self._replay(key, replay):
             return
         step()
-        if self._recorder is None or key in self._too_large:
+        if self._recorder is None or key in self._one_by_one:
             return
         try:
             self._recorded[key] = self._recorder.record(step)
-        except torch.OutOfMemoryError as error:
-            # The step itself has run.
+        except Exception as error:  # noqa: BLE001 - the step itself has run, and the log says what is wrong
+            self._give_up(key, error)
+
+    def record_more(self, key: Hashable, step: Callable[[], None], count: int) -> None:
+        """Record a step of a kind that is recorded so many times more, and run each: what they take is seen so, until `clear`.
+
+        Nothing where that kind is not recorded. What recording raises is raised.
+        """
+        if self._recorder is None or key not in self._recorded:
+            return
+        for _ in range(count):
+            self._more.append(self._recorder.record(step))
+            self._more[-1]()
+
+    def _replay(self, key: Hashable, replay: Callable[[], None]) -> bool:
+        """Run a recording, and return whether there was memory for that; without, nothing has run."""
+        try:
+            replay()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            del self._recorded[key]
+            self._give_up(key, error)
+            return False
+        return True
+
+    def _give_up(self, key: Hashable, error: Exception) -> None:
+        self._one_by_one.add(key)
+        if is_out_of_memory(error):
             logger.warning(
                 "no memory is left to record steps of %s: they stay slower; lower gpu_memory_utilization where others use the "
                 "device too (%s)",
                 key,
                 error,
             )
-            self._too_large.add(key)
+        else:
+            logger.error("steps of %s cannot be recorded: they stay slower", key, exc_info=error)
 
     def clear(self) -> None:
         """Forget what was recorded, before its memory goes."""
         self._recorded.clear()
-        self._too_large.clear()
+        self._more.clear()
+        self._one_by_one.clear()
 
 
 class CudaGraphRecorder:
     """Records CUDA graphs that share one pool of memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._pool: tuple[int, int] | None = None
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record a step that has run before; see GraphRecorder. Waits for nothing: what runs goes on meanwhile."""
+        """Record a step that has run before; see GraphRecorder. Waits for nothing: what runs goes on meanwhile.
+
+        Only where memory ends it waits: the allocator, which cannot do so in a recording, then gives back what it keeps for
+        tensors to come, and the step is recorded once more.
+        """
+        try:
+            return self._record(step)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        release_unused(self._device)
+        return self._record(step)
+
+    def _record(self, step: Callable[[], None]) -> Callable[[], None]:
         pool = self._shared_pool()
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
@@ -178,15 +223,27 @@ class CudaGraphRecorder:
             # What other threads ask of the device meanwhile, as a caller's own model does, must not end the recording.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                step()
+                try:
+                    step()
+                except BaseException:
+                    with suppress(RuntimeError):  # what ended the recording is raised, not that it is incomplete
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
             except BaseException:
-                with suppress(RuntimeError):  # what ended the recording is raised, not that it is incomplete
-                    graph.capture_end()
+                self._leave(pool)
                 raise
-            graph.capture_end()
         current.wait_stream(self._stream)
         self._graphs.add(graph)
         return graph.replay
+
+    def _leave(self, pool: tuple[int, int]) -> None:
+        """Tell the allocator that a recording has ended. Where its end failed, some versions of torch have not: they would give
+        back no memory any more, and refuse to be asked for it."""
+        end = vars(torch._C).get("_cuda_endAllocateToPool")
+        if end is not None:
+            with suppress(RuntimeError):  # it knows already
+                end(torch.cuda.current_device() if self._device.index is None else self._device.index, pool)
 
     def _shared_pool(self) -> tuple[int, int]:
         """Return the pool of the graphs that there are, else a new one: torch lets nobody use one whose last graph has gone."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from traceback import clear_frames
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.base.errors import ConfigError, InvariantError, WorkerError
+from quire.base.errors import ConfigError, DeviceLostError, InvariantError, WorkerError
 from quire.base.ids import SequenceId
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
@@ -21,6 +22,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.sampling.sampler import Sampled, error_of_status, sample
 from quire.speculate.speculator import Speculator
 from quire.worker.constrained import ConstrainedRows
+from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
 from quire.worker.device.host_step import host_step
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.peaks import measure_device_peaks
@@ -81,7 +83,8 @@ class DeviceRunner:
         self._num_on_their_way = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; see contracts.step.Runner. Raises WorkerError, which says what to lower, when memory ends."""
+        """Run one step; see contracts.step.Runner. Raises WorkerError, which says what to lower, when memory ends, and
+        DeviceLostError when the device is of no use any more."""
         return self.launch(plan).collect()
 
     def launch(self, plan: StepPlan) -> _StepOnDevice:
@@ -104,8 +107,14 @@ class DeviceRunner:
         try:
             with torch.inference_mode(), self._decoder.on_device():
                 yield
-        except torch.OutOfMemoryError as error:
-            raise WorkerError(f"the device has not enough memory for this step: {HOW_TO_SAVE} ({error})") from error
+        except Exception as error:
+            if is_out_of_memory(error):
+                clear_frames(error.__traceback__)  # which hold the step's tensors
+                release_unused(self._decoder.device)
+                raise WorkerError(f"the device has not enough memory for this step: {HOW_TO_SAVE} ({error})") from error
+            if is_lost(self._decoder.device):
+                raise DeviceLostError(f"nothing runs on {self._decoder.device} any more in this process: {error}") from error
+            raise
 
     def _launch(self, plan: StepPlan) -> _StepOnDevice:
         self._batch.apply(plan)

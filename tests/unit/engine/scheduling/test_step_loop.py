@@ -8,8 +8,9 @@ from ahead_fakes import AheadDriver
 from random_lives import random_config, random_request
 from scheduling_fakes import make_config, make_request
 
-from quire.base.errors import RequestError
+from quire.base.errors import DeviceLostError, RequestError
 from quire.base.ids import RequestId
+from quire.engine.scheduling import check_invariants
 
 
 def ask_for_logprobs(request):
@@ -133,6 +134,27 @@ def test_a_failing_step_ends_its_sequences_and_spares_the_others(place):
     assert [driver.outputs[str(name), 0].reason for name in range(3)] == ["error", "error", "length"]
     # What was in flight before the launch that failed has brought its tokens.
     assert [len(driver.outputs[str(name), 0].tokens) for name in range(2)] == [2 if place == "failing_launches" else 1] * 2
+
+
+@pytest.mark.parametrize("place", ["failing_launches", "failing_collections"])
+def test_the_loss_of_the_device_is_raised_when_the_books_are_right(place):
+    driver = AheadDriver(make_config(max_num_seqs=2))
+    for name in range(3):
+        driver.add(make_request(name, 6, seed=name, max_tokens=4))
+    driver.step()
+
+    def lose():
+        raise DeviceLostError("nothing runs there any more")
+
+    setattr(driver.worker, place, lose)
+    with pytest.raises(DeviceLostError):
+        driver.step()
+    check_invariants(driver.scheduler)
+    driver.worker.failing_collections = lose
+    driver.loop.drain()  # what was launched before is waited for in vain
+    assert driver.loop.is_drained
+    assert [driver.outputs[str(name), 0].reason for name in range(3)] == ["error", "error", None]
+    assert driver.scheduler.kv_usage == 0.0
 
 
 @pytest.mark.parametrize("place", ["failing_launches", "failing_collections"])

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from quire import LLM, EngineConfig, LLMEngine, SamplingParams
-from quire.base.errors import InvariantError
+from quire.base.errors import DeviceLostError, InvariantError
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.step import SequenceStart, StepPlan
+from quire.worker.device import runner as runner_module
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -138,4 +139,46 @@ def test_no_third_step_is_launched_before_the_first_is_collected(qwen):
     results.append(runner.execute(StepPlan(2, {SequenceId(0): 1})))
     tokens = [result.sampled[SequenceId(0)][0] for result in results]
     assert runner._batch.row(SequenceId(0)).token_ids == [5, 9, *tokens]
+    engine.close()
+
+
+def failing_once(stepper, error):
+    """Return `launch` of a stepper that raises before its second step."""
+    launch, calls = stepper.launch, []
+
+    def fail(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        return launch(*arguments)
+
+    return fail
+
+
+def test_the_engine_goes_on_and_says_what_to_lower_when_the_driver_has_no_memory_for_a_step(qwen, monkeypatch):
+    engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
+    released = []
+    monkeypatch.setattr(runner_module, "release_unused", released.append)
+    stepper = engine._runner._stepper
+    monkeypatch.setattr(stepper, "launch", failing_once(stepper, RuntimeError("Triton Error [CUDA]: out of memory")))
+    ends = {}
+    for name in ("first", "second"):
+        engine.add_request(name, [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))
+        while engine.has_unfinished_requests():
+            ends |= {output.request_id: output for output in engine.step() if output.finished}
+    assert [output.outputs[0].finish_reason for output in ends.values()] == ["error", "length"]
+    assert "lower max_num_batched_tokens" in ends["first"].error
+    assert released == [engine._runner._decoder.device]
+    engine.close()
+
+
+def test_the_engine_stops_and_can_be_closed_when_the_device_is_lost(qwen, monkeypatch):
+    engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
+    monkeypatch.setattr(runner_module, "is_lost", lambda device: True)
+    stepper = engine._runner._stepper
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(stepper, "launch", failing_once(stepper, error))
+    engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        engine.step()
     engine.close()

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections import Counter
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class Recorder:
 
 
 KEY = GraphKey(4, "plain")
+DEVICE = torch.device("cuda", 0)
 
 
 def test_a_step_runs_once_and_is_recorded_after_that_when_its_kind_is_new():
@@ -68,9 +70,17 @@ class Broken:
         return lambda: self.log.extend(launched)
 
 
-def test_steps_of_a_kind_go_on_one_by_one_when_there_is_no_memory_to_record_them(caplog):
+EXHAUSTED = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: out of memory"),  # of the driver, which makes the graph
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", EXHAUSTED, ids=lambda error: type(error).__name__)
+def test_steps_of_a_kind_go_on_one_by_one_when_there_is_no_memory_to_record_them(caplog, error):
     log = []
-    recorder = Broken(log, torch.OutOfMemoryError("CUDA out of memory"))
+    recorder = Broken(log, error)
     graphs = StepGraphs(recorder)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -80,14 +90,98 @@ def test_steps_of_a_kind_go_on_one_by_one_when_there_is_no_memory_to_record_them
     assert (recorder.num_tried, graphs.num_recorded) == (2, 1)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "steps of 4 sequences" in message
+    assert "lower gpu_memory_utilization" in message
 
 
-def test_what_else_goes_wrong_in_a_recording_is_raised():
+def test_steps_of_a_kind_go_on_one_by_one_when_they_cannot_be_recorded_and_the_log_says_why_once(caplog):
     log = []
-    graphs = StepGraphs(Broken(log, RuntimeError("operation not permitted when stream is capturing")))
-    with pytest.raises(RuntimeError, match="not permitted"):
+    recorder = Broken(log, RuntimeError("operation not permitted when stream is capturing"))
+    graphs = StepGraphs(recorder)
+    for _ in range(3):
         graphs.run(KEY, lambda: log.append("step"))
-    assert log == ["step"]
+    assert log == ["step"] * 3
+    assert (recorder.num_tried, graphs.num_recorded) == (1, 0)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info[1] is recorder.error
+
+
+class Unlaunchable(Recorder):
+    """What it records cannot be launched the first times: nothing runs then."""
+
+    def __init__(self, log, error, num_times):
+        super().__init__(log)
+        self.error, self.num_times = error, num_times
+
+    def record(self, step):
+        replay = super().record(step)
+
+        def launch():
+            if self.num_times:
+                self.num_times -= 1
+                raise self.error
+            replay()
+
+        return launch
+
+
+@pytest.mark.parametrize("error", EXHAUSTED, ids=lambda error: type(error).__name__)
+def test_every_step_runs_once_when_memory_ends_as_its_recording_is_launched_first(caplog, error):
+    log = []
+    recorder = Unlaunchable(log, error, 1)
+    graphs = StepGraphs(recorder)
+    for name in "abc":
+        graphs.run(KEY, lambda name=name: log.append(name))
+    for _ in range(2):
+        graphs.run(GraphKey(2, "cuts"), lambda: log.append("other"))
+    assert log == [*"abc", "other", "other"]
+    assert (recorder.num_recorded, graphs.num_recorded) == (2, 1)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "steps of 4 sequences" in message
+
+
+def test_what_else_goes_wrong_when_a_recording_is_launched_is_raised():
+    graphs = StepGraphs(Unlaunchable([], RuntimeError("an illegal memory access was encountered"), 2))
+    graphs.run(KEY, lambda: None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal"):
+            graphs.run(KEY, lambda: None)
+    assert graphs.num_recorded == 1
+
+
+def test_what_a_step_raises_itself_is_raised_and_it_is_recorded_when_it_runs():
+    graphs = StepGraphs(Recorder([]))
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run(KEY, fail)
+    assert graphs.num_recorded == 0
+    graphs.run(KEY, lambda: None)
+    assert graphs.num_recorded == 1
+
+
+def test_further_recordings_of_a_step_are_launched_and_stay_until_all_are_cleared():
+    log, kept = [], WeakSet()
+
+    class Kept(Recorder):
+        def record(self, step):
+            replay = super().record(step)
+            kept.add(replay)
+            return replay
+
+    graphs = StepGraphs(Kept(log))
+    graphs.run(KEY, lambda: log.append("step"))
+    graphs.record_more(KEY, lambda: log.append("step"), 3)
+    assert log == ["step"] * 4
+    assert len(kept) == 4
+    assert graphs.num_recorded == 1
+    graphs.clear()
+    assert len(kept) == 0
+    for unrecorded in (graphs, StepGraphs()):
+        unrecorded.record_more(KEY, lambda: log.append("never"), 3)
+    assert log == ["step"] * 4
 
 
 def test_what_was_recorded_is_forgotten_when_it_is_cleared():
@@ -107,6 +201,11 @@ class Cuda:
     def __init__(self):
         self.pools = Counter()
         self.used = []
+        self.num_emptied = 0
+        self.is_end_failing = False
+
+    def empty_cache(self):
+        self.num_emptied += 1
 
     def graph_pool_handle(self):
         return (0, len(self.used) + 1)
@@ -124,7 +223,8 @@ class Cuda:
                 self.pool = pool
 
             def capture_end(self):
-                pass
+                if owner.is_end_failing:
+                    raise RuntimeError("operation failed due to a previous error during capture")
 
             def replay(self):
                 pass
@@ -151,11 +251,12 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", found.graph_pool_handle)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", found.graph)
+    monkeypatch.setattr(torch.cuda, "empty_cache", found.empty_cache)
     return found
 
 
 def test_graphs_share_a_pool_until_all_of_them_have_gone_and_those_after_them_another(cuda):
-    graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 0)))
+    graphs = StepGraphs(CudaGraphRecorder(DEVICE))
     for _ in range(2):
         for count in (8, 4, 1):
             graphs.run(GraphKey(count, "plain"), lambda: None)
@@ -165,16 +266,49 @@ def test_graphs_share_a_pool_until_all_of_them_have_gone_and_those_after_them_an
     assert cuda.used == [first] * 3 + [second] * 3
 
 
+def test_a_step_is_recorded_once_more_when_the_allocator_has_given_back_what_it_kept(cuda):
+    def fail():
+        if cuda.used and not cuda.num_emptied:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = StepGraphs(CudaGraphRecorder(DEVICE))
+    graphs.run(GraphKey(8, "plain"), fail)
+    assert (graphs.num_recorded, cuda.num_emptied, len(cuda.used)) == (1, 2, 2)  # once for the pool of the graph that went
+
+
 def test_a_recording_goes_on_when_the_one_before_it_has_ended_in_an_error(cuda):
     def fail():
         if cuda.used:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 0)))
+    graphs = StepGraphs(CudaGraphRecorder(DEVICE))
     graphs.run(GraphKey(8, "plain"), fail)
     graphs.run(GraphKey(4, "plain"), lambda: None)
     assert graphs.num_recorded == 1
-    assert len(set(cuda.used)) == 2
+    assert len(set(cuda.used)) == len(cuda.used) == 3  # the first was tried twice
+
+
+@pytest.mark.parametrize("is_end_failing", [False, True])
+def test_the_allocator_is_told_of_the_end_when_a_recording_fails(cuda, monkeypatch, is_end_failing):
+    ended = []
+
+    def end(device_index, pool):
+        ended.append((device_index, pool))
+        raise RuntimeError("not currently recording to mempool_id")  # where torch has told it already
+
+    def fail():
+        if cuda.used:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    cuda.is_end_failing = is_end_failing
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 3)))
+    graphs.run(KEY, fail)
+    assert ended == [(3, cuda.used[0])]
+    if is_end_failing:
+        graphs.run(GraphKey(2, "cuts"), lambda: None)  # of which the end alone fails
+        assert ended == [(3, pool) for pool in cuda.used]
+    assert graphs.num_recorded == 0
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 128, 300, 4000])

@@ -1,0 +1,35 @@
+"""What errors of a device mean: that its memory has ended, or that the process has lost it."""
+
+from __future__ import annotations
+
+import torch
+
+_SIGNS_OF_EXHAUSTION = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device's memory has ended: for a tensor, or for what the driver, Triton or a library takes by itself.
+
+    The latter come as plain runtime errors: for the code of a kernel, for a recorded step when it is made or first launched.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_EXHAUSTION)
+
+
+def is_lost(device: torch.device) -> bool:
+    """Return whether nothing runs on a device any more in this process, as after an address that is not there: every call fails
+    then, whatever it is for. Waits for what was launched."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return not is_out_of_memory(error)
+    return False
+
+
+def release_unused(device: torch.device) -> None:
+    """Give back the memory that the allocator keeps for tensors to come: the driver, which has none, does not ask for it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
