@@ -20,8 +20,17 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.ahead import CompilationAhead, Order
+from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
-from quire.worker.device.memory import HOW_TO_SAVE, CudaMemory, DeviceMemory, Recordings, measure_usage, plan_device_memory
+from quire.worker.device.memory import (
+    HOW_TO_SAVE,
+    CudaMemory,
+    DeviceMemory,
+    MemoryBefore,
+    Recordings,
+    measure_usage,
+    plan_device_memory,
+)
 from quire.worker.device.runner import DeviceRunner
 from quire.worker.device.stepper import DeviceStepper, StepSizes
 
@@ -44,7 +53,7 @@ def build_device_runner(
     elif config.tile_table is not None:
         raise ConfigError("tile_table is for a GPU; leave it out")
     memory = CudaMemory(device) if device.type == "cuda" else None
-    free_bytes = 0 if memory is None else memory.free_and_total()[0]
+    before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     max_model_len, kv = report.memory.max_model_len, report.memory.kv
     sizes = StepSizes(config.max_num_seqs, num_batched_tokens, max_model_len)
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
@@ -59,11 +68,13 @@ def build_device_runner(
         stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder), library)
         if compilation is not None:
             compilation.wait()
-        plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, free_bytes)
+        plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, before)
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
         if recorder is not None:
             stepper.record_largest()
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
     for line in plan.describe().splitlines():
         logger.info(line)
@@ -91,12 +102,11 @@ def _measured_plan(
     stepper: DeviceStepper,
     sizes: StepSizes,
     report: ModelReport,
-    free_bytes: int,
+    before: MemoryBefore,
 ) -> MemoryPlan:
     def run_full() -> None:
         stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
 
-    keys = stepper.keys
-    recordings = Recordings(stepper.record_largest, lambda: stepper.record(keys[1]), len(keys))
-    usage = measure_usage(memory, free_bytes, run_full, None if config.enforce_eager else recordings)
+    recordings = Recordings(stepper.record_samples, stepper.record_copies, len(stepper.keys))
+    usage = measure_usage(memory, before, run_full, None if config.enforce_eager else recordings)
     return plan_device_memory(config, report.memory.kv, usage, sizes.max_model_len)

@@ -35,6 +35,13 @@ _BLOCK_SIZE = 64
 _SLACK = 1.1
 """What the allocator loses between blocks, as a factor on what was measured."""
 
+_NUM_COPIES = 12
+_DRIVER_BYTES = 16 << 20
+"""What copies of a recorded step may have found in what the driver had taken already: it takes memory in pieces, so that one
+copy takes nothing or a whole piece."""
+_LATER_BYTES = 128 << 20
+"""What recorded steps may take later beside: a library's working memory for another thread, and pieces for smaller tensors."""
+
 
 class DeviceMemory(Protocol):
     """What a device says of its memory."""
@@ -127,32 +134,44 @@ class DeviceUsage:
 
 
 class Recordings(NamedTuple):
-    """Recorded steps: first and second record one each, the first the largest there is; in all there are num_recordings."""
+    """Recorded steps.
 
-    first: Callable[[], None]
-    second: Callable[[], None]
+    samples         records steps of every sort, the largest first, and runs them: what all share is there then, and code
+    copies          records one of the largest steps so many times more, and runs them: what each has of its own
+    num_recordings  how many there may be in all
+    """
+
+    samples: Callable[[], None]
+    copies: Callable[[int], None]
     num_recordings: int
 
 
+class MemoryBefore(NamedTuple):
+    """What is free of a device, and what tensors of this process take there, before a model is loaded, in bytes."""
+
+    free_bytes: int
+    allocated_bytes: int
+
+
 def measure_usage(
-    memory: DeviceMemory, free_before_bytes: int, run_full: Callable[[], None], recordings: Recordings | None
+    memory: DeviceMemory, before: MemoryBefore, run_full: Callable[[], None], recordings: Recordings | None
 ) -> DeviceUsage:
     """Return what a loaded model takes.
 
-    free_before_bytes  what was free before it was loaded
-    run_full           runs the largest step
-    recordings         None where no steps are recorded. They share memory beside that of other steps, and each takes some of
-                       its own, about as much as the second beside the first
+    run_full    runs the largest step
+    recordings  None where no steps are recorded
     """
-    weight_bytes = memory.allocated()
+    weight_bytes = memory.allocated() - before.allocated_bytes
     activation_bytes = memory.peak_of(run_full)
     taken, recording_bytes = 0, 0
     if recordings is not None:
-        first, second = memory.taken_by(recordings.first), memory.taken_by(recordings.second)
-        taken, recording_bytes = first + second, first + max(0, recordings.num_recordings - 1) * second
+        shared = memory.taken_by(recordings.samples)
+        copies = memory.taken_by(lambda: recordings.copies(_NUM_COPIES))
+        each = -(-(copies + _DRIVER_BYTES) // _NUM_COPIES)
+        taken, recording_bytes = shared + copies, shared + _LATER_BYTES + recordings.num_recordings * each
     # The first step brings the code of kernels, and the libraries of torch, which no allocator counts.
     free, total = memory.free_and_total()
-    foreign_bytes = max(0, total - free_before_bytes, total - free - memory.allocated() - taken)
+    foreign_bytes = max(0, total - before.free_bytes, total - free - weight_bytes - taken)
     step_bytes = max(round(activation_bytes * _SLACK), SCRATCH_BYTES)
     return DeviceUsage(total, foreign_bytes, weight_bytes, step_bytes + recording_bytes)
 

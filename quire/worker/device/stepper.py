@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,13 +187,29 @@ class DeviceStepper:
         return [*self.prompts.keys, *self.grid.keys]
 
     def record_largest(self) -> None:
-        """Run and record steps of padding that take as much memory as any; what others need of it is there then."""
+        """Record steps of padding that take as much memory as any, and run them; what others need of it is there then."""
         for keys in (self.prompts.keys, self.grid.keys):
-            for key in keys[:1]:
-                self.record(key)
+            self._record_and_run(keys[:1])
+
+    def record_samples(self) -> None:
+        """Do the same with steps of every sort: what takes most memory, least, and as much as half of the kinds."""
+        self.record_largest()
+        for keys in (self.prompts.keys, self.grid.keys):
+            self._record_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
+
+    def record_copies(self, count: int) -> None:
+        """Record the step with most launches so many times more, and run each."""
+        key = self.keys[0]
+        self.record(key)  # what they read is on the device then
+        self._graphs.record_more(key, self._frames[key].run, count)
+
+    def _record_and_run(self, keys: Sequence[GraphKey | PromptKey]) -> None:
+        for key in keys:
+            self.record(key)
+            self.record(key)  # its first launch takes memory, too
 
     def record(self, key: GraphKey | PromptKey) -> None:
-        """Run and record a step of padding."""
+        """Run a step of padding: recorded if it was before, else it is recorded."""
         if isinstance(key, PromptKey):
             self._record_prompts(key)
         else:

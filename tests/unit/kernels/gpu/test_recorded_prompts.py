@@ -228,6 +228,26 @@ def test_what_takes_most_memory_is_recorded_first_and_stores_nothing(device, mon
     assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper._pool.caches)
 
 
+@pytest.mark.slow
+def test_samples_and_copies_of_recorded_steps_store_nothing_and_are_forgotten_with_the_pool(device, monkeypatch, few_programs):
+    recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
+    stepper = make_stepper(device, LAYERS["plain"], recorder)
+    with torch.inference_mode():
+        stepper.record_samples()
+        samples = stepper._graphs.num_recorded
+        found_by(stepper, FEW_STEPS)  # the device holds another step's arrays now
+        for cache in stepper._pool.caches:
+            cache.k.fill_(0.5), cache.v.fill_(0.5)
+        stepper.record_copies(2)
+    families = (stepper.prompts.keys, stepper.grid.keys)
+    assert samples == len({keys[place] for keys in families for place in (0, len(keys) // 2, -1)})
+    assert all(bool((cache.k == 0.5).all()) and bool((cache.v == 0.5).all()) for cache in stepper._pool.caches)
+    if isinstance(recorder, LogRecorder):
+        assert recorder.num_recorded == stepper._graphs.num_recorded + 2
+    stepper.give_pool(stepper._pool)
+    assert stepper._graphs.num_recorded == 0
+
+
 KINDS = [(64, 8), (18, 2), (16, 1)]
 
 

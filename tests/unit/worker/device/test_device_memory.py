@@ -8,7 +8,7 @@ from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from quire.worker.device.memory import DeviceUsage, Recordings, estimated_usage, measure_usage, plan_device_memory
+from quire.worker.device.memory import DeviceUsage, MemoryBefore, Recordings, estimated_usage, measure_usage, plan_device_memory
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import max_num_batched_tokens
 
@@ -46,12 +46,34 @@ def kv(dtype="bfloat16"):
     return KvSpec.of(SPEC, 64, dtype)
 
 
+MIB = 1 << 20
+
+
+def recordings(shared, piece, each, room=0, num_recordings=150):
+    """Return recorded steps: the first take `shared`, with `room` left for others; the driver takes memory in pieces."""
+    left = room
+
+    def copies(count):
+        nonlocal left
+        taken = 0
+        for _ in range(count):
+            while left < each:
+                left += piece
+                taken += piece
+            left -= each
+        return taken
+
+    return Recordings(lambda: shared, copies, num_recordings)
+
+
 def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
     memory = FakeMemory(free=123 * GIB, total=141 * GIB, allocated=16 * GIB)
-    usage = measure_usage(memory, 139 * GIB, lambda: 4 * GIB, Recordings(lambda: GIB, lambda: GIB // 64, 30))
+    recorded = recordings(GIB, MIB, 12 * MIB, num_recordings=30)
+    usage = measure_usage(memory, MemoryBefore(139 * GIB, 0), lambda: 4 * GIB, recorded)
     assert (usage.foreign_bytes, usage.weight_bytes) == (2 * GIB, 16 * GIB)
-    # Recorded steps have memory of their own: the largest all of it, each of the others what its launches take.
-    assert usage.activation_bytes == round(4 * GIB * 1.1) + GIB + 29 * GIB // 64
+    # Recorded steps have memory of their own: one for all, and each what its launches take.
+    own = usage.activation_bytes - round(4 * GIB * 1.1) - GIB
+    assert 30 * 12 * MIB < own < 30 * 14 * MIB + 128 * MIB
     plan = plan_device_memory(config(max_num_seqs=4096), kv(), usage, 40960)
     room = int(141 * GIB * 0.9) - 2 * GIB - 16 * GIB - usage.activation_bytes
     assert plan.num_kv_blocks == room // kv().bytes_per_block
@@ -59,18 +81,34 @@ def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
     assert plan.kv_bytes <= room < plan.kv_bytes + kv().bytes_per_block
 
 
+@pytest.mark.parametrize("piece", [1, 2 * MIB, 16 * MIB])
+@pytest.mark.parametrize("each", [MIB // 8, MIB, 3 * MIB, 13 * MIB])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+def test_recorded_steps_get_what_they_take_and_little_more_when_the_driver_takes_memory_in_pieces(piece, each, share):
+    recorded = recordings(GIB, piece, each, int(piece * share))
+    usage = measure_usage(FakeMemory(80 * GIB, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: GIB, recorded)
+    own = usage.activation_bytes - round(1.1 * GIB) - GIB
+    assert 150 * each <= own <= 150 * (each + 3 * MIB) + 128 * MIB
+
+
+def test_tensors_that_were_there_before_the_model_are_not_counted_twice():
+    memory = FakeMemory(free=103 * GIB, total=141 * GIB, allocated=36 * GIB)
+    usage = measure_usage(memory, MemoryBefore(119 * GIB, 20 * GIB), lambda: GIB, None)
+    assert (usage.foreign_bytes, usage.weight_bytes) == (22 * GIB, 16 * GIB)
+
+
 def test_what_the_first_step_takes_beside_tensors_is_not_given_to_the_pool():
-    usage = measure_usage(FakeMemory(122 * GIB, 141 * GIB, 16 * GIB), 139 * GIB, lambda: GIB, None)
+    usage = measure_usage(FakeMemory(122 * GIB, 141 * GIB, 16 * GIB), MemoryBefore(139 * GIB, 0), lambda: GIB, None)
     assert usage.foreign_bytes == 3 * GIB
 
 
 def test_no_memory_is_kept_for_recorded_steps_when_there_are_none():
-    usage = measure_usage(FakeMemory(0, 80 * GIB), 80 * GIB, lambda: 10 * GIB, None)
+    usage = measure_usage(FakeMemory(0, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: 10 * GIB, None)
     assert usage.activation_bytes == 11 * GIB
 
 
 def test_the_pool_leaves_what_measuring_the_device_takes():
-    usage = measure_usage(FakeMemory(0, 80 * GIB), 80 * GIB, lambda: 1 << 20, None)
+    usage = measure_usage(FakeMemory(0, 80 * GIB), MemoryBefore(80 * GIB, 0), lambda: 1 << 20, None)
     assert usage.activation_bytes == SCRATCH_BYTES > 1 << 28
 
 
