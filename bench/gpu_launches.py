@@ -78,15 +78,23 @@ def _time_launches(x: Tensor, is_ahead: bool, is_recorded: bool) -> float:
 
 
 class StampedRecorder(Generic[Stamp]):
-    """Records steps whose replays each stand between two stamps; see idle_share."""
+    """Records steps whose replays each stand between two stamps; see idle_share.
+
+    errors  of recordings
+    """
 
     def __init__(self, recorder: GraphRecorder, stamp: Callable[[], Stamp]) -> None:
         self._recorder, self._stamp = recorder, stamp
         self.spans: list[tuple[Stamp, Stamp]] = []
+        self.errors: list[str] = []
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record a step; see GraphRecorder."""
-        replay = self._recorder.record(step)
+        """Record a step; see GraphRecorder. What it raises, with which steps go on one by one, is noted."""
+        try:
+            replay = self._recorder.record(step)
+        except Exception as error:
+            self.errors.append(repr(error))
+            raise
 
         def stamped() -> None:
             first = self._stamp()
@@ -130,10 +138,15 @@ def idle_share(spans: Sequence[tuple[Stamp, Stamp]], seconds_between: Callable[[
     return idle_s / (busy_s + idle_s)
 
 
-def measured_idle_share(recorder: DeviceRecorder, num_steps: int) -> float:
-    """Return idle_share of the last so many replays of a recorder of `stamped_recorder`, once they are done."""
+def measured_idle_share(recorder: DeviceRecorder, num_steps: int) -> Row:
+    """Return idle_share of the last so many replays of a recorder of `stamped_recorder`, once they are done, as part of a row;
+    or why steps were not recorded."""
+    if recorder.errors:
+        return {"error": f"{len(recorder.errors)} kinds of steps were not recorded", "output": recorder.errors[0]}
     spans = recorder.spans[-num_steps:]
+    if len(spans) < 2:
+        return {"error": f"{len(spans)} steps were replayed"}
     if isinstance(spans[0][0], float):
-        return idle_share(spans, lambda first, last: last - first)
+        return {"idle_share": idle_share(spans, lambda first, last: last - first)}
     torch.cuda.synchronize()
-    return idle_share(spans, lambda first, last: first.elapsed_time(last) / 1000)
+    return {"idle_share": idle_share(spans, lambda first, last: first.elapsed_time(last) / 1000)}

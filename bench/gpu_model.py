@@ -224,7 +224,7 @@ def _mixed_rows(place: Place, shape: Shape, llm: LLM, recorders: list[DeviceReco
         row |= {"tokens_per_s": total / seconds, "steps": llm.llm_engine.stats.num_steps - steps}
         if recorders:
             # All prompts are in the first steps: there are none between those of the second half.
-            row["idle_share"] = measured_idle_share(recorders[-1], (len(recorders[-1].spans) - num_spans) // 2)
+            row |= measured_idle_share(recorders[-1], (len(recorders[-1].spans) - num_spans) // 2)
         yield row
 
 
@@ -294,7 +294,7 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
             row: Row = {"section": "decode", **common, "is_recorded": is_recorded, "is_fused": decoder.is_fused}
             row |= {"batch": count, "context": length, "step_us": seconds * 1e6, "tokens_per_s": count / seconds}
             row["share"] = bound_s / seconds
-            yield row if recorder is None else row | {"idle_share": measured_idle_share(recorder, num_steps)}
+            yield row if recorder is None else row | measured_idle_share(recorder, num_steps)
         for prompt in prompts if decoder.is_fused else []:  # which is the same for them
             seconds = _time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
             row = {"section": "prompt", **common, "is_recorded": prompt <= stepper.prompts.max_tokens, "tokens": prompt}

@@ -83,6 +83,9 @@ class CompilationAhead:
         self._process: subprocess.Popen[bytes] | None = None
         if self._mark.get_file(_DONE) is None:
             environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            # The package may have been found by what the program put into sys.path.
+            found = [str(Path(quire.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "quire.worker.device.ahead"],
                 stdin=subprocess.PIPE,

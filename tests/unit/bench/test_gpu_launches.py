@@ -34,3 +34,26 @@ def test_every_replay_of_a_recorded_step_stands_between_two_stamps(gpu_launches)
     replay()
     assert ran == [1, 1]
     assert recorder.spans == [(0, 1), (2, 3)]
+
+
+def test_a_row_says_why_steps_were_not_recorded(gpu_launches):
+    class Failing:
+        def record(self, step):
+            raise RuntimeError("not permitted when stream is capturing")
+
+    recorder = gpu_launches.StampedRecorder(Failing(), itertools.count().__next__)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.record(lambda: None)
+    row = gpu_launches.measured_idle_share(recorder, 3)
+    assert set(row) == {"error", "output"}
+    assert "not permitted" in row["output"]
+
+
+def test_a_row_has_the_idle_share_of_the_last_steps_or_says_that_there_were_too_few(gpu_launches):
+    recorder = gpu_launches.StampedRecorder(gpu_launches.RepeatingRecorder(), itertools.count(0.0).__next__)
+    replay = recorder.record(lambda: None)
+    replay()
+    assert "error" in gpu_launches.measured_idle_share(recorder, 5)
+    replay()
+    replay()
+    assert gpu_launches.measured_idle_share(recorder, 2) == {"idle_share": pytest.approx(1 / 3)}
