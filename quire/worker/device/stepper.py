@@ -213,7 +213,8 @@ class DeviceStepper:
         if isinstance(key, PromptKey):
             self._record_prompts(key)
         else:
-            step = full_step(key.num_rows, key.num_rows, self._sizes.max_model_len, self.padding_line)
+            # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
+            step = full_step(key.num_rows, key.num_rows, 1, self.padding_line)
             self._staging.wait()
             self._launch_decode(step, key.sampling, TableChanges([]), _NOTHING)
 

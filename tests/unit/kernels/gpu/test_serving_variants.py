@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import quire
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table
@@ -147,6 +148,21 @@ def test_a_checkpoint_is_compiled_ahead_once_for_all_that_are_stored_alike(tmp_p
         assert ahead[-1].wait() is (name != "other")
     assert [compilation.is_needed for compilation in ahead] == [True, False, True]
     assert len(list((tmp_path / "cache").glob("*/*.cubin"))) > 20
+
+
+def test_what_compiles_finds_the_package_wherever_the_program_is_run(tmp_path, monkeypatch):
+    class Finding(subprocess.Popen):
+        def __init__(self, command, **options):
+            code = "import sys, quire; sys.stdin.read(); sys.exit(quire.__file__ != sys.argv[1])"
+            super().__init__([sys.executable, "-S", "-c", code, quire.__file__], **options)  # without what is installed
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Finding)
+    path = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES, torch_dtype="bfloat16")
+    spec = read_model_spec(path)
+    assert CompilationAhead(order_of(path, spec, active_table()), open_parameters(path, spec)).wait()
 
 
 class FailingProcess(subprocess.Popen):
