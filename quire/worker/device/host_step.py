@@ -150,14 +150,17 @@ def empty_step() -> HostStep:
 def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row: int, num_short: int = 1) -> HostStep:
     """Return a step of padding that takes as much memory as one of real sequences: of num_tokens tokens; all sequences but the
     first have num_short, where there are enough, else at least one, and all get a next one. Nothing is stored; what is read is
-    the padding line's blocks."""
+    the padding line's blocks. Memory is taken for the longest context: the last sequence alone has one of context_len, so that
+    the step takes little longer where that is long."""
     most = max(1, min(num_short, (num_tokens - 1) // max(1, num_sequences - 1)))
     counts = [num_tokens - most * (num_sequences - 1)] + [most] * (num_sequences - 1)
     rows = np.full(num_sequences, padding_row, np.int32)
+    lengths = np.array(counts, np.int32)
+    lengths[-1] = max(counts[-1], context_len)
     return HostStep(
         tuple(counts),
         rows,
-        np.maximum(np.array(counts), context_len).astype(np.int32),
+        lengths,
         np.zeros(num_tokens, np.int64),
         np.zeros(num_tokens, np.int64),
         np.full(num_tokens, -1, np.int64),

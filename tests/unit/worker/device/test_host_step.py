@@ -119,4 +119,6 @@ def test_a_full_step_has_the_asked_size_and_stores_nothing():
     assert full_step(7, 7, 64, 9, num_short=4).counts == (1,) * 7
     assert set(step.slots.tolist()) == {-1}
     assert step.logit_rows.tolist() == [93, 94, 95, 96, 97, 98, 99]
-    assert step.context_lens.tolist() == [94] + [64] * 6
+    assert step.context_lens.tolist() == [94, 1, 1, 1, 1, 1, 64]
+    assert full_step(9, 1, 64, 9).context_lens.tolist() == [64]
+    assert full_step(9, 1, 4, 9).context_lens.tolist() == [9]
