@@ -220,9 +220,9 @@ class CudaGraphRecorder:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with paused_collector(), torch.cuda.stream(self._stream):
-            # What other threads ask of the device meanwhile, as a caller's own model does, must not end the recording.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                # What other threads ask of the device meanwhile, as a caller's own model does, must not end the recording.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     step()
                 except BaseException:

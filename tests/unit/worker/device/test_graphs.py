@@ -202,7 +202,7 @@ class Cuda:
         self.pools = Counter()
         self.used = []
         self.num_emptied = 0
-        self.is_end_failing = False
+        self.failing = ""
 
     def empty_cache(self):
         self.num_emptied += 1
@@ -221,9 +221,11 @@ class Cuda:
                 owner.pools[pool] += 1
                 owner.used.append(pool)
                 self.pool = pool
+                if owner.failing == "capture_begin":
+                    raise RuntimeError("operation not permitted when stream is capturing")
 
             def capture_end(self):
-                if owner.is_end_failing:
+                if owner.failing == "capture_end":
                     raise RuntimeError("operation failed due to a previous error during capture")
 
             def replay(self):
@@ -288,26 +290,23 @@ def test_a_recording_goes_on_when_the_one_before_it_has_ended_in_an_error(cuda):
     assert len(set(cuda.used)) == len(cuda.used) == 3  # the first was tried twice
 
 
-@pytest.mark.parametrize("is_end_failing", [False, True])
-def test_the_allocator_is_told_of_the_end_when_a_recording_fails(cuda, monkeypatch, is_end_failing):
+@pytest.mark.parametrize("failing", ["capture_begin", "step", "capture_end"])
+def test_the_allocator_is_told_of_the_end_when_a_recording_fails(cuda, monkeypatch, failing):
     ended = []
 
     def end(device_index, pool):
         ended.append((device_index, pool))
         raise RuntimeError("not currently recording to mempool_id")  # where torch has told it already
 
-    def fail():
-        if cuda.used:
+    def step():
+        if cuda.used and failing == "step":
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    cuda.is_end_failing = is_end_failing
+    cuda.failing = failing
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     graphs = StepGraphs(CudaGraphRecorder(torch.device("cuda", 3)))
-    graphs.run(KEY, fail)
+    graphs.run(KEY, step)
     assert ended == [(3, cuda.used[0])]
-    if is_end_failing:
-        graphs.run(GraphKey(2, "cuts"), lambda: None)  # of which the end alone fails
-        assert ended == [(3, pool) for pool in cuda.used]
     assert graphs.num_recorded == 0
 
 
