@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import quire
 from quire.base.errors import QuireError
@@ -30,7 +30,11 @@ from quire.cli import (
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses what it does not know with its own usage, not with that of the command above; its subcommands do so too."""
+    """Refuses what it does not know by its own name, not by that of the command above; its subcommands do so too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and where the options are listed: all of them would hide it. Ends the program with 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Return what was parsed. Ends the program where something is left over."""
