@@ -14,6 +14,7 @@ import torch
 
 from quire.base.cpu_caches import CACHES, largest_cache_bytes
 from quire.base.errors import ConfigError
+from quire.base.threads import check_num_threads
 from quire.bench.kernel_cases import KERNELS, QWEN3_0_6B, KernelCase, ModelShapes, Setup, make_cases, shapes_of
 from quire.bench.provenance import Provenance, find_provenance
 from quire.kernels.native import load_native
@@ -113,10 +114,11 @@ class KernelOptions:
 
     def __post_init__(self) -> None:
         numbers: dict[str, tuple[int | None, ...]] = {"rows": self.rows, "lengths": self.lengths}
-        numbers |= {"threads": (self.num_threads,), "working_set_bytes": (self.working_set_bytes,)}
+        numbers |= {"working_set_bytes": (self.working_set_bytes,)}
         for name, values in numbers.items():
             if not values or any(value is not None and value < 1 for value in values):
                 raise ConfigError(f"{name} must be at least 1, got {values}")
+        check_num_threads("threads", self.num_threads)
         if not self.seconds > 0:
             raise ConfigError(f"seconds must be positive, got {self.seconds}")
         unknown = sorted(set(self.only) - set(KERNELS))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import ConfigError
+from quire.base.threads import check_num_threads
 from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -103,7 +104,8 @@ class EngineConfig:
                             QUIRE_TILE_TABLE, the user's own, or the defaults
     deterministic           the same tokens whatever else is in the batch; always so with the native kernels of the CPU, at some
                             cost on a GPU, refused where torch alone runs the model
-    num_threads             threads that torch computes with, in the whole process; None: torch's own choice
+    num_threads             threads that torch computes with, in the whole process, at most one for each core that it may use;
+                            None: torch's own choice
     speculative_config      draft tokens and verify several in a step: a SpeculativeConfig, or a dict or JSON of its fields
     """
 
@@ -155,6 +157,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
+        check_num_threads("num_threads", self.num_threads)
         _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
         for name in ("tokenizer", "revision", "tile_table"):
             value = getattr(self, name)

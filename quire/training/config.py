@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.base.errors import ConfigError
+from quire.base.threads import check_num_threads
 
 Kind = Literal["eagle3", "medusa", "mtp"]
 KINDS: tuple[Kind, ...] = ("eagle3", "medusa", "mtp")
@@ -54,6 +55,7 @@ class DraftTraining:
         for name, low in (("sequence_tokens", 32), ("prompt_tokens", 1), ("num_sequences", 8), ("num_steps_ahead", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        check_num_threads("num_threads", self.num_threads)
         if self.prompt_tokens > self.sequence_tokens:
             raise ConfigError(
                 f"prompt_tokens must be at most sequence_tokens, {self.sequence_tokens}, got {self.prompt_tokens}"

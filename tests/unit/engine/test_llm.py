@@ -442,8 +442,8 @@ def test_engine_takes_what_llm_takes(tiny_model):
 
 def test_number_of_threads_is_set(tiny_model):
     before = torch.get_num_threads()
-    LLM(str(tiny_model), num_kv_blocks=20, num_threads=2).close()
-    assert torch.get_num_threads() == 2
+    LLM(str(tiny_model), num_kv_blocks=20, num_threads=1).close()
+    assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
 
 
