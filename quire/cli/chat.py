@@ -72,6 +72,9 @@ def converse(engine: LLMEngine, params: SamplingParams, system: str | None) -> N
             streamed = stream_to_terminal(engine, f"chat-{number}", prompt, params)
             messages.append({"role": "assistant", "content": streamed.text})
             print(f"\n{streamed.describe_speed()}" if sys.stdin.isatty() else "")
+            cut = streamed.describe_cut(params, engine.report.memory.max_model_len)
+            if cut is not None:
+                print(f"{cut} (/reset starts anew)", file=sys.stderr)
         except QuireError as error:
             messages.pop()
             print(f"error: {error} (/reset starts anew)", file=sys.stderr)

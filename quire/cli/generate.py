@@ -34,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     streamed = stream_to_terminal(engine, "generate", prompt, params, echo=prompt if args.echo else "")
     print()
     print(streamed.describe_speed(), file=sys.stderr)
+    cut = streamed.describe_cut(params, engine.report.memory.max_model_len)
+    if cut is not None:
+        print(cut, file=sys.stderr)
     engine.close()
     return 0
 

@@ -33,6 +33,17 @@ class Streamed:
         speed = f", {(self.num_tokens - 1) / rest_s:.1f} tokens/s after it" if rest_s > 0 else ""
         return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}, {reason}]"
 
+    def describe_cut(self, params: SamplingParams, max_model_len: int) -> str | None:
+        """Return what a person is told where the context has ended the output before max_tokens; None where it has not."""
+        is_cut = bool(self.output.outputs) and self.output.outputs[-1].finish_reason == "length"
+        if not is_cut or params.max_tokens is None or self.num_tokens >= params.max_tokens:
+            return None
+        num_prompt = len(self.output.prompt_token_ids)
+        return (
+            f"warning: the output ends after {self.num_tokens} of max_tokens {params.max_tokens}: the context has "
+            f"{max_model_len} tokens (max_model_len), the prompt {num_prompt}"
+        )
+
 
 def stream_to_terminal(
     engine: LLMEngine, request_id: str, prompt: PromptLike, params: SamplingParams, echo: str = ""
