@@ -208,6 +208,9 @@ def test_character_that_the_terminal_lacks_does_not_end_an_answer(tiny_model):
         (("generate", "x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("generate", "x", "--temperature", "nan"), "temperature"),
         (("generate", "x", "--max-num-seqs", "0"), "max_num_seqs"),
+        (("generate", "x", "--num-threads", "100000"), "num_threads must be from 1 to"),
+        (("bench", "kernels", "--threads", "100000"), "threads must be from 1 to"),
+        (("train-draft", "--kind", "mtp", "demo", "text", "out", "--num-threads", "0"), "num_threads must be from 1 to"),
         (("bench", "throughput", "--num-prompts", "0"), "num_prompts"),
         (("bench", "throughput", "--model", "TINY", "--repeat", "0"), "repeat must be at least 1, got 0"),
         (("bench", "throughput", "--model", "TINY", "--output-json", "/nowhere/x.json"), "/nowhere/x.json"),
@@ -236,22 +239,26 @@ def test_debug_shows_the_traceback(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv",
+    "argv, command, words",
     [
-        (),
-        ("unknown",),
-        ("bench",),
-        ("generate",),
-        ("generate", "x", "--quantization", "int5"),
-        ("generate", "x", "--max-token", "5"),
-        ("quantize", "demo", "out"),
-        ("bench", "perplexity"),
+        ((), "", "COMMAND"),
+        (("unknown",), "", "unknown"),
+        (("bench",), " bench", "KIND"),
+        (("generate",), " generate", "prompt"),
+        (("generate", "x", "--quantization", "int5"), " generate", "'int5' (choose from"),
+        (("generate", "x", "--max-tokens", "five"), " generate", "'five'"),
+        (("quantize", "demo", "out"), " quantize", "--to"),
+        (("bench", "perplexity"), " bench perplexity", "--text"),
     ],
 )
-def test_bad_usage_exits_with_2(capsys, argv):
+def test_bad_usage_is_said_in_one_line_without_all_options(capsys, argv, command, words):
     with pytest.raises(SystemExit) as caught:
         main(list(argv))
     assert caught.value.code == 2
+    first, hint = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"quire{command}: error: ")
+    assert words in first
+    assert hint == f"`quire{command} --help` lists the options"
 
 
 @pytest.mark.parametrize(
@@ -268,8 +275,9 @@ def test_unknown_option_is_answered_by_its_own_command(capsys, argv, command, hi
     with pytest.raises(SystemExit):
         main(list(argv))
     err = capsys.readouterr().err
-    assert err.startswith(f"usage: quire {command} ")
-    assert f"quire {command}: error: unrecognized arguments: {argv[-1] if hint is None else ''}" in err
+    assert err.startswith(f"quire {command}: error: unrecognized arguments: {argv[-1] if hint is None else ''}")
+    assert err.endswith(f"\n`quire {command} --help` lists the options\n")
+    assert err.count("\n") == 2
     assert ("did you mean" in err) is (hint is not None)
     assert hint is None or f"did you mean {hint}?" in err
 
