@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ logger = get_logger(__name__)
 
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
 _LOOKED_UP = ("pos.weight",)
+_DRAFTING = re.compile(r"(.*layers\.\d+\.)eh_proj\.\w+")
 
 Stored = dict[str, Tensor | StoredWeight]
 
@@ -67,9 +70,16 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
 
 def _open(folder: Path, page: FamilyPage) -> Stored:
     tensors, quantization = open_tensors(folder), read_quantization_config(folder)
+    drafting = _drafting_layers(tensors)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(drafting)}
     if quantization is None:
-        return dict(tensors)
-    return gather_weights({n: t for n, t in tensors.items() if not page.ignored.fullmatch(page.strip(n))}, quantization)
+        return kept
+    return gather_weights({n: t for n, t in kept.items() if not page.ignored.fullmatch(page.strip(n))}, quantization)
+
+
+def _drafting_layers(names: Iterable[str]) -> tuple[str, ...]:
+    """Return what the names of layers begin with that only draft, in DeepSeek's layout; model/heads/mtp.py reads them."""
+    return tuple({match[1] for name in names if (match := _DRAFTING.fullmatch(name)) is not None})
 
 
 def _strip_names(tensors: Stored, page: FamilyPage, folder: Path) -> Stored:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.ids import SequenceId
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
@@ -24,6 +25,7 @@ from quire.model.build import Model, build_model, effective_max_model_len, runs_
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
+from quire.model.heads.build import find_head_kind
 from quire.model.native_decoder import NativeDecoder
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
@@ -79,7 +81,11 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     # The revision is the model's; a tokenizer from elsewhere has its own history.
     tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
     tokenizer_folder = folder if tokenizer == config.model else resolve_model(tokenizer, None)
-    spec = read_model_spec(folder, config.dtype)
+    try:
+        spec = read_model_spec(folder, config.dtype)
+    except (ModelFormatError, UnsupportedError):
+        _refuse_head(config, folder)
+        raise
     shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
     device = choose_device(config)
@@ -109,10 +115,29 @@ def _step_limits(config: EngineConfig) -> StepLimits:
     return StepLimits(config.max_num_seqs, max_num_batched_tokens(config))
 
 
+def _refuse_head(config: EngineConfig, folder: Path) -> None:
+    """Raise ConfigError for a folder that cannot be read as a model because it holds a head."""
+    kind = find_head_kind(folder)
+    if kind is not None:
+        given = f'{{"method": "{kind}", "model": "{config.model}"}}'
+        raise ConfigError(
+            f"{config.model} is no model, but a head that drafts for one: give the model that it was trained for, and the head "
+            f"as speculative_config {given}"
+        ) from None
+
+
 @shared_reads()
 def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
     report = inspect_model(config)
+    try:
+        return _build_runner(config, report)
+    except ModelFormatError:
+        _refuse_head(config, report.folder)
+        raise
+
+
+def _build_runner(config: EngineConfig, report: ModelReport) -> tuple[EngineRunner, ModelReport]:
     device = choose_device(config)
     if device is not None:
         from quire.worker.device.build import build_device_runner  # needs Triton

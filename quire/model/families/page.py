@@ -12,8 +12,8 @@ from quire.contracts.model_spec import ModelSpec
 from quire.model.families.config_view import ConfigView
 from quire.model.families.sources import Sources
 
-_NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*")
-"""A table that old checkpoints carry and every program computes by itself; a layer that only drafts (model/heads/mtp.py)."""
+_NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*|medusa_head\..*")
+"""A table that old checkpoints carry and every program computes by itself; a layer and heads that only draft (model/heads)."""
 
 _HEAD = re.compile("(ForCausalLM|LMHeadModel)$")
 

@@ -33,13 +33,14 @@ def find_head_kind(folder: Path) -> Literal["eagle", "eagle3", "medusa", "mtp"] 
         names = set(HeadFolder.open(folder).tensors)
     except ModelFormatError:
         return None
-    if any(_MEDUSA_NAME.fullmatch(name) for name in names):
-        return "medusa"
     if "fc.weight" in names:
         return "eagle3" if any(name.endswith("hidden_norm.weight") for name in names) else "eagle"
-    is_whole = any(name.endswith("layers.0.input_layernorm.weight") and not name.startswith("mtp.") for name in names)
+    if any(name.endswith("layers.0.input_layernorm.weight") and not name.startswith("mtp.") for name in names):
+        return None  # a whole model, whatever drafts for it is stored beside it
+    if any(_MEDUSA_NAME.fullmatch(name) for name in names):
+        return "medusa"
     predicts = any(name.startswith("mtp.") or name.endswith(".eh_proj.weight") for name in names)
-    return "mtp" if predicts and not is_whole else None
+    return "mtp" if predicts else None
 
 
 def read_layer_head(folder: Path, kind: Literal["eagle", "eagle3", "mtp"], target: ModelSpec) -> LayerHead:
@@ -53,6 +54,11 @@ def read_layer_head(folder: Path, kind: Literal["eagle", "eagle3", "mtp"], targe
 def read_parallel_head(folder: Path, target: ModelSpec) -> ParallelHead:
     """Return the Medusa head of a folder, for a model. Raises ModelFormatError."""
     return read_medusa(HeadFolder.open(folder), target)
+
+
+def check_head(folder: HeadFolder, kind: Literal["eagle3", "medusa", "mtp"], target: ModelSpec) -> None:
+    """Raise what reading a head would raise."""
+    {"eagle3": read_eagle3, "medusa": read_medusa, "mtp": read_mtp}[kind](folder, target)
 
 
 def build_head(head: LayerHead, target: Model, max_model_len: int, policy: QuantizationPolicy | None = None) -> HeadModel:

@@ -14,6 +14,7 @@ from quire.model.heads.head_spec import LayerHead
 from quire.model.heads.stored import HeadFolder, body_shapes, layer_sources, read_body
 
 _REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "quantization_config")
+_OWN = ("fc", "input_norm", "layers.", "midlayer.")
 
 
 def read_eagle1(folder: HeadFolder, target: ModelSpec) -> LayerHead:
@@ -40,7 +41,7 @@ def read_eagle1(folder: HeadFolder, target: ModelSpec) -> LayerHead:
         has_final_norm=False,
         is_residual_normed=False,
         recycles_normed=True,
-        parameters=folder.take(sources, shapes, body.dtype),
+        parameters=folder.take(sources, shapes, body.dtype, _OWN),
     )
 
 
@@ -78,7 +79,7 @@ def read_eagle3(folder: HeadFolder, target: ModelSpec) -> LayerHead:
         has_final_norm=True,
         is_residual_normed=folder.flag("norm_before_residual", False),
         recycles_normed=False,
-        parameters=folder.take(sources, shapes, body.dtype),
+        parameters=folder.take(sources, shapes, body.dtype, _OWN),
         vocabulary=_vocabulary(folder, draft_vocab, target.vocab_size),
     )
 

@@ -70,6 +70,7 @@ def _read(folder: HeadFolder, target: ModelSpec, names: dict[str, str]) -> Layer
             sources[f"{name}.weight"] = f"{names[name]}.weight"
     shapes = body_shapes(body, hidden)
     shapes |= {"fuse.weight": (hidden, 2 * hidden), "embed_norm.weight": (hidden,), "feature_norm.weight": (hidden,)}
+    own = tuple(f"{stem}." for name, stem in names.items() if name != "layer")
     return LayerHead(
         entry="joined",
         body=body,
@@ -79,5 +80,5 @@ def _read(folder: HeadFolder, target: ModelSpec, names: dict[str, str]) -> Layer
         has_final_norm=True,
         is_residual_normed=False,
         recycles_normed=True,
-        parameters=folder.take(sources, shapes, body.dtype),
+        parameters=folder.take(sources, shapes, body.dtype, (*own, names["layer"])),
     )

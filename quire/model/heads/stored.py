@@ -69,8 +69,13 @@ class HeadFolder:
             if self.config.get(name):
                 raise UnsupportedError(f"{self.folder / 'config.json'}: {name} {self.config[name]!r} is not supported (yet)")
 
-    def take(self, wanted: Mapping[str, str], shapes: Mapping[str, Shape], dtype: str) -> dict[str, Tensor]:
-        """Return canonical name -> tensor in `dtype`, of the stored names in `wanted`. Raises ModelFormatError."""
+    def take(
+        self, wanted: Mapping[str, str], shapes: Mapping[str, Shape], dtype: str, own: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """Return canonical name -> tensor in `dtype`, of the stored names in `wanted`. Raises ModelFormatError.
+
+        own  what names of the head's computation begin with: one that is not wanted is refused, by UnsupportedError
+        """
         missing = [stored for stored in wanted.values() if stored not in self.tensors]
         if missing:
             raise ModelFormatError(
@@ -83,6 +88,14 @@ class HeadFolder:
         ]
         if wrong:
             raise ModelFormatError(f"{self.folder}: {len(wrong)} tensors have the wrong shape: {listing(wrong)}")
+        read = set(wanted.values())
+        unread = [name for name in sorted(self.tensors) if name.startswith(own) and name not in read]
+        unread = [name for name in unread if not name.endswith("rotary_emb.inv_freq")]
+        if unread:
+            raise UnsupportedError(
+                f"{self.folder}: the head has tensors that quire does not read, without which it would draft something else: "
+                f"{listing(unread)}"
+            )
         return {name: self.tensors[stored].to(getattr(torch, dtype)) for name, stored in wanted.items()}
 
 

@@ -1,6 +1,7 @@
 """Heads that draft: what they compute, in every layout, and that the engine feeds them what they were made for."""
 
 import json
+import shutil
 
 import head_checkpoints as heads
 import pytest
@@ -387,7 +388,61 @@ def test_a_head_that_is_given_as_a_model_is_told_its_method(tiny_model, tmp_path
     assert find_head_kind(folder) == kind
     with pytest.raises(ConfigError, match=f'"method": "{kind}"'):
         LLM(str(tiny_model), num_kv_blocks=20, speculative_config={"model": str(folder)})
+    with pytest.raises(ConfigError, match=f'is no model, but a head .* speculative_config {{"method": "{kind}", "model": "'):
+        LLM(str(folder), num_kv_blocks=20)
 
 
 def test_a_whole_model_is_no_head(tiny_model):
     assert find_head_kind(tiny_model) is None
+
+
+STORED_INSIDE = {
+    "qwen": (heads.mtp, {"method": "mtp"}),
+    "deepseek": (lambda folder: heads.mtp(folder, "deepseek"), {"method": "deepseek_mtp"}),
+    "medusa": (lambda folder: heads.medusa(folder, "full"), {"method": "medusa", "model": "ITSELF"}),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("layout", STORED_INSIDE)
+def test_what_drafts_may_be_stored_among_the_weights_of_the_model(tiny_model, tmp_path, layout):
+    """Multi-token prediction comes with its model, and Medusa-2 is trained with it."""
+    make, config = STORED_INSIDE[layout]
+    whole = shutil.copytree(tiny_model, tmp_path / "whole")
+    tensors = {**open_tensors(tiny_model), **open_tensors(make(tmp_path / "head"))}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(whole / "model.safetensors"))
+    assert find_head_kind(whole) is None
+    request = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    config = {**config, **({"model": str(whole)} if "model" in config else {"draft_min_share": 0.0}), "adaptive": False}
+    for drafting in ({}, {"speculative_config": config}):
+        llm = LLM(str(whole), num_kv_blocks=80, **drafting)
+        found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, request, use_tqdm=False)])
+        assert (llm.llm_engine.stats.num_draft_tokens > 0) is bool(drafting)
+        llm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "name"),
+    [
+        (heads.eagle1, "eagle", "layers.1.self_attn.q_proj.weight"),
+        (heads.eagle3, "eagle3", "fc.bias"),
+        (heads.eagle3, "eagle3", "midlayer.self_attn.q_norm.weight"),
+        (heads.eagle3, "eagle3", "fc_norm.0.weight"),
+        (heads.mtp, "mtp", "mtp.layers.0.mlp.down_proj.weight_scale_inv"),
+        (lambda folder: heads.mtp(folder, "deepseek"), "mtp", "model.layers.2.self_attn.q_proj.bias"),
+    ],
+)
+def test_a_head_is_refused_when_it_has_a_tensor_that_would_not_be_read(tiny_model, tmp_path, make, kind, name):
+    """What is left out changes no token, and costs acceptance alone: nobody would see it."""
+    folder, spec = make(tmp_path / "head"), read_model_spec(tiny_model)
+    tensors = {key: tensor.clone() for key, tensor in open_tensors(folder).items()}
+    config = json.loads((folder / "config.json").read_text())
+    for more, is_refused in ((name, True), ("layers.0.self_attn.rotary_emb.inv_freq", False), ("verifier_norm.weight", False)):
+        heads.write(tmp_path / more, config, {**tensors, more: torch.ones(heads.HIDDEN)})
+        if is_refused:
+            with pytest.raises(UnsupportedError, match=f"does not read.*{name}"):
+                read_layer_head(tmp_path / more, kind, spec)
+        else:
+            read_layer_head(tmp_path / more, kind, spec)
