@@ -24,6 +24,7 @@ _COMMON = {
     "torch_dtype": "float32",
 }
 _CONFIGS = {
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"},
     "mistral": {
         "model_type": "mistral",
@@ -90,6 +91,8 @@ def _tensors(config):
             yield f"{prefix}{norm}.weight", (hidden,), 0.3, 1
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             yield f"{prefix}self_attn.{name}_proj.weight", (size, hidden), 0.3, 0
+            if config["model_type"] == "qwen2":
+                yield f"{prefix}self_attn.{name}_proj.bias", (size,), 0.5, 0
         yield f"{prefix}self_attn.o_proj.weight", (hidden, q), 0.3, 0
         if config["model_type"].startswith("qwen3"):
             yield f"{prefix}self_attn.q_norm.weight", (head_dim,), 0.3, 1

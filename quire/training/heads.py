@@ -38,7 +38,11 @@ def _last_layer(target: Target) -> dict[str, Tensor | None]:
     """Return the parameters of the model's last layer, but for the norm that enters it: heads have it elsewhere, or twice."""
     prefix = f"layers.{len(target.spec.layers) - 1}."
     names = {key: name for key, name in PRE_NORM_LAYER.items() if key != "attn_in"}
-    return {f"{name}.weight": target.parameter(f"{prefix}{key}.weight") for key, name in names.items()}
+    return {
+        f"{name}.{part}": target.parameter(f"{prefix}{key}.{part}")
+        for key, name in names.items()
+        for part in ("weight", "bias")
+    }
 
 
 def _shape_config(target: Target) -> dict[str, object]:
@@ -136,7 +140,8 @@ class MtpHead(nn.Module):
         self.pre_fc_norm_embedding = RmsNorm(hidden, eps)
         self.pre_fc_norm_hidden = RmsNorm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        layer = DraftLayer(spec, spec.layers[-1], hidden, spec.layers[-1].attention.qk_norm is not None)
+        attention = spec.layers[-1].attention
+        layer = DraftLayer(spec, spec.layers[-1], hidden, attention.qk_norm is not None, attention.has_qkv_bias)
         layer.add_module("input_layernorm", RmsNorm(hidden, eps, target.parameter(f"layers.{last}.attn_in.weight")))
         layer.start_from(_last_layer(target))
         self.layers = nn.ModuleList([layer])

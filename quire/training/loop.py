@@ -15,14 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
+from quire.model.config_reader import read_model_spec
+from quire.model.heads.build import check_head
+from quire.model.heads.stored import HeadFolder
+from quire.model.resolve import resolve_model
 from quire.training.config import DraftTraining
 from quire.training.corpus import read_sequences
 from quire.training.heads import build_head, tap_layers
 from quire.training.medusa_tree import choose_tree, measure_ranks, store_tree
 from quire.training.target import Target
+from quire.training.trainable import check_trainable
 
 logger = get_logger(__name__)
 
@@ -58,13 +63,16 @@ def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHe
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     torch.manual_seed(options.seed)
+    spec = read_model_spec(resolve_model(options.model))
+    check_trainable(spec, options)
     work = options.out / "training"
     work.mkdir(parents=True, exist_ok=True)
     sequences = read_sequences(options, work, show_progress)
     held_out = sequences[-min(_MAX_HELD_OUT, len(sequences) // 8) :]
     sequences = sequences[: len(sequences) - len(held_out)]
-    target = _open_target(options)
+    target = Target(options.model, options.sequence_tokens, tap_layers(options, len(spec.layers)))
     head = build_head(target, options, _draft_ids(options, sequences, target.spec.vocab_size))
+    _check_readable(options, head, target)
     optimizers = _make_optimizers(head, options)
     progress = _resume(work / "state.pt", head, optimizers)
     _run(
@@ -84,15 +92,12 @@ def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHe
     return trained
 
 
-def _open_target(options: DraftTraining) -> Target:
-    from quire.model.config_reader import read_model_spec
-    from quire.model.resolve import resolve_model
-
-    num_layers = len(read_model_spec(resolve_model(options.model)).layers)
-    layers = tap_layers(options, num_layers)
-    if any(not 0 <= layer < num_layers for layer in layers):
-        raise ConfigError(f"tap_layers {layers}: the model {options.model} has the layers 0 to {num_layers - 1}")
-    return Target(options.model, options.sequence_tokens, layers)
+def _check_readable(options: DraftTraining, head: Any, target: Target) -> None:
+    """Find out before the training that what is written could not be read. Raises UnsupportedError."""
+    try:
+        check_head(HeadFolder(options.out, head.config(), head.tensors()), options.kind, target.spec)
+    except (ModelFormatError, UnsupportedError) as error:
+        raise UnsupportedError(f"heads of kind {options.kind} cannot be trained for {options.model}: {error}") from error
 
 
 def _draft_ids(options: DraftTraining, sequences: NDArray[np.int32], vocab_size: int) -> list[int]:

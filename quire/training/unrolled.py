@@ -38,9 +38,10 @@ class DraftLayer(nn.Module):
     """Attention and a gated feed-forward block of the shape of a model's layer, with Hugging Face parameter names.
 
     input_size  of what attention reads
+    has_bias    whether q, k and v have a bias
     """
 
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, input_size: int, has_qk_norm: bool) -> None:
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, input_size: int, has_qk_norm: bool, has_bias: bool = False) -> None:
         super().__init__()
         attention, mlp = layer.attention, layer.mlp
         if not isinstance(mlp, MlpSpec) or not mlp.is_gated or mlp.activation != "silu" or attention.rope is None:
@@ -62,7 +63,7 @@ class DraftLayer(nn.Module):
             "down_proj": (spec.hidden_size, inner),
         }
         for name, (outputs, inputs) in sizes.items():
-            linear = nn.Linear(inputs, outputs, bias=False)
+            linear = nn.Linear(inputs, outputs, bias=has_bias and name in ("q_proj", "k_proj", "v_proj"))
             is_last = name in ("o_proj", "down_proj")
             nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * len(spec.layers)) if is_last else 0.02)
             (self.self_attn if name in ("q_proj", "k_proj", "v_proj", "o_proj") else self.mlp).add_module(name, linear)

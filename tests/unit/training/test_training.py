@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, UnsupportedError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
@@ -18,6 +18,7 @@ from quire.training import loop
 from quire.training.config import KINDS, DraftTraining
 from quire.training.heads import build_head
 from quire.training.target import Target
+from tests.tiny_checkpoint import write_checkpoint
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from what it has seen in the dark wood "
 
@@ -56,8 +57,9 @@ def run_of_drafts(model, kv, token_ids, features, place, count):
     return torch.stack(said)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_what_is_unrolled_in_training_is_what_is_drafted(tiny_model, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "family"), [("eagle3", "qwen3"), ("mtp", "qwen3"), ("mtp", "qwen2"), ("eagle3", "qwen2")])
+def test_what_is_unrolled_in_training_is_what_is_drafted(tmp_path, kind, family):
+    tiny_model = write_checkpoint(tmp_path / "model", family)
     wanted = options(tiny_model, tmp_path, kind)
     target = Target(str(tiny_model), 32, (0, 1) if kind == "eagle3" else ())
     torch.manual_seed(3)
@@ -141,6 +143,36 @@ def test_training_lowers_the_loss(tiny_model, tmp_path, clock):
 def test_options_that_cannot_be_are_refused(tiny_model, tmp_path, changes, words):
     with pytest.raises(ConfigError, match=words):
         options(tiny_model, tmp_path, changes.pop("kind", "eagle3"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "changes", "words"),
+    [
+        ("eagle3", "qwen3_moe", {}, "medusa heads for others too"),
+        ("mtp", "gemma2", {}, "scaled embeddings"),
+        ("mtp", "qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "scaled or partial rope.*eagle3 or medusa"),
+    ],
+)
+def test_a_model_is_refused_before_anything_is_computed(tmp_path, kind, family, changes, words):
+    wanted = options(write_checkpoint(tmp_path / "model", family, **changes), tmp_path, kind)
+    with pytest.raises(UnsupportedError, match=words):
+        loop.train_draft(wanted, show_progress=False)
+    assert not wanted.out.exists()
+
+
+def test_a_head_that_could_not_be_read_is_not_trained(tiny_model, tmp_path, monkeypatch):
+    wanted = options(tiny_model, tmp_path, "medusa")
+    build = loop.build_head
+
+    def build_too_wide(*args):
+        head = build(*args)
+        monkeypatch.setattr(head, "tensors", lambda: {"blocks.0.layers.0.weight": torch.zeros(3, 3)})
+        return head
+
+    monkeypatch.setattr(loop, "build_head", build_too_wide)
+    with pytest.raises(UnsupportedError, match="cannot be trained for .* hidden size 3"):
+        loop.train_draft(wanted, show_progress=False)
+    assert not (wanted.out / "training" / "state.pt").exists()
 
 
 def test_too_little_text_is_refused(tiny_model, tmp_path):
