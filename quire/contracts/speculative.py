@@ -14,21 +14,63 @@ from quire.contracts.medusa_choices import Choices, read_choices
 MAX_SPECULATIVE_TOKENS = 64
 _HEADS = ("eagle", "eagle3", "medusa", "mtp", "deepseek_mtp")
 METHODS = ("ngram", "suffix", "draft_model", "lookahead", "self", *_HEADS)
-_KNOWN_ELSEWHERE = ("mlp_speculator",)
+_KNOWN_ELSEWHERE = ("mlp_speculator", "dflash", "dspark", "extract_hidden_states", "custom_class")
 _DEFAULT_TOKENS = {
     **{"ngram": 6, "suffix": 12, "draft_model": 4, "self": 4},
     **{"eagle": 4, "eagle3": 4, "medusa": 4, "mtp": 3, "deepseek_mtp": 3},
 }
 _ONE_BY_ONE = ("draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp")
 _MIN_SHARE = 0.35
+_OF_METHODS = {
+    "prompt_lookup_min": ("ngram", "suffix"),
+    "prompt_lookup_max": ("ngram",),
+    **{
+        f"suffix_decoding_{name}": ("suffix",)
+        for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+    },
+    **{f"lookahead_{name}": ("lookahead",) for name in ("window", "ngram", "guesses")},
+    "max_model_len": _ONE_BY_ONE,
+}
+"""Options that mean nothing to other methods."""
+
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa")
 _PERHAPS_WITH_MODEL = ("mtp", "deepseek_mtp")
 _DEFAULT_DEPTH = 5
 _TREE_TOKENS = 12
 _ACCEPTANCE_METHODS = ("rejection_sampler", "typical_acceptance_sampler")
 _POSTERIOR = (0.09, 0.3)
+_LOOKUP = (2, 8)
 _OTHER_NAMES = {"speculative_eagle_topk": "draft_top_k", "speculative_num_steps": "draft_depth"}
 """Names that options have elsewhere."""
+
+_MTP_MODELS = (
+    "qwen3_next",
+    "qwen3_5",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "mimo",
+    "ernie",
+    "exaone_moe",
+    "longcat_flash",
+    "nemotron_h",
+)
+_OTHER_METHODS = {"ngram_gpu": "ngram", **{f"{model}_mtp": "mtp" for model in _MTP_MODELS}}
+"""Names that methods have elsewhere: which layout a layer for multi-token prediction has is seen in what is stored."""
+
+_SETTLED: dict[str, tuple[tuple[object, ...], str]] = {
+    **dict.fromkeys(("draft_tensor_parallel_size", "tensor_parallel_size"), ((1,), "drafts are made on one device")),
+    **dict.fromkeys(
+        ("enforce_eager", "disable_padded_drafter_batch"), ((False, True), "drafts are neither recorded nor padded")
+    ),
+    "parallel_drafting": ((False,), "heads draft one token after the other"),
+    "use_heterogeneous_vocab": ((False,), "a draft model has the model's own vocabulary"),
+    "rejection_sample_method": (("standard",), "tokens are always those of plain decoding"),
+    **dict.fromkeys(
+        ("num_speculative_tokens_per_batch_size", "disable_by_batch_size"),
+        ((), "adaptive measures how many drafts pay at each batch size"),
+    ),
+}
+"""Options elsewhere that have one meaning here: the values that ask for it, and what it is. Null asks for nothing."""
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -45,6 +87,13 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Return options by the names that they have here. Raises ConfigError where one is given twice."""
     found = dict(options)
+    for name, (allowed, why) in _SETTLED.items():
+        value = found.pop(name, None)
+        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            raise ConfigError(f"speculative_config: {name} is {value!r}, but {why}; leave it out")
+    if isinstance(found.get("method"), str):
+        found["method"] = _OTHER_METHODS.get(found["method"], found["method"])
+    _set_other_bound(found)
     if "speculative_num_draft_tokens" in found:  # which counts the last known token too
         given = found.pop("speculative_num_draft_tokens")
         _check_int("speculative_num_draft_tokens", given, 2, MAX_SPECULATIVE_TOKENS + 1)
@@ -53,6 +102,19 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
         if other in found:
             _set_once(found, name, found.pop(other))
     return found
+
+
+def _as_list(value: object) -> list[object]:
+    return list(cast("list[object]", value)) if isinstance(value, list | tuple) else [value]
+
+
+def _set_other_bound(options: dict[str, Any]) -> None:
+    """Where only one bound of the lookup is given, move the default of the other one so far that it allows this."""
+    least, most = options.get("prompt_lookup_min"), options.get("prompt_lookup_max")
+    if most is None and type(least) is int and "ngram" in _as_list(options.get("method")):
+        options["prompt_lookup_max"] = max(least, _LOOKUP[1])
+    if least is None and type(most) is int and most >= 1:
+        options["prompt_lookup_min"] = min(most, _LOOKUP[0])
 
 
 def _set_once(options: dict[str, Any], name: str, value: object) -> None:
@@ -77,6 +139,8 @@ class SpeculativeConfig:
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
     model                   of "draft_model", "eagle", "eagle3" and "medusa": a folder, a hub id or the name of a bundled model;
                             of "mtp" only where the layer is not in the model's own folder
+    revision                of `model`, where it is a hub id: branch, tag or commit
+    max_model_len           of a draft model or a head with a layer: longer sequences get no drafts of it; None: the model's
     quantization            of "draft_model" and of heads: "int8" or "int4" quantises the weights that draft
                             when they are loaded, so that drafts come sooner; None leaves them as they are stored
     adaptive                measure what drafts cost and gain, and draft as many as pay; False: always as many as possible
@@ -91,7 +155,8 @@ class SpeculativeConfig:
                             tokens that must stand there before, and that are compared at most; of "ngram", the former of
                             "suffix" too
     suffix_decoding_max_tree_depth       tokens that are compared at most
-    suffix_decoding_max_cached_requests  past responses that are kept, of all salts together; 0: only the request itself
+    suffix_decoding_max_cached_requests  past responses that are kept, of all salts together, a million tokens
+                            at most; 0: only the request itself
     suffix_decoding_max_spec_factor      drafts per token that was found equal
     suffix_decoding_min_token_prob       the least share of the places that must go on so
     lookahead_window        of "lookahead": places ahead that are guessed at once
@@ -115,13 +180,15 @@ class SpeculativeConfig:
     method: str | tuple[str, ...] | None = None
     num_speculative_tokens: int | None = None
     model: str | None = None
+    revision: str | None = None
+    max_model_len: int | None = None
     quantization: Literal["int8", "int4"] | None = None
     adaptive: bool = True
     acceptance_method: Literal["rejection_sampler", "typical_acceptance_sampler"] = "rejection_sampler"
     posterior_threshold: float = _POSTERIOR[0]
     posterior_alpha: float = _POSTERIOR[1]
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 8
+    prompt_lookup_min: int = _LOOKUP[0]
+    prompt_lookup_max: int = _LOOKUP[1]
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 1000
     suffix_decoding_max_spec_factor: float = 2.0
@@ -142,6 +209,7 @@ class SpeculativeConfig:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(cast("list[Any]", value)))
         self._check_methods()
+        self._check_belonging()
         self._check_layers()
         _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
         _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
@@ -155,7 +223,7 @@ class SpeculativeConfig:
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative_config: adaptive must be true or false, got {self.adaptive!r}")
         _check_int("prompt_lookup_min", self.prompt_lookup_min, 1, 64)
-        _check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, 1024)
+        _check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min if "ngram" in self.methods else 1, 1024)
         _check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, self.prompt_lookup_min, 1024)
         _check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
         _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
@@ -183,6 +251,22 @@ class SpeculativeConfig:
         if takes_model != (self.model is not None) and not any(method in _PERHAPS_WITH_MODEL for method in self.methods):
             raise ConfigError(
                 f"speculative_config: method {self.method!r} takes {'a' if takes_model else 'no'} model, got {self.model!r}"
+            )
+
+    def _check_belonging(self) -> None:
+        for field in dataclasses.fields(self):
+            methods, value = _OF_METHODS.get(field.name), getattr(self, field.name)
+            if methods is not None and value != field.default and not set(methods) & set(self.methods):
+                raise ConfigError(
+                    f"speculative_config: {field.name} is {value!r}, but it is of {', '.join(methods)} alone, got method "
+                    f"{self.method!r}; leave it out"
+                )
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 1, 1 << 40)
+        if self.revision is not None and (not isinstance(self.revision, str) or self.model is None):
+            raise ConfigError(
+                f"speculative_config: revision must be text, of a model on the hub, got {self.revision!r} with model "
+                f"{self.model!r}"
             )
 
     def _check_what_drafts(self) -> None:

@@ -73,13 +73,13 @@ def count_drafts(config: SpeculativeConfig, report: ModelReport, limits: StepLim
     total, memory = verification_bytes(config, report.spec.vocab_size, limits), report.memory
     for method in config.methods:
         if method == "draft_model":
-            spec = _read_draft_spec(str(config.model), _find(str(config.model)))
+            spec = _read_draft_spec(str(config.model), _find(str(config.model), config.revision))
             num_kv_bytes = _kv_spec(report, spec, spec).bytes_per_block * memory.num_kv_blocks
             total += draft_model_bytes(spec, num_kv_bytes, memory, limits)
         elif method == "medusa":
-            total += parallel_head_bytes(read_parallel_head(_find(str(config.model)), report.spec), limits)
+            total += parallel_head_bytes(read_parallel_head(_find(str(config.model), config.revision), report.spec), limits)
         elif method in _LAYER_KINDS:
-            folder = report.folder if config.model is None else _find(config.model)
+            folder = report.folder if config.model is None else _find(config.model, config.revision)
             head = read_layer_head(folder, _LAYER_KINDS[method], report.spec)
             num_kv_bytes = _kv_spec(report, head.body, report.spec).bytes_per_block * memory.num_kv_blocks
             total += layer_head_bytes(head, num_kv_bytes, memory, limits)
@@ -109,11 +109,13 @@ class _Builder:
             case "draft_model":
                 return self._draft_model(str(config.model))
             case "eagle" | "eagle3":
-                return self._layer_head(method, _find(str(config.model)))
+                return self._layer_head(method, _find(str(config.model), config.revision))
             case "mtp" | "deepseek_mtp":
-                return self._layer_head("mtp", self.report.folder if config.model is None else _find(config.model))
+                return self._layer_head(
+                    "mtp", self.report.folder if config.model is None else _find(config.model, config.revision)
+                )
             case "medusa":
-                return self._medusa(_find(str(config.model)))
+                return self._medusa(_find(str(config.model), config.revision))
             case "self":
                 return LayerSkipProposer(self.target, config.skipped_layers or ())
             case "suffix":
@@ -131,7 +133,7 @@ class _Builder:
         self._check_fits(str(folder), layer_head_bytes(head, num_kv_bytes, memory, self.limits))
         if head.tap_layers:
             model.keep_inputs(head.tap_layers)
-        max_len = min(head.body.max_positions, memory.max_model_len)
+        max_len = self._max_len(head.body)
         pool = KvPool(kv, memory.num_kv_blocks)
         runs = build_head(head, model, max_len, self._policy)
         return HeadProposer(runs, head, pool, max_len, Shape(config.top_k, config.depth, config.min_share))
@@ -145,7 +147,7 @@ class _Builder:
         return MedusaProposer(model, head.vocabulary, config.top_k, config.depth, choices)
 
     def _draft_model(self, model: str) -> DraftModelProposer:
-        folder, target, memory = _find(model), self.report.spec, self.report.memory
+        folder, target, memory = _find(model, self.config.revision), self.report.spec, self.report.memory
         spec = _read_draft_spec(model, folder)
         if spec.vocab_size != target.vocab_size:
             raise ConfigError(
@@ -155,9 +157,13 @@ class _Builder:
         kv = _kv_spec(self.report, spec, spec)
         num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
         self._check_fits(model, draft_model_bytes(spec, num_kv_bytes, memory, self.limits))
-        max_len = min(spec.max_positions, memory.max_model_len)
+        max_len = self._max_len(spec)
         decoder = build_model(spec, open_parameters(folder, spec), max_len, kv.block_size, self._policy)
         return DraftModelProposer(decoder, KvPool(kv, memory.num_kv_blocks), max_len, self.config.min_share)
+
+    def _max_len(self, spec: ModelSpec) -> int:
+        longest = min(spec.max_positions, self.report.memory.max_model_len)
+        return longest if self.config.max_model_len is None else min(longest, self.config.max_model_len)
 
     def _check_fits(self, name: str, taken: DraftBytes) -> None:
         verifying = verification_bytes(self.config, self.report.spec.vocab_size, self.limits)
@@ -168,9 +174,9 @@ class _Builder:
         return None if self.config.quantization is None else POLICIES[self.config.quantization]
 
 
-def _find(model: str) -> Path:
+def _find(model: str, revision: str | None) -> Path:
     try:
-        return resolve_model(model)
+        return resolve_model(model, revision)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: model: {error}") from None
 

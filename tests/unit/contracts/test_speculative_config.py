@@ -50,6 +50,26 @@ def test_options_of_trees_are_read_by_the_names_they_have_elsewhere():
     assert medusa.max_tokens == 3
 
 
+def test_methods_and_options_are_read_by_the_names_that_vllm_has():
+    settled = {"draft_tensor_parallel_size": 1, "disable_padded_drafter_batch": True, "rejection_sample_method": "standard"}
+    ours = SpeculativeConfig.read({"method": "mtp", "num_speculative_tokens": 2})
+    assert SpeculativeConfig.read({"method": "qwen3_next_mtp", "num_speculative_tokens": 2, **settled}) == ours
+    assert SpeculativeConfig.read({"method": "ngram_gpu", "parallel_drafting": False, "disable_by_batch_size": None}) == (
+        SpeculativeConfig(method="ngram")
+    )
+    drafter = SpeculativeConfig.read({"model": "someone/drafter", "revision": "v2", "max_model_len": 512})
+    assert (drafter.method, drafter.revision, drafter.max_model_len) == ("draft_model", "v2", 512)
+
+
+def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
+    bounds = [
+        SpeculativeConfig.read({"method": "ngram", **given})
+        for given in ({"prompt_lookup_max": 1}, {"prompt_lookup_max": 5}, {"prompt_lookup_min": 12}, {"prompt_lookup_min": 1})
+    ]
+    assert [(one.prompt_lookup_min, one.prompt_lookup_max) for one in bounds] == [(1, 1), (2, 5), (12, 12), (1, 8)]
+    assert SpeculativeConfig.read({"method": "suffix", "prompt_lookup_min": 12}).prompt_lookup_min == 12
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -99,6 +119,17 @@ def test_options_of_trees_are_read_by_the_names_they_have_elsewhere():
         ({"method": "ngram", "adaptive": 1}, "adaptive must be true or false"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "number from 0 to 1, got 2"),
         ({"method": "ngram", "tokens": 3}, "no option tokens; the options are method, num_spec"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2, but drafts are made on one"),
+        ({"method": "ngram", "rejection_sample_method": "block"}, "'block', but tokens are always those of plain decoding"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, "adaptive measures how many drafts pay"),
+        ({"method": "ngram", "parallel_drafting": 0}, "parallel_drafting is 0"),
+        ({"method": "ngram", "revision": "main"}, "revision must be text, of a model on the hub"),
+        ({"method": "ngram", "max_model_len": 9}, "max_model_len is 9, but it is of draft_model, eagle, eagle3"),
+        ({"method": "mtp", "max_model_len": 0}, "max_model_len must be an integer from 1"),
+        ({"method": "eagle", "model": "x", "prompt_lookup_max": 4}, "prompt_lookup_max is 4, but it is of ngram alone"),
+        ({"method": "ngram", "suffix_decoding_max_spec_factor": 4}, "is of suffix alone, got method 'ngram'"),
+        ({"method": "suffix", "lookahead_window": 3}, "lookahead_window is 3, but it is of lookahead alone"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be an integer from 2 to 1024, got 0"),
         ("{", "is not JSON"),
         ("[1]", "must be an object"),
     ],
