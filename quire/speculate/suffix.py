@@ -6,7 +6,7 @@ enough of them go on so; the more tokens were found equal, the more are drafted.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ from quire.speculate.occurrences import OccurrenceIndex
 from quire.speculate.proposer import Proposer
 
 _MAX_PLACES = 64
+_MAX_KEPT_TOKENS = 1 << 20
+"""Of all past responses: an indexed token takes up to a quarter of a kilobyte."""
 _END = -1
 """Stands between past responses; equal to no token."""
 
@@ -30,37 +32,27 @@ class _Responses:
     """The past responses of one salt, one after the other, and where their runs of tokens are."""
 
     def __init__(self, width: int) -> None:
-        self.width = width
-        self.texts: list[list[int]] = []
-        self.num_dropped = 0
-        self._rebuild()
+        self.text: list[int] = []
+        self.index = OccurrenceIndex(width)
+        self._sizes: deque[int] = deque()
 
     def add(self, token_ids: list[int]) -> None:
-        self.texts.append(token_ids)
-        self._append(token_ids)
-
-    def drop_first(self) -> None:
-        """Count the oldest response as dropped; half of them then go together, and the rest is indexed anew."""
-        self.num_dropped += 1
-        if 2 * self.num_dropped > len(self.texts):
-            self.texts = self.texts[self.num_dropped :]
-            self._rebuild()
-
-    @property
-    def num_kept(self) -> int:
-        return len(self.texts) - self.num_dropped
-
-    def _rebuild(self) -> None:
-        self.num_dropped = 0
-        self.text: list[int] = []
-        self.index = OccurrenceIndex(self.width)
-        for token_ids in self.texts:
-            self._append(token_ids)
-
-    def _append(self, token_ids: list[int]) -> None:
+        self._sizes.append(len(token_ids))
         self.text += token_ids
         self.text.append(_END)
         self.index.extend(self.text)
+
+    def drop_first(self) -> int:
+        """Forget the oldest response; return how many tokens it had."""
+        size = self._sizes.popleft()
+        if self._sizes:
+            self.index.cut(self.text, size + 1)
+            del self.text[: size + 1]
+        return size
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._sizes)
 
 
 class SuffixProposer(Proposer):
@@ -69,8 +61,8 @@ class SuffixProposer(Proposer):
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._by_salt: dict[str, _Responses] = {}
-        self._order: OrderedDict[int, str] = OrderedDict()  # salts of the responses, the oldest first
-        self._num_seen = 0
+        self._order: deque[str] = deque()  # salts of the responses, the oldest first
+        self._num_kept_tokens = 0
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
@@ -119,10 +111,10 @@ class SuffixProposer(Proposer):
             return
         salt = sequence.request.cache_salt
         self._by_salt.setdefault(salt, _Responses(self._config.prompt_lookup_min)).add(response)
-        self._order[self._num_seen] = salt
-        self._num_seen += 1
-        if len(self._order) > most:
-            _, oldest = self._order.popitem(last=False)
-            self._by_salt[oldest].drop_first()
+        self._order.append(salt)
+        self._num_kept_tokens += len(response)
+        while len(self._order) > most or self._num_kept_tokens > _MAX_KEPT_TOKENS:
+            oldest = self._order.popleft()
+            self._num_kept_tokens -= self._by_salt[oldest].drop_first()
             if self._by_salt[oldest].num_kept == 0:
                 del self._by_salt[oldest]

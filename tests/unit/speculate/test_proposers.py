@@ -7,6 +7,7 @@ import pytest
 
 from quire.base.errors import InvariantError
 from quire.contracts.speculative import SpeculativeConfig
+from quire.speculate import suffix
 from quire.speculate.draft import ROOT, Draft
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.occurrences import OccurrenceIndex
@@ -47,6 +48,27 @@ def test_index_finds_the_longest_match_when_compared_with_a_plain_search():
         assert index.find(text, text, limit, 1000) == (longest, expected)
 
 
+def test_index_of_a_text_that_was_cut_is_that_of_what_is_left():
+    rng = random.Random(5)
+    for _ in range(200):
+        width = rng.randint(1, 4)
+        text = [rng.randrange(3) for _ in range(rng.randint(20, 60))]
+        cut = OccurrenceIndex(width)
+        for size in (10, 20, len(text)):
+            cut.extend(text[:size])
+        left = text
+        for _ in range(rng.randint(1, 4)):
+            count = rng.randint(1, 4)
+            cut.cut(left, count)
+            left = [*left[count:], rng.randrange(3)]
+            cut.extend(left)
+        fresh = OccurrenceIndex(width)
+        fresh.extend(left)
+        assert cut.find(left, left, 8, 1000) == fresh.find(left, left, 8, 1000)
+        assert cut._places.keys() == fresh._places.keys()
+        assert {key: len(places) for key, places in cut._places.items()} == {k: len(p) for k, p in fresh._places.items()}
+
+
 def test_ngram_goes_on_as_at_the_latest_of_the_longest_matches():
     proposer = NgramProposer(SpeculativeConfig(method="ngram", prompt_lookup_min=2))
     assert draft(proposer, sequence([1, 2, 3, 4, 9, 2, 3, 5, 6, 7, 8, 2, 3])) == [5, 6, 7, 8, 2]
@@ -82,6 +104,31 @@ def test_suffix_forgets_the_oldest_responses():
     proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=0))
     proposer.release(sequence([1, 11, 12, 13, 14, 15, 16]))
     assert draft(proposer, sequence([2, 11, 12])) == []
+
+
+def test_suffix_keeps_no_more_tokens_than_it_may(monkeypatch):
+    monkeypatch.setattr(suffix, "_MAX_KEPT_TOKENS", 20)
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix"))
+    for number, salt in enumerate("abaab"):
+        proposer.release(sequence([1, *range(10 * number, 10 * number + 8)], salt=salt))
+    assert draft(proposer, sequence([0, 20, 21], salt="a")) == []
+    assert draft(proposer, sequence([0, 30, 31], salt="a")) == [32, 33, 34, 35]
+    assert draft(proposer, sequence([0, 10, 11], salt="b")) == []
+    assert draft(proposer, sequence([0, 40, 41], salt="b")) == [42, 43, 44, 45]
+    assert sum(len(one.text) for one in proposer._by_salt.values()) == 2 * 9
+
+
+def test_an_oldest_response_is_forgotten_without_a_look_at_the_others():
+    """Else a request that ends would hold up the step of all others."""
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=50))
+    places = []
+    for number in range(200):
+        proposer.release(sequence([1, *range(100 * number, 100 * number + 40)]))
+        (kept,) = proposer._by_salt.values()
+        places.append(id(kept.index))
+    assert len(set(places)) == 1
+    assert kept.num_kept == 50
+    assert len(kept.text) == 50 * 41
 
 
 def test_draft_knows_its_tree():
