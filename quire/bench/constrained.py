@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.base.errors import ConfigError, InvariantError
+from quire.bench.progress import progress_bar
 from quire.bench.provenance import Provenance, find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
@@ -178,22 +179,28 @@ class _Run:
         return sum(len(output.token_ids) for output in self.outputs)
 
 
-def measure_constrained(config: EngineConfig, trial: ConstrainedTrial) -> ConstrainedRecord:
+def measure_constrained(config: EngineConfig, trial: ConstrainedTrial, show_progress: bool = False) -> ConstrainedRecord:
     """Measure all ways at every batch size. Raises InvariantError where drafting what is forced changes a token."""
     llm = LLM(config)
     lines: list[ConstrainedLine] = []
-    for batch_size in trial.batch_sizes:
-        first = [_run(llm, trial, batch_size, drafts_forced) for drafts_forced in (False, True)]
-        if [one.token_ids for one in first[0].outputs] != [one.token_ids for one in first[1].outputs]:
-            raise InvariantError("drafting what is forced gave other tokens")
-        lengths = [len(output.token_ids) for output in first[0].outputs]
-        _run(llm, trial, batch_size, False, lengths)
-        runs: dict[str, list[_Run]] = {way: [] for way in _WAYS}
-        for number in range(trial.num_rounds):
-            for way in _WAYS if number % 2 else reversed(_WAYS):
-                runs[way].append(_run(llm, trial, batch_size, way == _WAYS[2], lengths if way == _WAYS[0] else None))
-        num_json = sum(len(output.text) for output in first[0].outputs)
-        lines += [_line(way, batch_size, known, runs[_WAYS[0]], num_json) for way, known in runs.items()]
+    num_runs = len(trial.batch_sizes) * (3 + len(_WAYS) * trial.num_rounds)
+    with progress_bar(num_runs, "run", show_progress) as bar:
+        for batch_size in trial.batch_sizes:
+            bar.set_description(f"batch {batch_size}")
+            first = [_run(llm, trial, batch_size, drafts_forced) for drafts_forced in (False, True)]
+            bar.update(2)
+            if [one.token_ids for one in first[0].outputs] != [one.token_ids for one in first[1].outputs]:
+                raise InvariantError("drafting what is forced gave other tokens")
+            lengths = [len(output.token_ids) for output in first[0].outputs]
+            _run(llm, trial, batch_size, False, lengths)
+            bar.update()
+            runs: dict[str, list[_Run]] = {way: [] for way in _WAYS}
+            for number in range(trial.num_rounds):
+                for way in _WAYS if number % 2 else reversed(_WAYS):
+                    runs[way].append(_run(llm, trial, batch_size, way == _WAYS[2], lengths if way == _WAYS[0] else None))
+                    bar.update()
+            num_json = sum(len(output.text) for output in first[0].outputs)
+            lines += [_line(way, batch_size, known, runs[_WAYS[0]], num_json) for way, known in runs.items()]
     llm.close()
     return ConstrainedRecord(lines, config.model, trial.temperature, find_provenance())
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from quire.base.errors import InvariantError, RequestError, UnsupportedError
+from quire.base.errors import ConfigError, InvariantError, RequestError, UnsupportedError
+from quire.bench.progress import progress_bar
 from quire.bench.provenance import Provenance, find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.constraint import Constraint, Grammar, StructuredOutputsParams
@@ -113,8 +114,8 @@ class SchemaRecord:
         return json.dumps(asdict(self), indent=2)
 
 
-def measure_schemas(config: EngineConfig, trial: SchemaTrial) -> SchemaRecord:
-    """Measure all schemas. Raises InvariantError where an output of the model that ended is not valid."""
+def measure_schemas(config: EngineConfig, trial: SchemaTrial, show_progress: bool = False) -> SchemaRecord:
+    """Measure all schemas. Raises ConfigError where all are refused, InvariantError where an output that ended is not valid."""
     if trial.num_outputs:
         _validator_of({})  # whether there is one is known before the model is loaded
     where = config.model if config.tokenizer is None else config.tokenizer
@@ -127,7 +128,9 @@ def measure_schemas(config: EngineConfig, trial: SchemaTrial) -> SchemaRecord:
     accepted: list[Any] = []
     refusals: list[str] = []
     texts = [token_id for token_id, token in enumerate(vocabulary.tokens) if token.replace(b" ", b"").isalnum()]
+    bar = progress_bar(len(trial.schemas), "schema", show_progress)
     for index, schema in enumerate(trial.schemas):
+        bar.update()
         begin = time.perf_counter()
         try:
             constraint = Constraint(kind="json_schema", source=json.dumps(schema), param="schema")
@@ -138,8 +141,11 @@ def measure_schemas(config: EngineConfig, trial: SchemaTrial) -> SchemaRecord:
         compile_ms.append(1e3 * (time.perf_counter() - begin))
         accepted.append(schema)
         look_ms.append(_look_times(grammar, trial.max_tokens, random.Random(index), texts))
+    bar.close()
     compiler.close()
-    num_outputs, num_ended = _write_outputs(config, trial, accepted) if trial.num_outputs else (0, 0)
+    if not accepted:
+        raise ConfigError(f"all {len(trial.schemas)} schemas are refused, the first one so: {refusals[0]}")
+    num_outputs, num_ended = _write_outputs(config, trial, accepted, show_progress) if trial.num_outputs else (0, 0)
     return SchemaRecord(
         num_schemas=len(trial.schemas),
         num_accepted=len(accepted),
@@ -189,7 +195,7 @@ def _draw(words: Any, end_token_id: int, draws: random.Random, texts: Sequence[i
     return int(draws.choice(allowed)) if len(allowed) else None
 
 
-def _write_outputs(config: EngineConfig, trial: SchemaTrial, schemas: Sequence[Any]) -> tuple[int, int]:
+def _write_outputs(config: EngineConfig, trial: SchemaTrial, schemas: Sequence[Any], show_progress: bool) -> tuple[int, int]:
     """Return how many outputs the model wrote, and how many ended by themselves."""
     llm = LLM(config)
     params = [
@@ -202,7 +208,7 @@ def _write_outputs(config: EngineConfig, trial: SchemaTrial, schemas: Sequence[A
         )
         for index, schema in enumerate(schemas)
     ]
-    outputs = llm.generate([_PROMPT] * len(params), params, use_tqdm=False)
+    outputs = llm.generate([_PROMPT] * len(params), params, use_tqdm=show_progress)
     llm.close()
     num_outputs = num_ended = 0
     for schema, output in zip(schemas, outputs, strict=True):

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tqdm import tqdm
+
 from quire.base.errors import ConfigError, InvariantError
+from quire.bench.progress import progress_bar
 from quire.bench.provenance import Provenance, find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
@@ -47,6 +50,16 @@ class Trial:
     is_adaptive: bool
     warm_up_len: int = 0
 
+    @property
+    def num_warm_up(self) -> int:
+        """Runs with drafts that are not counted."""
+        return max(1, -(-self.warm_up_len // self.output_len))
+
+    @property
+    def num_runs(self) -> int:
+        """Runs in all: of each method and batch size one without drafts, those that warm up, and the pairs."""
+        return len(self.methods) * len(self.batch_sizes) * (1 + self.num_warm_up + 2 * self.num_rounds)
+
     def __post_init__(self) -> None:
         for name, value in (
             ("output_len", self.output_len),
@@ -58,6 +71,8 @@ class Trial:
         for method in self.methods:
             if method.startswith(_REPLAY):
                 _share_of(method)
+            else:
+                SpeculativeConfig.read(method)  # the last one must not fail after the others have run
         if max(self.batch_sizes) > len(self.prompts):
             raise ConfigError(f"there are {len(self.prompts)} prompts, too few for a batch of {max(self.batch_sizes)}")
 
@@ -124,16 +139,19 @@ def _share_of(method: str) -> float:
     return share
 
 
-def measure_speculation(config: EngineConfig, trial: Trial) -> SpeculationRecord:
+def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool = False) -> SpeculationRecord:
     """Measure every method at every batch size. Raises InvariantError where a token differs from plain decoding."""
     lines: list[Line] = []
-    for method in trial.methods:
-        is_replay = method.startswith(_REPLAY)
-        text = json.dumps({"method": "ngram", "num_speculative_tokens": trial.num_tokens}) if is_replay else method
-        wanted = replace(SpeculativeConfig.read(text), adaptive=trial.is_adaptive)
-        llm = LLM(replace(config, speculative_config=wanted))
-        lines += [_measure(llm, method, size, trial) for size in trial.batch_sizes]
-        llm.close()
+    with progress_bar(trial.num_runs, "run", show_progress) as bar:
+        for method in trial.methods:
+            is_replay = method.startswith(_REPLAY)
+            text = json.dumps({"method": "ngram", "num_speculative_tokens": trial.num_tokens}) if is_replay else method
+            wanted = replace(SpeculativeConfig.read(text), adaptive=trial.is_adaptive)
+            llm = LLM(replace(config, speculative_config=wanted))
+            for size in trial.batch_sizes:
+                bar.set_description(f"{method[:40]}, batch {size}")
+                lines.append(_measure(llm, method, size, trial, bar))
+            llm.close()
     return SpeculationRecord(lines, config.model, trial.output_len, trial.temperature, find_provenance())
 
 
@@ -157,18 +175,20 @@ class _Counts:
             self.accepted_per_pos[position] += count - (then[position] if position < len(then) else 0)
 
 
-def _measure(llm: LLM, method: str, batch_size: int, trial: Trial) -> Line:
+def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any]) -> Line:
     prompts: list[dict[str, Any]] = [
         {"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in trial.prompts[:batch_size]
     ]
     engine = llm.llm_engine
     expected, _ = _run(llm, prompts, trial, with_drafts=False)
+    bar.update()
     if method.startswith(_REPLAY):
         outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in expected}
         engine.pause_drafts(False)
         engine.draft_with(ReplayProposer(outputs, _share_of(method), engine.report.spec.vocab_size))
-    for _ in range(max(1, -(-trial.warm_up_len // trial.output_len))):
+    for _ in range(trial.num_warm_up):
         _run(llm, prompts, trial, with_drafts=True)
+        bar.update()
     plain_s: list[float] = []
     speculative_s: list[float] = []
     counts = _Counts()
@@ -176,6 +196,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial) -> Line:
         for with_drafts in (index % 2 == 0, index % 2 == 1):
             before = replace(engine.stats, accepted_per_pos=list(engine.stats.accepted_per_pos))
             found, duration_s = _run(llm, prompts, trial, with_drafts=with_drafts)
+            bar.update()
             if not with_drafts:
                 plain_s.append(duration_s)
                 continue

@@ -117,6 +117,7 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
         "--adaptive", action=argparse.BooleanOptionalAction, default=True, help="draft as many tokens as pay; else always all"
     )
     add_output_option(parser)
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
     options.add_common_options(parser)
 
@@ -134,6 +135,7 @@ def _add_constrained(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     add_output_option(parser)
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
     options.add_common_options(parser)
 
@@ -147,6 +149,7 @@ def _add_schemas(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-outputs", type=int, default=5, help="outputs of a schema; 0: only the tokenizer is loaded")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     add_output_option(parser)
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
     options.add_common_options(parser)
 
@@ -223,7 +226,7 @@ def run_speculate(args: argparse.Namespace) -> int:
         is_adaptive=args.adaptive,
         warm_up_len=args.warm_up_len,
     )
-    record = measure_speculation(config, trial)
+    record = measure_speculation(config, trial, args.progress)
     return report(record.describe(), record.to_json(), args.output_json)
 
 
@@ -245,7 +248,7 @@ def run_constrained(args: argparse.Namespace) -> int:
         num_rounds=args.num_iters,
         is_compact=not args.white_space,
     )
-    record = measure_constrained(config, trial)
+    record = measure_constrained(config, trial, args.progress)
     return report(record.describe(), record.to_json(), args.output_json)
 
 
@@ -258,7 +261,7 @@ def run_schemas(args: argparse.Namespace) -> int:
     schemas = _read_schemas(args.schemas)
     from quire.bench.schemas import SchemaTrial, measure_schemas
 
-    record = measure_schemas(config, SchemaTrial(schemas, args.output_len, args.num_outputs, args.temperature))
+    record = measure_schemas(config, SchemaTrial(schemas, args.output_len, args.num_outputs, args.temperature), args.progress)
     return report(record.describe(), record.to_json(), args.output_json)
 
 

@@ -1,5 +1,6 @@
 """The figures of constrained decoding: what is forced has no pass of its own, and changes no token."""
 
+import contextlib
 import json
 
 import pytest
@@ -41,6 +42,25 @@ def test_forced_tokens_are_counted_where_they_are_drafted(tiny_model):
     assert "forced drafted" in record.describe()
     assert "constrained, batch 2: " in record.describe()
     assert json.loads(record.to_json())["model"] == str(tiny_model)
+
+
+def test_progress_counts_every_run(tiny_model, monkeypatch):
+    counts = []
+
+    class Bar(contextlib.nullcontext):
+        def update(self, count=1):
+            counts.append(count)
+
+        def set_description(self, _):
+            pass
+
+        def __enter__(self):
+            return self
+
+    monkeypatch.setattr("quire.bench.constrained.progress_bar", lambda total, unit, is_shown: counts.append(-total) or Bar())
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=64)
+    measure_constrained(config, trial(batch_sizes=(1,), max_tokens=20, num_rounds=1), show_progress=True)
+    assert sum(counts) == 0 < len(counts)
 
 
 def test_a_trial_that_cannot_be_is_refused():

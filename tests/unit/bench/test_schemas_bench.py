@@ -37,3 +37,10 @@ def test_no_model_is_loaded_when_no_outputs_are_wanted(capsys, tmp_path):
 def test_spread_tells_the_high_shares():
     spread = Spread.of(list(range(1, 101)))
     assert (spread.count, spread.median, spread.p90, spread.p99, spread.maximum) == (100, 50.5, 91, 100, 100)
+
+
+def test_a_sample_is_refused_when_all_of_its_schemas_are(capsys, tmp_path):
+    path = tmp_path / "schemas.jsonl"
+    path.write_text('{"not": {}}\n{"uniqueItems": true}')
+    assert main(["bench", "schemas", "--schemas", str(path), "--num-outputs", "0", "--log-level", "error"]) == 1
+    assert "error: all 2 schemas are refused, the first one so: schema: not cannot be enforced" in capsys.readouterr().err

@@ -35,12 +35,47 @@ def test_forced_shares_are_found_in_the_figures(tiny_model):
     assert json.loads(record.to_json())["lines"][0]["batch_size"] == 1
 
 
+class Bar:
+    """What was told of a run's progress."""
+
+    def __init__(self):
+        self.total, self.count, self.names = 0, 0, []
+
+    def open(self, total, unit, is_shown):
+        assert (unit, is_shown) == ("run", True)
+        self.total = total
+        return self
+
+    def update(self, count=1):
+        self.count += count
+
+    def set_description(self, name):
+        self.names.append(name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_progress_counts_every_run(tiny_model, monkeypatch):
+    bar = Bar()
+    monkeypatch.setattr("quire.bench.speculate.progress_bar", bar.open)
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
+    measure_speculation(config, trial(("replay:1", "replay:0"), num_rounds=2, warm_up_len=20), show_progress=True)
+    assert bar.count == bar.total == 2 * 2 * (1 + 2 + 4)
+    assert bar.names == ["replay:1, batch 1", "replay:1, batch 2", "replay:0, batch 1", "replay:0, batch 2"]
+
+
 def test_a_trial_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="2 prompts, too few for a batch of 3"):
         trial(("replay:1",), batch_sizes=(3,))
     for share in ("2", "-0.1", "x", "nan"):
         with pytest.raises(ConfigError, match="from 0 to 1"):
             trial((f"replay:{share}",))
+    with pytest.raises(ConfigError, match="'guess' is unknown"):
+        trial(("replay:1", '{"method": "guess"}'))
     with pytest.raises(ConfigError, match="output_len must be at least 1"):
         trial(("replay:1",), output_len=0)
 
