@@ -105,6 +105,26 @@ def test_beams_end_where_the_grammar_lets_them(llm):
         assert all(sequence.text in ("ab", "abab", "ababab") for sequence in one.sequences)
 
 
+@pytest.mark.parametrize("config", [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "model": "ITSELF"}])
+def test_beams_are_the_same_when_drafts_are_on(tiny_model, config):
+    config = {**config, **({"model": str(tiny_model)} if "model" in config else {}), "adaptive": False}
+    options = {**OPTIONS, "block_size": 16, "num_kv_blocks": 80}
+    llm, drafting = LLM(str(tiny_model), **options), LLM(str(tiny_model), speculative_config=config, **options)
+    try:
+        for asked in (None, StructuredOutputsParams(regex="(ab){1,3}c*")):
+            params = BeamSearchParams(beam_width=3, max_tokens=7, structured_outputs=asked)
+            prompts = [[7, 8, 9, 7, 8, 9], [5] * 9]
+            plain, drafted = (one.beam_search(prompts, params) for one in (llm, drafting))
+            for one, other in zip(plain, drafted, strict=True):
+                assert [beam.tokens for beam in one.sequences] == [beam.tokens for beam in other.sequences]
+                assert [beam.score for beam in one.sequences] == pytest.approx(
+                    [beam.score for beam in other.sequences], abs=1e-3
+                )
+    finally:
+        llm.close()
+        drafting.close()
+
+
 def test_json_ends_within_its_tokens_unless_the_request_or_the_engine_says_otherwise(tiny_model, llm):
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
 

@@ -145,10 +145,16 @@ def speculating(model, kind, outputs, **options):
         config |= {"model": str(model)} if kind == "draft_model" else {"prompt_lookup_min": 1}
     if kind == "lookahead":
         del config["num_speculative_tokens"], config["prompt_lookup_min"]
+    if kind == "self":
+        config = {"method": "self", "skipped_layers": [1], "num_speculative_tokens": COUNT, "adaptive": False}
     return start(model, speculative_config=config, **options)
 
 
 HEADS = {
+    "eagle": (head_checkpoints.eagle1, {"draft_min_share": 0.0}),
+    "eagle3": (head_checkpoints.eagle3, {"draft_min_share": 0.0}),
+    "medusa": (head_checkpoints.medusa, {}),
+    "mtp tree": (head_checkpoints.mtp, {"method": "mtp", "draft_top_k": 3}),
     "eagle3 tree": (head_checkpoints.eagle3, {"method": "eagle3", "draft_top_k": 3}),
     "mtp": (head_checkpoints.mtp, {"draft_min_share": 0.0}),
     "medusa tree": (head_checkpoints.medusa, {"method": "medusa", "draft_top_k": 3}),
@@ -158,7 +164,12 @@ HEADS = {
     ),
 }
 CASES = [(kind, seed) for kind in (*PROPOSERS, "ngram", "suffix", "draft_model") for seed in (0, 1)]
-CASES += [pytest.param(kind, seed, marks=pytest.mark.slow if seed else []) for kind in HEADS for seed in (0, 1)]
+RUN_ALWAYS = ("lookahead", "self", "eagle3 tree", "mtp", "medusa tree", "eagle3 merged")
+CASES += [
+    pytest.param(kind, seed, marks=[] if seed == 0 and kind in RUN_ALWAYS else pytest.mark.slow)
+    for kind in ("lookahead", "self", *HEADS)
+    for seed in (0, 1)
+]
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
@@ -202,7 +213,7 @@ def plain_in_cache(tiny_model, cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("num_blocks", [12, 80], ids=["preempted", "roomy"])
-@pytest.mark.parametrize("kind", [*PROPOSERS, "ngram", "suffix", "lookahead", "draft_model", *HEADS])
+@pytest.mark.parametrize("kind", [*PROPOSERS, "ngram", "suffix", "lookahead", "self", "draft_model", *HEADS])
 def test_same_outputs_when_constraints_meet_any_cache_drafts_and_preemption(
     tiny_model, cache, plain_in_cache, kind, num_blocks, seed
 ):
