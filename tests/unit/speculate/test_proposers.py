@@ -65,8 +65,8 @@ def test_index_of_a_text_that_was_cut_is_that_of_what_is_left():
         fresh = OccurrenceIndex(width)
         fresh.extend(left)
         assert cut.find(left, left, 8, 1000) == fresh.find(left, left, 8, 1000)
-        assert cut._places.keys() == fresh._places.keys()
-        assert {key: len(places) for key, places in cut._places.items()} == {k: len(p) for k, p in fresh._places.items()}
+        assert cut._latest.keys() == fresh._latest.keys()
+        assert len(cut._earlier) == len(fresh._earlier)
 
 
 def test_ngram_goes_on_as_at_the_latest_of_the_longest_matches():
