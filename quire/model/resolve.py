@@ -85,7 +85,7 @@ def _download(model: str, revision: str | None) -> Path:
         return folder if any(folder.glob("*.bin")) else fetch(MEDUSA_FILE)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        guess = get_close_matches(model, BUNDLED_MODELS, 1)
+        guess = get_close_matches(model, (*BUNDLED_MODELS, *BUNDLED_HEADS), 1)
         hint = f" (did you mean {guess[0]}?)" if guess else ""
         raise ConfigError(
             f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}), and not found on, or no "

@@ -77,10 +77,10 @@ def count_drafts(config: SpeculativeConfig, report: ModelReport, limits: StepLim
             num_kv_bytes = _kv_spec(report, spec, spec).bytes_per_block * memory.num_kv_blocks
             total += draft_model_bytes(spec, num_kv_bytes, memory, limits)
         elif method == "medusa":
-            total += parallel_head_bytes(read_parallel_head(_find(str(config.model), config.revision), report.spec), limits)
+            total += parallel_head_bytes(read_parallel_head(_find_head(config, "medusa", report), report.spec), limits)
         elif method in _LAYER_KINDS:
-            folder = report.folder if config.model is None else _find(config.model, config.revision)
-            head = read_layer_head(folder, _LAYER_KINDS[method], report.spec)
+            kind = _LAYER_KINDS[method]
+            head = read_layer_head(_find_head(config, kind, report), kind, report.spec)
             num_kv_bytes = _kv_spec(report, head.body, report.spec).bytes_per_block * memory.num_kv_blocks
             total += layer_head_bytes(head, num_kv_bytes, memory, limits)
     return total
@@ -108,14 +108,10 @@ class _Builder:
         match method:
             case "draft_model":
                 return self._draft_model(str(config.model))
-            case "eagle" | "eagle3":
-                return self._layer_head(method, _find(str(config.model), config.revision))
-            case "mtp" | "deepseek_mtp":
-                return self._layer_head(
-                    "mtp", self.report.folder if config.model is None else _find(config.model, config.revision)
-                )
+            case "eagle" | "eagle3" | "mtp" | "deepseek_mtp":
+                return self._layer_head(_LAYER_KINDS[method])
             case "medusa":
-                return self._medusa(_find(str(config.model), config.revision))
+                return self._medusa(_find_head(config, "medusa", self.report))
             case "self":
                 return LayerSkipProposer(self.target, config.skipped_layers or ())
             case "suffix":
@@ -125,8 +121,9 @@ class _Builder:
             case _:
                 return NgramProposer(config)
 
-    def _layer_head(self, kind: _LayerKind, folder: Path) -> HeadProposer:
+    def _layer_head(self, kind: _LayerKind) -> HeadProposer:
         config, model, memory = self.config, self.target.model, self.report.memory
+        folder = _find_head(config, kind, self.report)
         head = read_layer_head(folder, kind, self.report.spec)
         kv = _kv_spec(self.report, head.body, self.report.spec)
         num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
@@ -179,6 +176,17 @@ def _find(model: str, revision: str | None) -> Path:
         return resolve_model(model, revision)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: model: {error}") from None
+
+
+def _find_head(config: SpeculativeConfig, kind: Literal["eagle", "eagle3", "medusa", "mtp"], report: ModelReport) -> Path:
+    """Return the folder of a head, the model's own where none is given. Raises ConfigError for a head of another kind."""
+    if config.model is None:
+        return report.folder
+    folder = _find(config.model, config.revision)
+    found = find_head_kind(folder)
+    if found is not None and found != kind:
+        raise ConfigError(f'speculative_config: {config.model} is a head of another kind: give it with "method": "{found}"')
+    return folder
 
 
 def _read_draft_spec(model: str, folder: Path) -> ModelSpec:

@@ -392,6 +392,21 @@ def test_a_head_that_is_given_as_a_model_is_told_its_method(tiny_model, tmp_path
         LLM(str(folder), num_kv_blocks=20)
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "method"),
+    [
+        (heads.eagle1, "eagle", "eagle3"),
+        (heads.eagle3, "eagle3", "mtp"),
+        (heads.mtp, "mtp", "medusa"),
+        (heads.medusa, "medusa", "deepseek_mtp"),
+    ],
+)
+def test_a_head_that_is_given_with_another_method_is_told_its_own(tiny_model, tmp_path, make, kind, method):
+    config = {"method": method, "model": str(make(tmp_path / "head"))}
+    with pytest.raises(ConfigError, match=f'is a head of another kind: give it with "method": "{kind}"'):
+        LLM(str(tiny_model), num_kv_blocks=20, speculative_config=config)
+
+
 def test_a_whole_model_is_no_head(tiny_model):
     assert find_head_kind(tiny_model) is None
 
