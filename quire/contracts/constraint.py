@@ -51,6 +51,8 @@ class Constraint:
     max_open_length         characters of strings and items of arrays where a JSON schema sets no limit of its own; None: none
     fit_max_tokens          bring JSON to an end within the tokens that the output may have, where it can
     param                   the field of the request that it came from, for errors
+    schema_names            of a structural_tag that was put together of schemas which the request has elsewhere: where those of
+                            its tags come from, in their order, or else any; () where the request has the tag itself
     """
 
     kind: ConstraintKind
@@ -61,6 +63,7 @@ class Constraint:
     max_open_length: int | None = None
     fit_max_tokens: bool = field(default=True, compare=False)
     param: str = field(default="structured_outputs", compare=False)
+    schema_names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         self._check_type("kind", get_args(ConstraintKind))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
+
+_OWN_SCHEMA = re.compile(r"(?:.*?/tags/(\d+)/content|.*?)/json_schema(/.*)?", re.DOTALL)
+"""A pointer into a schema within a structural tag: the number of its tag, and the pointer within the schema."""
 
 
 class GrammarError(Exception):
@@ -18,8 +23,19 @@ class GrammarError(Exception):
 
     def for_request(self, constraint: Constraint) -> RequestError:
         """Return what the request of a constraint is told."""
-        where = "" if self.pointer is None else f" (at {self.pointer or 'the root'})"
-        return RequestError(f"{constraint.param}: {self}{where}", constraint.param)
+        where = self._place(constraint)
+        return RequestError(f"{constraint.param}: {self}{where and f' (at {where})'}", constraint.param)
+
+    def _place(self, constraint: Constraint) -> str:
+        """Return where the fault is in what the client has sent."""
+        if self.pointer is None:
+            return ""
+        found = _OWN_SCHEMA.fullmatch(self.pointer) if constraint.schema_names else None
+        if found is None:
+            return self.pointer or "the root"
+        tag, pointer = found.groups()
+        name = constraint.schema_names[int(tag)] if tag is not None else ""
+        return f"{name} {pointer or ('' if name else 'the root')}".strip()
 
 
 def escape_pointer(key: str) -> str:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.llguidance_source import llguidance_source
@@ -40,6 +42,7 @@ class LlguidanceBackend:
             {"backend": "llguidance", "size": vocabulary.size, "special": special, "spelled": spelled}, constraint
         )
         matcher = compile_source(self._tokenizer, llguidance_source(constraint, vocabulary), self._limits)
+        _check_beginning(matcher.deep_copy(), vocabulary.num_mask_words)
         return BackendGrammar(matcher.deep_copy, LlguidanceMatcher, self._masks, vocabulary.end_token_id)
 
     def close(self) -> None:
@@ -92,6 +95,14 @@ def compile_source(tokenizer: Any, source: str, limits: Any) -> Any:
         message = " ".join(matcher.get_error().split())
         raise GrammarError(message[:_MAX_MESSAGE])
     return matcher
+
+
+def _check_beginning(matcher: Any, num_words: int) -> None:
+    """Raise GrammarError where nothing can begin an output, which only its first mask shows, or where that takes too much."""
+    words = np.zeros(num_words, dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    if matcher.is_error():
+        raise GrammarError(f"no output can begin: {' '.join(matcher.get_error().split())[:_MAX_MESSAGE]}")
 
 
 class _Masks:

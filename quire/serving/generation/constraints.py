@@ -10,6 +10,7 @@ from quire.contracts.constraint import Constraint, dump_json
 from quire.serving.generation.plan import ChatInput, ParserSetup
 from quire.text.parsing.call_forms import CALL_FORMS, CallForm
 from quire.text.parsing.formats import ReasoningFormat, find_reasoning_format
+from quire.text.parsing.tools import Tool
 
 Format = dict[str, Any]
 
@@ -35,9 +36,12 @@ def chat_constraint(answer: Constraint | None, chat: ChatInput, setup: ParserSet
         wanted = _after_reasoning(wanted, reasoning, setup)
     param = "tool_choice" if chat.forced_tools else "tools" if answer is None else answer.param
     source = dump_json({"type": "structural_tag", "format": wanted}, param)
+    names = () if calls is None or setup is None else tuple(f"tool {tool.name!r}" for tool in _tools_of(chat, setup))
     if answer is None:
-        return Constraint(kind="structural_tag", source=source, param=param)
-    return replace(answer, kind="structural_tag", source=source, param=param)
+        return Constraint(kind="structural_tag", source=source, param=param, schema_names=names)
+    if answer.kind == "structural_tag":
+        return replace(answer, source=source, param=param)
+    return replace(answer, kind="structural_tag", source=source, param=param, schema_names=names or (answer.param,))
 
 
 def schema_constraint(schema: Any, param: str) -> Constraint:
@@ -91,13 +95,11 @@ def _calls(chat: ChatInput, setup: ParserSetup | None, has_answer: bool) -> Form
             "Leave tool_choice 'auto' and strict out",
             param,
         )
-    names = chat.forced_tools or tuple(tool.name for tool in setup.tools)
     tags = [
         _tag(form, tool.name, tool.parameters, bool(chat.forced_tools) or tool.name in chat.strict_tools)
-        for tool in setup.tools
-        if tool.name in names
+        for tool in _tools_of(chat, setup)
     ]
-    missing = set(names) - {tool.name for tool in setup.tools}
+    missing = set(chat.forced_tools) - {tool.name for tool in setup.tools}
     if missing:
         raise RequestError(f"{param}: there is no tool {sorted(missing)[0]!r} among the tools", param)
     if chat.forced_tools:
@@ -105,6 +107,11 @@ def _calls(chat: ChatInput, setup: ParserSetup | None, has_answer: bool) -> Form
     if not form.trigger:
         raise RequestError(f"tools: strict cannot be enforced in this model's format ({name}) with tool_choice 'auto'", "tools")
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}
+
+
+def _tools_of(chat: ChatInput, setup: ParserSetup) -> list[Tool]:
+    """Return the tools that may be called, in the order of their tags."""
+    return [tool for tool in setup.tools if not chat.forced_tools or tool.name in chat.forced_tools]
 
 
 def _tag(form: CallForm, name: str, parameters: Any, is_strict: bool) -> Format:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
-from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, Message, Tool
+from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, ChosenTool, Message, Tool
 from quire.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.api.openai.shared import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
 from quire.base.errors import RequestError
@@ -151,7 +151,7 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
         continues_final_message=bool(body.continue_final_message),
         template_variables=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ChosenTool),
         forced_tools=body.forced_tools,
         strict_tools=frozenset(tool.function.name for tool in tools if tool.function.strict),
     )

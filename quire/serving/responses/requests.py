@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.api.openai.responses import (
+    ChosenTool,
     FunctionTool,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -79,7 +80,7 @@ def chat_input(source: str, body: ResponsePrompt, history: Sequence[StoredRespon
         messages=conversation.messages,
         tools=[_template_tool(tool) for tool in tools] or None,
         reasoning_effort=_effort(source, body),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ChosenTool),
         forced_tools=body.forced_tools,
         strict_tools=frozenset(tool.name or "" for tool in tools if tool.strict),
         param="input",

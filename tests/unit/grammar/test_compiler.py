@@ -262,6 +262,13 @@ def test_hostile_constraint_ends_in_a_refusal_or_a_grammar_whose_masks_come(comp
     assert masks.errors == [None] or "cannot go on" in masks.errors[0]
 
 
+def test_constraint_is_refused_when_its_first_mask_fails(compiler):
+    """Else the request would fail in a step, as if that were the engine's fault."""
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}
+    with pytest.raises(RequestError, match="no output can begin: "):
+        compile_one(compiler, "json_schema", endless)
+
+
 def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
     prober = Prober((sys.executable, "-c", HANG), max_wall_s=600)
     compiler = GrammarCompiler(lambda: vocabulary, prober)

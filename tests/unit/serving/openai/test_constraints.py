@@ -104,6 +104,45 @@ def test_tool_is_called_with_arguments_of_its_schema_when_that_is_demanded(conte
         assert (choice, set(arguments)) == ("required", {"name", "age"})
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_tool_is_called_once_when_it_is_named(context, seed):
+    """As the API has it: exactly one call, also where several could be made."""
+    body = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 160}
+    message, reason = message_of(ask_chat(context, seed=seed, **body))
+    (call,) = message["tool_calls"]
+    assert (call["function"]["name"], reason) == ("weather", "tool_calls")
+
+
+UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {}}}}
+BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "parameters": UNENFORCEABLE, "strict": True}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": BAD_TOOLS}, "tools: not cannot be enforced: leave it out (at tool 'bad' /properties/a/not)"),
+        ({"tools": BAD_TOOLS, "tool_choice": "required"}, "(at tool 'bad' /properties/a/not)"),
+        (
+            {"tools": BAD_TOOLS, "tool_choice": {"type": "function", "function": {"name": "bad"}}},
+            "(at tool 'bad' /properties/a/not)",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNENFORCEABLE}}},
+            "response_format.json_schema.schema: not cannot be enforced: leave it out (at /properties/a/not)",
+        ),
+        ({"structured_outputs": {"json": {"not": {}}}}, "(at /not)"),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}},
+            "json_schema/not)",
+        ),
+    ],
+)
+def test_pointer_is_into_what_the_client_has_sent_when_it_stands_behind_reasoning_or_in_a_tool(engine, body, words):
+    context = context_of(engine, tool_call_parser="hermes", reasoning_parser="qwen3")
+    with pytest.raises(Exception, match=re.escape(words)):
+        ask_chat(context, max_tokens=10, **body)
+
+
 def test_answer_follows_reasoning_within_one_grammar_when_the_model_reasons(engine):
     context = context_of(engine, tool_call_parser="none", reasoning_parser="qwen3")
     body = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 200}
