@@ -35,6 +35,27 @@ def test_generate_streams_the_prompt_and_its_continuation(capsys, tiny_model):
     assert "5 tokens in" in err
 
 
+def test_generate_says_so_when_the_context_ends_the_output(capsys, tiny_model):
+    options = ("--temperature", 0, "--ignore-eos", "--log-level", "error", "--num-kv-blocks", 20)
+    for max_tokens, words in (
+        (300, "warning: the output ends after 254 of max_tokens 300: the context has 256 tokens"),
+        (9, None),
+    ):
+        status, _, err = run(capsys, "generate", "the fox", "--model", tiny_model, "--max-tokens", max_tokens, *options)
+        assert status == 0
+        assert ("warning" in err) is (words is not None)
+        assert words is None or words in err
+
+
+def test_chat_says_so_when_the_context_ends_an_answer(capsys, tiny_model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n/exit\n"))
+    options = ("--temperature", 0, "--ignore-eos", "--log-level", "error", "--num-kv-blocks", 20)
+    status, _, err = run(capsys, "chat", tiny_model, "--max-tokens", 300, *options)
+    assert status == 0
+    assert "of max_tokens 300: the context has 256 tokens (max_model_len), the prompt" in err
+    assert err.endswith("(/reset starts anew)\n")
+
+
 def test_generate_reads_standard_input_and_can_leave_the_prompt_out(capsys, tiny_model, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the fox"))
     options = ("--temperature", 0, "--max-tokens", 3, "--no-echo")
