@@ -17,13 +17,22 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from quire.contracts.constraint import Constraint
-from quire.grammar.errors import GrammarError
+from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.lark import inline_schema, quote, quote_regex
 from quire.grammar.schema_check import check_schema, close_ends
 from quire.grammar.vocabulary import Vocabulary
 
 _ANY = r"/(?s:.*)/"
 _MAX_PARTS = 1024
+_KEYS = {
+    "const_string": ("value",),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+"""What formats may have beside their type; the others look for themselves."""
 
 Fields = dict[str, Any]
 
@@ -106,6 +115,7 @@ class _Writer:
         }
         if kind not in writers:
             raise GrammarError(f"type must be one of {', '.join(writers)}, got {kind!r:.50}", f"{pointer}/type")
+        _check_keys(fields, str(kind), pointer)
         return writers[kind](fields, pointer, end)
 
     def _const_string(self, fields: Fields, pointer: str, end: str) -> str:
@@ -246,6 +256,15 @@ def _split_markers(text: str) -> list[str]:
         if character in ">]":
             parts.append("")
     return [part for part in parts if part]
+
+
+def _check_keys(fields: Fields, kind: str, pointer: str) -> None:
+    known = _KEYS.get(kind)
+    for key, value in fields.items() if known is not None else ():
+        if key != "type" and key not in (known or ()):
+            raise GrammarError(f"{kind} has no {key!r:.50}, but {', '.join(known or ())}", f"{pointer}/{escape_pointer(key)}")
+        if key in ("at_least_one", "stop_after_first") and not isinstance(value, bool):
+            raise GrammarError(f"{key} must be true or false, got {value!r:.50}", f"{pointer}/{key}")
 
 
 def _get(fields: Fields, key: str, kind: type, pointer: str) -> Any:

@@ -159,6 +159,27 @@ def test_constraint_is_refused_with_its_field_when_it_is_wrong(compiler, kind, s
     assert caught.value.param == "response_format"
 
 
+TEXT = {"type": "const_string", "value": "a"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({**TEXT, "max_tokens": 3}, "const_string has no 'max_tokens', but value (at /format/max_tokens)"),
+        ({"type": "sequence", "elements": [TEXT], "separator": ","}, "(at /format/separator)"),
+        ({"type": "or", "elements": [{**TEXT, "a/b": 1}]}, "(at /format/elements/0/a~1b)"),
+        ({"type": "tag", "begin": "<", "content": TEXT, "end": ">", "max": 2}, "tag has no 'max', but begin, content, end"),
+        (
+            {"type": "tags_with_separator", "tags": [TEXT], "separator": ",", "at_least_one": "no"},
+            "at_least_one must be true or false, got 'no' (at /format/at_least_one)",
+        ),
+    ],
+)
+def test_structural_tag_is_refused_when_it_has_what_would_be_ignored(compiler, wanted, words):
+    with pytest.raises(RequestError, match=re.escape(words)):
+        compile_one(compiler, "structural_tag", {"format": wanted})
+
+
 def test_constraint_is_compiled_once_when_it_comes_again(vocabulary):
     compiler = GrammarCompiler(lambda: vocabulary, max_cached=2)
     try:
