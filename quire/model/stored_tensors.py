@@ -114,7 +114,16 @@ def _open_pickled(file: Path) -> dict[str, Tensor]:
         raise ModelFormatError(f"{file} cannot be read as weights ({reason[0][:200]}); {advice}") from error
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()):
         raise ModelFormatError(f"{file} holds something other than weights; {advice}")
+    odd = [name for name, tensor in loaded.items() if not _is_in_memory(tensor)]
+    if odd:
+        raise ModelFormatError(f"{file} holds tensors whose numbers do not lie in memory ({listing(odd)}); {advice}")
     return dict(loaded)
+
+
+def _is_in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory holds its numbers as they are: kernels read it by its address."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_nested
+    return is_plain and tensor.layout == torch.strided and not tensor.is_neg() and not tensor.is_conj()
 
 
 def listing(items: list[str], limit: int = 8) -> str:

@@ -145,6 +145,28 @@ def test_pickle_that_is_not_weights_is_named(tmp_path, content):
         open_tensors(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(4, 4, device="meta"),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.complex(torch.ones(4), torch.ones(4)).conj().imag,
+    ],
+    ids=["meta", "nested", "negated"],
+)
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_tensor_of_a_pickle_is_refused_when_its_numbers_are_not_in_its_memory(tmp_path, make, is_parameter):
+    tensor = make()
+    torch.save({"a": torch.nn.Parameter(tensor) if is_parameter else tensor}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin"):
+        open_tensors(tmp_path)
+
+
+def test_parameters_in_a_pickle_are_read(tmp_path):
+    torch.save({name: torch.nn.Parameter(tensor) for name, tensor in TENSORS.items()}, tmp_path / "pytorch_model.bin")
+    assert _same(open_tensors(tmp_path))
+
+
 def test_code_in_a_pickle_is_not_run(tmp_path):
     torch.save({"a": Malicious(tmp_path / "pwned")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin cannot be read as weights"):
