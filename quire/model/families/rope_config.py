@@ -19,6 +19,7 @@ logger = get_logger(__name__)
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+_MIN_BETA, _MAX_BETA = 1e-6, 1e6
 _ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
 _REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale")
@@ -106,6 +107,7 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
     theta = parameters.required("rope_theta")
     max_positions = config.integer("max_position_embeddings")
     original_max = _original_max(config, parameters, kind)
+    _check_logarithms(config, key, parameters, RopeSpec(dim, theta, kind, original_max=original_max))
     if kind == "default":
         return RopeSpec(dim, theta, is_f32=is_f32)
     if kind in ("linear", "dynamic"):
@@ -155,6 +157,8 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
 
 def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> str:
     kind = values.get("rope_type") or values.get("type") or "default"
+    if not isinstance(kind, str):
+        raise config.error(f"{key}.rope_type", kind, "a string")
     kinds = _ALL_KINDS
     if config.model_type == "phi3":
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
@@ -163,6 +167,22 @@ def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> st
             f"{key}: rope type {kind!r} is not supported in a {config.model_type!r} model; supported: {kinds}"
         )
     return kind
+
+
+def _check_logarithms(config: ConfigView, key: str, parameters: _Parameters, rope: RopeSpec) -> None:
+    """Refuse numbers of which the formulas of a scaling take a logarithm or an inverse that there is not."""
+    if rope.kind == "dynamic" and rope.dim < 4:
+        raise config.error("head_dim", rope.dim, "such that 4 of its elements at least are rotated with rope type 'dynamic'")
+    if rope.kind == "longrope" and rope.original_max < 2:
+        raise config.error("max_position_embeddings", rope.original_max, "at least 2 with rope type 'longrope'")
+    if rope.kind != "yarn":
+        return
+    if rope.theta == 1:
+        raise config.error(f"{key}.rope_theta", rope.theta, "another number than 1 with rope type 'yarn'")
+    for name in ("beta_fast", "beta_slow"):
+        value = parameters.number(name, is_required=False)
+        if value is not None and not _MIN_BETA <= value <= _MAX_BETA:
+            raise config.error(f"{key}.{name}", value, f"from {_MIN_BETA} to {_MAX_BETA}")
 
 
 def _check_keys(config: ConfigView, key: str, values: Mapping[str, object]) -> None:

@@ -112,6 +112,30 @@ def test_rope_parameters_of_the_wrong_nesting(read_rope):
         read_rope("gemma3_text", rope_parameters={"rope_type": "default"})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "key"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "rope_theta"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-320}}, "beta_fast"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e308}}, "beta_slow"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "head_dim": 2}, "head_dim"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}}, "rope_type"),
+        ("phi3", {"rope_scaling": {"type": {"a": 1}, "factor": 4.0}}, "rope_type"),
+        (
+            "llama",
+            {
+                "rope_scaling": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4},
+                "max_position_embeddings": 1,
+            },
+            "max_position_embeddings",
+        ),
+    ],
+)
+def test_scaling_without_a_value_is_refused_with_its_key(read_rope, model_type, changes, key):
+    with pytest.raises(ModelFormatError, match=key):
+        read_rope(model_type, **changes)
+
+
 def test_olmo2_rotates_in_f32(read_rope):
     assert read_rope("olmo2").is_f32
     assert not read_rope("llama").is_f32
