@@ -37,6 +37,8 @@ _FIRST_POSITIONS = 4096
 _PROGRESS_DELAY_S = 3.0
 _SHORT_FROM = 1 << 26
 """Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
+_MAX_WINDOW = 2**31 - 1
+"""A window of so many tokens is none: positions have 32 bits."""
 _OWN_REFERENCES = 2
 """To an array that nobody else holds: the attribute, and the argument of the function that counts."""
 
@@ -169,7 +171,11 @@ class NativeDecoder:
         for name in ("q", "k", "v", "o"):
             setattr(layer, name, self._pack(prefix + name))
         layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        layer.scale, layer.window, layer.softcap = attention.scale, attention.window or 0, attention.softcap or 0.0
+        layer.scale, layer.window, layer.softcap = (
+            attention.scale,
+            min(attention.window or 0, _MAX_WINDOW),
+            attention.softcap or 0.0,
+        )
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
         layer.is_qk_norm_whole, layer.residual_scale = is_whole, spec.residual_scale
         if isinstance(spec.mlp, MoeSpec):

@@ -3,10 +3,15 @@
 import json
 
 import pytest
+import torch
 
 from quire.base.errors import ConfigError, ModelFormatError
 from quire.contracts.config import EngineConfig
+from quire.model.build import build_model, whole_prompt_logits
+from quire.model.checkpoint import open_parameters
+from quire.model.config_reader import read_model_spec
 from quire.worker.runner import build_runner, inspect_model
+from tests.tiny_checkpoint import write_checkpoint
 
 
 def write(folder, source, **changes):
@@ -48,6 +53,17 @@ def test_long_context_takes_no_memory_that_the_pool_cannot_use(tiny_model, tmp_p
     runner, report = build_runner(write(tmp_path, tiny_model, max_position_embeddings=10**12))
     assert report.memory.max_model_len == 10**12
     runner.close()
+
+
+def test_window_beyond_32_bits_is_none(tmp_path):
+    logits = []
+    for window in (None, 2**31, 2**40):
+        folder = write_checkpoint(tmp_path / str(window), "mistral", sliding_window=window)
+        spec = read_model_spec(folder)
+        decoder = build_model(spec, open_parameters(folder, spec), 64, block_size=16)
+        logits.append(whole_prompt_logits(decoder, list(range(40))))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
 
 
 def test_model_too_large_for_the_machine_is_refused_with_the_numbers(tiny_model, tmp_path):
