@@ -15,6 +15,9 @@ _INTEGERS = frozenset(("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64"))
 _FLOATS = frozenset(("f32", "f64"))
 _SHOWN_CHARACTERS = 80
 
+NO_TOKEN = 0xFFFFFFFF
+"""What writers store as the id of a token that there is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class GgufValue:

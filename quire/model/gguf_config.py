@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_file import GgufFile, read_gguf
+from quire.base.gguf_metadata import NO_TOKEN
 from quire.model.gguf_keys import GgufKeys
 from quire.model.gguf_names import find_architecture
 from quire.model.gguf_rope import DEFAULT_ROPE_BASE, read_rope_scaling
@@ -239,6 +240,7 @@ def _token_ids(keys: GgufKeys) -> dict[str, object]:
     tokens = metadata.strings("tokenizer.ggml.tokens") or []
     types = metadata.array("tokenizer.ggml.token_type", "i32", "u32") or []
     ids = {name: metadata.integer(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ids = {name: None if token_id == NO_TOKEN else token_id for name, token_id in ids.items()}
     num_rows = keys.file.tensors["token_embd.weight"].shape[0]
     for name, token_id in ids.items():
         if token_id is not None and not 0 <= token_id < num_rows:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import ModelFormatError, QuireError, UnsupportedError
 from quire.base.gguf_file import read_gguf
-from quire.base.gguf_metadata import GgufMetadata
+from quire.base.gguf_metadata import NO_TOKEN, GgufMetadata
 from quire.base.logging import get_logger
 from quire.text.gguf_splits import Split, find_split
 from quire.text.tokenizer_files import TokenizerFiles
@@ -100,7 +100,7 @@ def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
         token_id = metadata.integer(f"tokenizer.ggml.{key}_token_id")
         if token_id is None and is_spm:
             token_id = _DEFAULT_SPM_IDS.get(name)
-        if token_id is None or token_id == 0xFFFFFFFF:  # the writers' "none"
+        if token_id is None or token_id == NO_TOKEN:
             continue
         if not 0 <= token_id < len(tokens):
             raise metadata.error(f"tokenizer.ggml.{key}_token_id", f"below the number of tokens ({len(tokens)})")

@@ -207,6 +207,12 @@ def test_tokens_that_end_a_turn_end_an_answer(write):
     assert spec.eos_token_ids == {1, 2, 3, 5}
 
 
+def test_token_ids_that_writers_mean_as_none_are_none(write):
+    ids = {f"tokenizer.ggml.{name}_token_id": ("u32", 0xFFFFFFFF) for name in ("bos", "eos", "eot", "eom")}
+    spec = read_model_spec(write(**ids))
+    assert (spec.bos_token_id, spec.eos_token_ids) == (None, frozenset())
+
+
 def test_dtype_is_that_of_most_weights(write):
     assert read_model_spec(write()).dtype == "float32"
     matrix = np.ones((64, 64))
