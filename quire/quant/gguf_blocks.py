@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import ModelFormatError, UnsupportedError
-from quire.base.gguf_file import BLOCK_SIZES
+from quire.base.gguf_file import BLOCK_SIZES, GgufTensor
 from quire.quant.weight import QuantizedWeight
 
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -64,6 +65,24 @@ def unpack_blocks(type_name: str, packed: Tensor, name: str) -> QuantizedWeight:
     if not all(bool(torch.isfinite(values).all()) for values in (scale, offset) if values is not None):
         raise ModelFormatError(f"tensor {name!r} ({type_name}) has scales that are not finite; get the file again")
     return QuantizedWeight(codes, scale, offset, block_type.levels)
+
+
+def packed_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
+    """Return what the kernels of the CPU keep of tensors, but for scales of rows: codes of more than 16 levels take a byte, and
+    every group has its scale and offset in float16.
+
+    float_bytes  of a number that is stored as a float
+    """
+    total = 0.0
+    for tensor in tensors:
+        block_type = _BLOCK_TYPES.get(tensor.type_name)
+        if block_type is None:
+            width = float(float_bytes)
+        else:
+            code = 1.0 if block_type.levels is None else 0.5
+            width = code + (4 if block_type.has_offset else 2) / block_type.group_size
+        total += math.prod(tensor.shape) * width
+    return int(total)
 
 
 def check_is_weight(type_name: str, name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from quire.base.errors import ConfigError
-from quire.base.gguf_file import is_gguf
+from quire.base.gguf_file import is_gguf, read_gguf
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
@@ -20,6 +20,7 @@ from quire.model.config_reader import read_quantization_config
 from quire.model.native_scratch import scratch_bytes
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import has_integer_form
+from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
 from quire.speculate.memory import DraftBytes
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
@@ -107,11 +108,11 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
         return dense
     if config.quantization is not None:
         return quantized_bytes(shapes, spec, POLICIES[config.quantization])
-    stored = stored_bytes(folder)
-    quantization = None if is_gguf(folder) else read_quantization_config(folder)
+    if is_gguf(folder):
+        return min(dense, packed_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
+    quantization = read_quantization_config(folder)
     # What has no integer form is made dense when it is loaded.
-    is_integer = is_gguf(folder) or (quantization is not None and has_integer_form(quantization))
-    return min(dense, stored) if is_integer else dense
+    return min(dense, stored_bytes(folder)) if quantization is not None and has_integer_form(quantization) else dense
 
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from quire.base.errors import ModelFormatError, UnsupportedError
-from quire.base.gguf_file import BLOCK_SIZES
-from quire.quant.gguf_blocks import check_is_weight, unpack_blocks
+from quire.base.gguf_file import BLOCK_SIZES, GgufTensor
+from quire.kernels.native import load_native
+from quire.model.native_weights import WeightPacker
+from quire.quant.gguf_blocks import check_is_weight, packed_bytes, unpack_blocks
 
 FORMULAS = Path(__file__).resolve().parents[4] / "shared" / "design" / "quant_dequant.py"
 # Type -> bytes of a block at which an f16 lies.
@@ -102,6 +104,23 @@ def test_scales_that_are_not_finite_are_refused(type_name):
         packed[0, 0] = 255
         with pytest.raises(ModelFormatError, match="not finite"):
             unpack_blocks(type_name, torch.from_numpy(packed), "w")
+
+
+@pytest.mark.parametrize("type_name", HALVES)
+def test_bytes_of_a_weight_are_known_before_it_is_packed(type_name):
+    native = load_native()
+    if native is None:
+        pytest.skip("the native kernels are not built")
+    blocks, elements = random_blocks(type_name, 64, 16), 16 * BLOCK_SIZES[type_name][0]
+    tensor = GgufTensor("w", type_name, (64, elements), Path(), 0, blocks.size)
+    packer = WeightPacker(native, torch.float32)
+    packer.pack(unpack_blocks(type_name, torch.from_numpy(blocks), "w"))
+    # And a scale for each row.
+    assert packed_bytes([tensor], 4) == packer.num_bytes - 4 * 64
+
+
+def test_bytes_of_floats_are_those_of_the_dtype():
+    assert packed_bytes([GgufTensor("w", "F32", (3, 5), Path(), 0, 60)], 2) == 30
 
 
 @pytest.mark.parametrize("type_name", ["I8", "I32", "I64"])
