@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.model.build import whole_prompt_logits
-from quire.model.checkpoint import load_parameters
+from quire.kernels.native import load_native
+from quire.model.build import build_model, whole_prompt_logits
+from quire.model.checkpoint import load_parameters, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
+from quire.model.native_decoder import NativeDecoder
 from quire.quant.weight import QuantizedWeight
 from tests.gguf_writer import write_gguf
 from tests.golden import make_checkpoints
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.golden
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
 FILES = sorted(SHARED.glob("*.gguf"))
 GOLDEN_TOLERANCE, CONVERTED_TOLERANCE = 1e-4, 5e-5
+NATIVE_SHARES = {"float32": 0.03, "bfloat16": 0.03}
+"""Of the range of the logits: native kernels quantise the inputs of integers to int8, and round to the dtype."""
 CASES = (
     *("llama", "llama-mqa", "llama-bias", "llama-head-dim", "llama-linear", "llama-llama3", "llama-yarn"),
     *("mistral", "mistral-window", "mixtral", "mixtral-window", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3"),
@@ -51,6 +55,22 @@ def test_logits_are_those_of_the_dequantised_model(path):
     ):
         got = whole_prompt_logits(decoder, ids.tolist())
         assert (got - torch.from_numpy(logits)).abs().max() <= GOLDEN_TOLERANCE
+
+
+@pytest.mark.skipif(not FILES or load_native() is None, reason=f"{SHARED} is absent, or the native kernels are not built")
+@pytest.mark.parametrize("dtype", NATIVE_SHARES)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_native_logits_are_near_those_of_the_dequantised_model(path, dtype):
+    golden = np.load(path.with_suffix(".golden.npz"))
+    spec = read_model_spec(path, dtype)
+    decoder = build_model(spec, open_parameters(path, spec), spec.max_positions, block_size=16)
+    assert isinstance(decoder, NativeDecoder)
+    for ids, logits in zip(
+        np.atleast_2d(golden["ids"]), golden["logits"].reshape(-1, golden["ids"].shape[-1], 288), strict=True
+    ):
+        expected = torch.from_numpy(logits)
+        error = (whole_prompt_logits(decoder, ids.tolist()) - expected).abs()
+        assert error.max() <= NATIVE_SHARES[dtype] * (expected.max() - expected.min())
 
 
 @pytest.mark.parametrize("case", CASES)

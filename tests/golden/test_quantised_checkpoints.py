@@ -11,13 +11,18 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.base.errors import UnsupportedError
-from quire.model.build import load_model, whole_prompt_logits
+from quire.kernels.native import load_native
+from quire.model.build import build_model, load_model, whole_prompt_logits
+from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
+from quire.model.native_decoder import NativeDecoder
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
 UNSUPPORTED = "gptoss-mxfp4"
 NAMES = sorted(path.name for path in FOLDER.glob("*/") if path.is_dir() and path.name != UNSUPPORTED)
 TOLERANCE = 1e-4
+NATIVE_SHARES = {"float32": 0.03, "bfloat16": 0.03}
+"""Of the range of the logits: native kernels quantise the inputs of integers to int8, and round to the dtype."""
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(not FOLDER.is_dir(), reason="../shared/data is not there")]
 
@@ -43,6 +48,20 @@ def test_greedy_tokens_are_those_of_the_logits_when_generated(name):
     for _ in range(6):
         token_ids.append(int(whole_prompt_logits(decoder, token_ids)[-1].argmax()))
     assert list(output.outputs[0].token_ids) == token_ids[len(output.prompt_token_ids) :]
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("dtype", NATIVE_SHARES)
+@pytest.mark.parametrize("name", NAMES)
+def test_native_logits_are_near_those_of_the_dense_weights(name, dtype):
+    golden = np.load(FOLDER / name / "golden.npz")
+    token_ids = golden["ids"].reshape(-1).tolist()
+    expected = torch.from_numpy(golden["logits"]).float().view(len(token_ids), -1)
+    spec = read_model_spec(FOLDER / name, dtype)
+    decoder = build_model(spec, open_parameters(FOLDER / name, spec), len(token_ids), block_size=16)
+    assert isinstance(decoder, NativeDecoder)
+    error = (whole_prompt_logits(decoder, token_ids) - expected).abs()
+    assert error.max() <= NATIVE_SHARES[dtype] * (expected.max() - expected.min())
 
 
 def test_mxfp4_of_gpt_oss_is_refused_by_name():
