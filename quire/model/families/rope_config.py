@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+_LARGEST = 1e15
+"""More than any parameter is; positions, factors and their products stay numbers."""
 _MIN_BETA, _MAX_BETA = 1e-6, 1e6
 _ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
@@ -41,8 +43,8 @@ class _Parameters:
         value = self._values.get(name)
         if value is None and (default is not None or not is_required):
             return default
-        if not is_number(value) or value <= 0:
-            raise self._config.error(f"{self._key}.{name}", value, "a positive number")
+        if not is_number(value) or not 0 < value <= _LARGEST:
+            raise self._config.error(f"{self._key}.{name}", value, f"a positive number, at most {_LARGEST:.0e}")
         return float(value)
 
     def required(self, name: str) -> float:

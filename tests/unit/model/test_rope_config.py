@@ -118,6 +118,12 @@ def test_rope_parameters_of_the_wrong_nesting(read_rope):
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "rope_theta"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-320}}, "beta_fast"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e308}}, "beta_slow"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 1e300}}, "factor"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 10**40}},
+            "original",
+        ),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "head_dim": 2}, "head_dim"),
         ("llama", {"rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}}, "rope_type"),
         ("phi3", {"rope_scaling": {"type": {"a": 1}, "factor": 4.0}}, "rope_type"),
