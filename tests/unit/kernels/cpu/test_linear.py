@@ -375,6 +375,21 @@ def test_weight_packed_in_parts_is_the_weight_packed_whole(format, threads):
     assert torch.equal(unpack(layer, ISAS[-1]).double(), layer.codes)
 
 
+@pytest.mark.parametrize("format, group", [("u8", 128), ("u4", 64), ("bf16", 0)])
+def test_places_are_right_when_a_weight_has_more_than_2_to_the_31_inputs_and_outputs(isa, format, group):
+    # Memory that is not packed is never taken from the system: it is read as zeros.
+    n, k = 40_000, 60_000
+    packed = native.Weight(format, n, k, group)
+    source = (torch.arange(16 * k).view(16, k) % 13 - 6).to(torch.bfloat16 if format == "bf16" else torch.int8)
+    levels = torch.tensor(LINEAR_LEVELS, dtype=torch.int8)
+    options = {"levels": levels.data_ptr(), "num_levels": 16} if format == "u4" else {}
+    packed.pack(source.data_ptr(), k, n - 16, 16, **options)
+    row = torch.full((k,), float("nan"))
+    for index in (0, 15):
+        packed.unpack_row(n - 16 + index, row.data_ptr(), isa)
+        assert torch.equal(row, source[index].float())
+
+
 def test_groups_of_four_inputs_stay_in_their_row_when_the_padding_of_the_row_is_as_long():
     # In a process of its own: a kernel that takes the padding of K for another group writes past the inputs' scales.
     code = """
