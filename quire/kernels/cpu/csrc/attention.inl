@@ -96,6 +96,9 @@ static i64 target_cost(const AttentionJob& job, const Shape& shape, const Batch&
     return total / (4 * num_threads) + 1;
 }
 
+// A thread knows what it does next while there are more items than this for each thread.
+constexpr i64 RESERVED_ITEMS = 4;
+
 // A step's work, which every thread walks through in order.
 struct Work {
     const AttentionJob* job;
@@ -173,9 +176,33 @@ static Tile tile_at(const Walk& walk, i64 place, i32& position) {
             end = larger(end, seen_end(tile, position, token));
         }
     }
-    const i32 begin = job.window > 0 ? larger(0, least - job.window) : 0;
-    tile.chunks = {begin / CHUNK, (end + CHUNK - 1) / CHUNK};
+    tile.begin = job.window > 0 ? larger(0, least - job.window) : 0;
+    tile.chunks = {tile.begin / CHUNK, (end + CHUNK - 1) / CHUNK};
+    tile.following = nullptr;
     return tile;
+}
+
+// The chunks of a tile that a part of it takes.
+static Span part_of(const Walk& walk, const Tile& tile, i64 item) {
+    const int part = static_cast<int>((item - walk.first_item) % walk.share.parts);
+    const i32 count = tile.chunks.end - tile.chunks.begin;
+    return {static_cast<i32>(share_start(count, part, walk.share.parts)), static_cast<i32>(share_start(count, part + 1, walk.share.parts))};
+}
+
+// The keys that an item reads first.
+static Ahead first_keys(const Walk& walk, i64 item) {
+    const KvLayer& kv = walk.work->job->kv;
+    i32 position;
+    const Tile tile = tile_at(walk, (item - walk.first_item) / walk.share.parts, position);
+    const i32 first = larger(tile.begin / RUN * RUN, (tile.chunks.begin + part_of(walk, tile, item).begin) * CHUNK);
+    const i32 length = walk.work->batch->context_lens[walk.sequence];
+    Ahead ahead;
+    for (i32 i = 0; i < GROUP; ++i) {
+        const i32 token = smaller(first + i * RUN, (length - 1) / RUN * RUN);
+        const i64 element = run_element(kv, tile.blocks[token / kv.block_size], tile.kv_head, token % kv.block_size);
+        ahead.runs[i] = static_cast<const u8*>(kv.keys) + element * element_bytes(kv.format);
+    }
+    return ahead;
 }
 
 QUIRE_INLINE Partial partial_of(const Walk& walk, i64 place, i32 chunk) {
@@ -193,16 +220,14 @@ static void attend_chunk_of(const AttentionJob& job, const Shape& shape, const T
 
 // A whole tile, or a part of its chunks into partial results.
 template <class Kind>
-static void attend_item(const Walk& walk, i64 item, Space& space) {
+static void attend_item(const Walk& walk, i64 item, Space& space, const Ahead* following) {
     const AttentionJob& job = *walk.work->job;
     const Shape& shape = walk.work->shape;
     const i64 place = (item - walk.first_item) / walk.share.parts;
-    const int part = static_cast<int>((item - walk.first_item) % walk.share.parts);
     i32 position;
-    const Tile tile = tile_at(walk, place, position);
-    const i32 count = tile.chunks.end - tile.chunks.begin;
-    const i32 begin = static_cast<i32>(share_start(count, part, walk.share.parts));
-    const i32 end = static_cast<i32>(share_start(count, part + 1, walk.share.parts));
+    Tile tile = tile_at(walk, place, position);
+    tile.following = following;
+    const auto [begin, end] = part_of(walk, tile, item);
     if (begin == end) return;
     prepare_rows<Kind>(job, shape, tile, position, space);
     if (walk.share.parts > 1) {
@@ -240,12 +265,23 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
     Space space = space_at(job.scratch + worker.rank * work.shape.space_bytes, job, work.shape);
     u8* partials = job.scratch + worker.size * work.shape.space_bytes;
     Walk walk = walk_of(work, partials, false);
-    for (i64 item; (item = next(worker, work.items, 1)) < work.items;) {
+    Walk before = walk;
+    for (i64 item = next(worker, work.items, 1), then; item < work.items; item = then) {
+        // Near the end nobody takes an item before its time: others might wait for it.
+        const bool is_known = item + RESERVED_ITEMS * worker.size < work.items;
+        then = is_known ? next(worker, work.items, 1) : work.items;
+        Ahead ahead;
+        const bool has_ahead = then < work.items;
+        if (has_ahead) {
+            before.seek(then);
+            ahead = first_keys(before, then);
+        }
         walk.seek(item);
         if (job.is_bf16)
-            attend_item<KindBf16>(walk, item, space);
+            attend_item<KindBf16>(walk, item, space, has_ahead ? &ahead : nullptr);
         else
-            attend_item<KindF32>(walk, item, space);
+            attend_item<KindF32>(walk, item, space, has_ahead ? &ahead : nullptr);
+        if (!is_known) then = next(worker, work.items, 1);
     }
     barrier(worker);
     if (work.cut_tiles == 0) return;

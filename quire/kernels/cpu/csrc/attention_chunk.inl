@@ -92,6 +92,8 @@ struct Tile {
     // Null unless its sequence has a tree: the ancestors of each token, and the position of draft 0.
     const u64* ancestors;
     i32 tree_start;
+    i32 begin;                // the first position that any row sees
+    const Ahead* following;   // the first keys of what this thread does next, to be fetched, or null
 };
 
 // The end of what a token sees: for a draft as if its ancestors stood one behind the other.
@@ -160,6 +162,8 @@ static void find_runs(const AttentionJob& job, const Tile& tile, i32 end, Chunk&
         chunk.value_scales[run] = kv.format == KvFormat::i8 ? kv.value_scales + scale : nullptr;
     }
     for (i32 run = stop; run < CHUNK_RUNS + GROUP; ++run) chunk.keys[run] = chunk.keys[stop - 1];
+    if (stop > CHUNK_RUNS || tile.following == nullptr) return;
+    for (i32 i = 0; i < GROUP; ++i) chunk.keys[CHUNK_RUNS + i] = tile.following->runs[i];
 }
 
 // Round q to Kind's numbers, with zeros past head_dim, and find what each row sees.
@@ -230,13 +234,15 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
             product.num_runs = runs.end - runs.begin;
             for (int i = 0; i < product.num_runs; ++i) product.runs[i] = keys[runs.begin - group * GROUP + i];
             product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
-            if (row == 0 && !is_converted) product.ahead = after_keys(chunk, group);
+            const bool is_fetching = row == 0 && !is_converted;
+            if (is_fetching) product.ahead = after_keys(chunk, group);
             product.steps = dim / Kind::units;
             product.rows = space.q + row * shape.q_stride;
             product.row_stride = shape.q_stride;
             product.out = space.scores + row * SCORE_STRIDE + runs.begin * RUN;
             product.out_stride = SCORE_STRIDE;
             score_rows<Kind>(product, count);
+            if (is_fetching) fetch_rest_of_scores(product);
         }
     }
 }
@@ -328,12 +334,14 @@ static void sum_chunk(const AttentionJob& job, const Shape& shape, const Tile& t
                 is_clean &= values.is_clean[runs.begin - group * GROUP + i];
             }
             product.ahead = ahead_at(product.runs, {0, product.num_runs}, 0);
-            if (row == 0 && !is_converted) product.ahead = after_values(chunk, group);
+            const bool is_fetching = row == 0 && !is_converted;
+            if (is_fetching) product.ahead = after_values(chunk, group);
             product.run_stride = shape.value_stride;
             product.rows = reinterpret_cast<const u8*>(space.scores + row * SCORE_STRIDE) + runs.begin * Kind::run_steps * 4;
             product.row_stride = SCORE_STRIDE * 4;
             product.out = out.values + static_cast<i64>(row) * shape.padded_dim;
             product.out_stride = shape.padded_dim;
+            if (is_fetching) fetch_rest_of_sums<Kind>(product, count);
             if (is_clean)
                 sum_rows<Kind>(product, count);
             else

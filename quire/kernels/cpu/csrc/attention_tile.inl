@@ -86,6 +86,11 @@ QUIRE_INLINE void fetch(const Ahead& ahead, i64 line) {
     }
 }
 
+// Fetch the lines [begin, end).
+QUIRE_INLINE void fetch_lines(const Ahead& ahead, i64 begin, i64 end) {
+    for (i64 line = begin; line < end; ++line) fetch<1>(ahead, line);
+}
+
 // A product of a block of rows with the vectors of up to GROUP runs. Strides are in bytes, but for out.
 struct Product {
     const u8* runs[GROUP];
@@ -157,6 +162,19 @@ static void sum_dims(const Product& product, i64 offset) {
     for (; product.run_stride - offset >= 64 * N; offset += 64 * N) sum_tile<Kind, R, N>(product, offset);
     if constexpr (N > 1)
         if (offset < product.run_stride) sum_dims<Kind, R, N - 1>(product, offset);
+}
+
+// What products of fewer runs than a group leave of the next group, as they fetch some lines a step.
+static void fetch_rest_of_scores(const Product& product) { fetch_lines(product.ahead, product.num_runs * product.steps, GROUP * product.steps); }
+
+template <class Kind>
+static void fetch_rest_of_sums(const Product& product, int num_rows) {
+    const i64 vectors = product.run_stride / 64;
+    for (i64 first = 0, count; first < vectors && product.num_runs < GROUP; first += count) {
+        count = vectors - first < tile_vectors(num_rows) ? vectors - first : tile_vectors(num_rows);
+        const i64 line = first * Kind::run_steps * GROUP, lines = count * Kind::run_steps;
+        fetch_lines(product.ahead, line + product.num_runs * lines, line + GROUP * lines);
+    }
 }
 
 template <class Kind, int R = TILE_ROWS>
