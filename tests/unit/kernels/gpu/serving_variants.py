@@ -1,10 +1,12 @@
 """Which kernels random steps launch that were not found ahead: `python -m ...serving_variants MODE` prints JSON.
 
-MODE is plain, compile, or narrow with a folder to write checkpoints in.
+MODE is plain, compile, narrow with a folder to write checkpoints in, or keys with forward or backward: by what all kernels are
+found that are used in this order.
 
 In a process of its own: where kernels are interpreted their parameters are not known.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -12,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import triton
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from quire.kernels.triton import attention
+from quire.kernels.triton import attention, launching
 from quire.kernels.triton.ahead import compile_variant, variant_of
 from quire.kernels.triton.feedback import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
@@ -140,8 +143,24 @@ def compile_some(variants):
     print(json.dumps({"hashes": hashes, "launched": launched.hash, "failed": failed, "num_cubins": num_cubins}))
 
 
+def print_keys(order):
+    """Print the key of every kernel and of every function that kernels call, asked for one after the other."""
+    names = sorted(path.stem for path in Path(launching.__file__).parent.glob("[!_]*.py"))
+    modules = [importlib.import_module(f"quire.kernels.triton.{name}") for name in names]
+    parts = [part for module in modules for part in vars(module).items()]
+    functions = {name: part for name, part in parts if isinstance(part, triton.JITFunction)}
+    keys = {}
+    for name in sorted(functions, reverse=order == "backward"):
+        launching.settle_key(functions[name])
+        keys[name] = functions[name].cache_key
+    print(json.dumps(keys))
+
+
 if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
+    if mode == "keys":
+        print_keys(*rest)
+        sys.exit()
     if mode == "narrow":
         for title, narrow in narrow_models(Path(rest[0])):
             describe(title, narrow)

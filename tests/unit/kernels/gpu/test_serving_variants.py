@@ -70,6 +70,13 @@ def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_
     assert set().union(*kernels.values()) == NARROW_KERNELS
 
 
+def test_kernels_are_found_by_the_same_keys_whichever_is_used_first(tmp_path):
+    """They are compiled in one order, by several processes, and launched in another."""
+    (forward,), (backward,) = (run_without_interpreter(tmp_path, "keys", order) for order in ("forward", "backward"))
+    assert len(forward) > 60
+    assert [name for name in forward if forward[name] != backward[name]] == []
+
+
 @pytest.mark.slow
 def test_what_was_found_compiles_into_the_cache_without_a_gpu(tmp_path):
     *_, compiled = run_without_interpreter(tmp_path, "compile")
