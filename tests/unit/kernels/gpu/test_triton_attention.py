@@ -192,9 +192,8 @@ def test_attend_reads_quantised_caches(heads, head_dim, options, dtype, q_dtype,
     case = make_case([280, 40], [1, 40], spec, 16, q_dtype)
     caches, scales = [], []
     for cache, dense in ((case.k_cache, case.k), (case.v_cache, case.v)):
-        size = (
-            cache.float().nan_to_num().abs().amax(-1) * torch.linspace(0.5, 2.0, heads[1])[:, None]
-        )  # scales need not be tight
+        loose = torch.linspace(0.5, 2.0, heads[1])[:, None]  # scales need not be tight
+        size = cache.float().nan_to_num().abs().amax(-1) * loose
         scale = (size / (127 if dtype == torch.int8 else 448)).clamp(min=1e-9)
         stored = cache.float().nan_to_num() / scale[..., None]
         stored = stored.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else stored.clamp(-448, 448).to(dtype)
