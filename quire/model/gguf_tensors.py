@@ -153,7 +153,8 @@ class _Opener:
     @staticmethod
     def _lazy(matrix: _Matrix) -> StoredWeight:
         tensors = (matrix.file.bytes_at(matrix.start, matrix.num_bytes),)
-        return StoredWeight(matrix.shape, matrix.load, tensors, is_integer=matrix.type_name not in FLOAT_TYPES)
+        is_integer = matrix.type_name not in FLOAT_TYPES
+        return StoredWeight(matrix.shape, matrix.load, tensors, is_integer, form=matrix.type_name)
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Return which row of the file comes where, for q and k that are stored for rotating neighbours [O] i64."""

@@ -183,4 +183,4 @@ def _layout(stored: Tensor | StoredWeight) -> tuple[object, ...]:
     if isinstance(stored, Tensor):
         return (str(stored.dtype),)
     parts = ((str(tensor.dtype), tuple(tensor.shape)) for tensor in stored.tensors)
-    return stored.is_integer, stored.load_float8 is not None, *parts
+    return stored.form, stored.is_integer, stored.load_float8 is not None, *parts

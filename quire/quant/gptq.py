@@ -30,7 +30,8 @@ def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
     parts.take("scales", FLOATS, (num_groups, num_rows))
     if "g_idx" in parts:
         parts.take("g_idx", INTEGERS, (num_columns,))
-    return parts.integers((num_rows, num_columns), lambda: _load(parts, scheme, num_rows, num_columns, num_groups))
+    form = "gptq_v2" if scheme.is_v2 else "gptq"  # most of the first have no zero points but the middle, and no offsets
+    return parts.integers((num_rows, num_columns), lambda: _load(parts, scheme, num_rows, num_columns, num_groups), form)
 
 
 def _load(parts: StoredParts, scheme: GptqScheme, num_rows: int, num_columns: int, num_groups: int) -> QuantizedWeight:

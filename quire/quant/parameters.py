@@ -56,7 +56,7 @@ class StoredParameter(ABC):
     @property
     @abstractmethod
     def layout(self) -> tuple[object, ...]:
-        """What is stored for it, as dtypes and shapes: parameters of equal layouts load in one form."""
+        """What is stored for it, as forms, dtypes and shapes: parameters of equal layouts load alike."""
 
     @abstractmethod
     def open(self) -> Tensor | QuantizedWeight:

@@ -33,9 +33,9 @@ class StoredParts:
         """Return the parts that are stored."""
         return list(self._parts)
 
-    def integers(self, shape: tuple[int, int], load: Callable[[], QuantizedWeight]) -> StoredWeight:
-        """Return the weight of these parts, which `load` makes."""
-        return StoredWeight(shape, load, tuple(self._parts.values()))
+    def integers(self, shape: tuple[int, int], load: Callable[[], QuantizedWeight], form: str = "") -> StoredWeight:
+        """Return the weight of these parts, which `load` makes; form as in StoredWeight."""
+        return StoredWeight(shape, load, tuple(self._parts.values()), form=form)
 
     def floats(
         self, shape: tuple[int, int], load: Callable[[], Tensor], load_float8: Callable[[], Float8Weight] | None = None

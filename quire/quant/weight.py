@@ -87,6 +87,7 @@ class StoredWeight:
     tensors     what is read, still in the file
     is_integer  load returns a QuantizedWeight
     load_float8 returns the weight with its float8 numbers as they are stored; None: it is of another format
+    form        what the tensors do not tell of what is returned by their dtypes and shapes, such as the name of the format
     """
 
     shape: tuple[int, int]
@@ -94,6 +95,7 @@ class StoredWeight:
     tensors: tuple[Tensor, ...]
     is_integer: bool = True
     load_float8: Callable[[], Float8Weight] | None = None
+    form: str = ""
 
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

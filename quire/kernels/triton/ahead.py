@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from quire.kernels.triton.launching import Launch
+from quire.kernels.triton.launching import Launch, settle_key
 
 _ALIGNMENT = 16
 _WIDE = 1 << 31
@@ -82,6 +82,7 @@ def compile_variant(variant: Variant, arch: int, has_launchers: bool) -> str:
     """Compile one variant into Triton's cache, where the launch finds it; return its key there. Not in the interpreter."""
     triton.runtime.driver.set_active(_AbsentDriver(arch))
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
+    settle_key(kernel)
     compiled = kernel.warmup(grid=(1,), **dict(variant.arguments), **dict(variant.constants), **dict(variant.options))
     if has_launchers:
         from triton.backends.nvidia.driver import CudaLauncher  # looks for the driver's library

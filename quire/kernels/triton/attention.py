@@ -37,6 +37,11 @@ _PARTIAL_BYTES = 256 << 20
 """What the partial results of long runs take at most, unless those of few tiles take more; further tiles follow in turn."""
 _ALIGNED_TILES = 4  # whose lists begin at a multiple of 16 bytes
 
+IS_FUSED = False
+"""Whether a multiply and an add become one operation. They would where a tile of keys is seen whole, and not where it is
+masked, so that the bits of a row depended on where its prompt was cut. Scores are multiplied for their maximum anyway: nothing
+is lost."""
+
 
 class KvCache(NamedTuple):
     """The cache of one layer.
@@ -177,8 +182,7 @@ def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Lau
     }
     constants = {**_key_constants(call), "IN_CHUNKS": call.is_in_order}
     grid = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks)
-    # Two kernels that merge fuse multiplies and adds alike only where neither does.
-    return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages, not call.is_in_order)
+    return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED)
 
 
 def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
@@ -241,7 +245,7 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
     }
     constants = {**_key_constants(call), "MOST": most}
     grid = (min(len(plan.tiles), max(1, SPLIT_PROGRAMS // num_kv_heads)), num_kv_heads)
-    return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, tile.num_stages, not call.is_in_order)
+    return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED)
 
 
 def _merge_items(call: _Call, plan: ChunkPlan, partial: Tensor, log_sums: Tensor) -> Launch:
@@ -256,7 +260,7 @@ def _merge(call: _Call, kernel: triton.JITFunction, parts: dict[str, Tensor | in
         "BLOCK_C": 1 if call.is_in_order else _MERGED_AT_ONCE,
     }
     grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
-    return Launch(kernel, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=not call.is_in_order)
+    return Launch(kernel, grid, arguments, constants, num_warps=2, num_stages=2, is_fused=IS_FUSED)
 
 
 def _key_arguments(call: _Call) -> dict[str, Tensor | int | float | None]:

@@ -96,7 +96,8 @@ def _is_seen(
     if ancestors_ptr is not None:
         paths = tl.load(ancestors_ptr + token_shift + queries, mask=is_row, other=0)
         drafts = keys - tree_start
-        bits = (paths[:, None] >> tl.maximum(drafts, 0).to(tl.int64)[None, :]) & 1
+        # Places behind the last draft are not seen, but no shift may be by 64 bits.
+        bits = (paths[:, None] >> tl.minimum(tl.maximum(drafts, 0), 63).to(tl.int64)[None, :]) & 1
         seen = seen & ((drafts[None, :] < 0) | (bits != 0))
     if WINDOW > 0:
         from_positions = queries

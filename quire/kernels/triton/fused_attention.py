@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import LOG2_E
-from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.attention import IS_FUSED, KvCache
 from quire.kernels.triton.dependent import has_dependent_launch
 from quire.kernels.triton.fused_attention_kernels import attend_projected
 from quire.kernels.triton.heads import LARGEST_OF, Rope
@@ -107,9 +107,7 @@ class ProjectedAttention:
             "IS_PDL": is_pdl,
         }
         grid = (num_sequences, spec.num_kv_heads, min(num_parts, max(1, -(-longest // CHUNK))))
-        # Rounding to whole numbers must not become one with the product before it.
-        is_fused = cache.k.dtype != torch.int8
-        return Launch(attend_projected, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
+        return Launch(attend_projected, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED, is_pdl)
 
     def _check(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceStep, positions: Tensor) -> None:
         spec, num_sequences = self.spec, len(qkv)

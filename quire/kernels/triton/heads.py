@@ -13,7 +13,7 @@ from quire.base.errors import InvariantError
 from quire.contracts.model_spec import RopeSpec
 from quire.kernels.reference.rope import cos_sin
 from quire.kernels.triton.arithmetic import narrow, rounded, whole
-from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.attention import IS_FUSED, KvCache
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm, scale_normalized
 from quire.kernels.triton.sizes import power_of_two
@@ -123,7 +123,9 @@ def place_heads_launch(
         "LARGEST": LARGEST_OF.get(cache.k.dtype, 0.0),
     }
     num_groups = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
-    return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, 1 if block_h == 1 else 4, num_stages=1)
+    num_warps = 1 if block_h == 1 else 4
+    # As attention does that starts from the projections: what is stored is the same either way, whole numbers above all.
+    return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, num_warps, num_stages=1, is_fused=IS_FUSED)
 
 
 def _check(

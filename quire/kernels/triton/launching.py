@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.kernels.triton.arithmetic import INTERPRETED
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -53,6 +54,7 @@ class Launch:
             return
         noted = _NOTED.get()
         if noted is None:
+            settle_key(self.kernel)
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
         else:
             noted.append(self)
@@ -66,6 +68,26 @@ class Launch:
             "enable_fp_fusion": self.is_fused,
         }
         return {**told, "launch_pdl": True} if self.is_pdl else told
+
+
+_SETTLED: set[int] = set()
+
+
+def settle_key(kernel: triton.JITFunction) -> None:
+    """Have Triton hash a kernel behind all that it calls; to be called before it is launched or compiled.
+
+    Triton 3.6 leaves the constants of a function that it has not hashed yet out of the key of its caller. That key finds the
+    compiled code, and would depend on which kernel was launched first: not on the same one as where it was compiled ahead.
+    """
+    if INTERPRETED.value or id(kernel) in _SETTLED:
+        return
+    _SETTLED.add(id(kernel))
+    scope = kernel.fn.__globals__
+    for name in kernel.fn.__code__.co_names:
+        called = scope.get(name)
+        if isinstance(called, triton.JITFunction):
+            settle_key(called)
+    _ = kernel.cache_key
 
 
 _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=None)

@@ -44,10 +44,12 @@ def add_run(
         part = dot(narrow(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
     acc += part * tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
     if offsets_ptr is not None:
-        total = tl.sum(x.to(tl.float32), 1)
+        # The sum of x as a product with ones: threads would add it in an order that depends on the number of tokens.
+        ones = narrow(tl.full(codes.shape, 1.0, tl.float32), DTYPE)
+        total = dot(ones, tl.trans(x), zeros)
         if IS_PACKED:
-            total += tl.sum(high_x.to(tl.float32), 1)
-        acc += tl.load(offsets_ptr + offset_places, mask=is_row, other=0.0)[:, None] * total[None, :]
+            total = dot(ones, tl.trans(high_x), total)
+        acc += tl.load(offsets_ptr + offset_places, mask=is_row, other=0.0)[:, None] * total
     return acc
 
 

@@ -35,7 +35,8 @@ def route_rows(
     logits = tl.load(logits_ptr + row * logits_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     shares = tl.exp2((logits - tl.max(logits, 0)) * LOG2_E)
     total = tl.sum(shares, 0)
-    left = tl.where(is_expert, shares, -1.0)
+    # A maximum over NaN may be that of no expert, whose weights would be read all the same: NaN stays in the total alone.
+    left = tl.where(is_expert, tl.where(shares == shares, shares, 0.0), -1.0)
     if IS_RENORMALIZED:
         rest = left
         total = total * 0.0

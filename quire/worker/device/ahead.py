@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -125,14 +125,30 @@ def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParame
     return hashlib.sha256(b"\0".join([content, *sources])).hexdigest()
 
 
-def main() -> None:
-    """Compile the order that stands in the standard input."""
-    order: Order = pickle.load(sys.stdin.buffer)
-    variants = order.variants()
+def compile_all(variants: Sequence[Variant], arch: int, has_launchers: bool) -> list[str]:
+    """Compile variants in processes, and return what is wrong with those that cannot be, the kernel's name first."""
     count = len(variants)
     # The children only compile: they touch neither the GPU nor a thread of this process.
     with ProcessPoolExecutor(min(count, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
-        list(pool.map(compile_variant, variants, [order.arch] * count, [order.has_launchers] * count))
+        found = pool.map(_error_of, variants, [arch] * count, [has_launchers] * count)
+        return [error for error in found if error is not None]
+
+
+def _error_of(variant: Variant, arch: int, has_launchers: bool) -> str | None:
+    try:
+        compile_variant(variant, arch, has_launchers)
+    except Exception as error:  # noqa: BLE001 - one that fails must not take the others with it, whatever a compiler raises
+        return f"{variant.kernel}: {type(error).__name__}: {error}"
+    return None
+
+
+def main() -> None:
+    """Compile the order that stands in the standard input. Exits with 1 where a variant cannot be, after all others are."""
+    order: Order = pickle.load(sys.stdin.buffer)
+    variants = order.variants()
+    failed = compile_all(variants, order.arch, order.has_launchers)
+    if failed:
+        sys.exit(f"{len(failed)} of {len(variants)} variants cannot be compiled, the first is {failed[0]}")
 
 
 if __name__ == "__main__":

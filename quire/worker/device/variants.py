@@ -111,11 +111,13 @@ def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
 
 def _mixed_steps(stepper: DeviceStepper, sizes: StepSizes) -> Iterator[HostStep]:
     """Yield steps with prompts of every kind that kernels tell apart: by powers of two, and by what fits one chunk of keys."""
-    most, longest = min(sizes.max_num_batched_tokens, sizes.max_model_len), sizes.max_model_len
+    longest = sizes.max_model_len
+    most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
     powers = [1 << power for power in range(most.bit_length())]
     for count in sorted({count for power in powers for count in (power, power + 1) if count <= most} | {most}):
-        yield full_step(count, 1, longest, stepper.padding_line)
-        if count <= CHUNK:
+        # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
+        yield full_step(count, -(-count // longest), longest, stepper.padding_line, longest)
+        if count <= min(CHUNK, longest):
             yield full_step(count, 1, count, stepper.padding_line)
     num_long = max(num_queries for num_queries, _ in stepper.tile_kinds)
     for num_short, context_len in itertools.product((1, 2, 4, 8, 16), {min(CHUNK, longest), longest}):

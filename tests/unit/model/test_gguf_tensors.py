@@ -9,11 +9,11 @@ import torch
 
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_file import read_gguf
-from quire.model.checkpoint import load_parameters
+from quire.model.checkpoint import load_parameters, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.gguf_tensors import open_gguf_tensors
 from quire.quant.weight import QuantizedWeight, StoredWeight
-from tests.gguf_writer import BF16, I8, Q4_0, Q8_0, write_gguf
+from tests.gguf_writer import BF16, I8, Q4_0, Q4_K, Q8_0, write_gguf
 
 HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, INNER, VOCAB_SIZE = 32, 4, 2, 8, 64, 5
 METADATA = {
@@ -110,6 +110,17 @@ def test_quantised_weights_are_unpacked_when_they_are_asked_for(tmp_path):
     parameters = load(path)
     assert isinstance(parameters["layers.0.q.weight"], QuantizedWeight)
     assert isinstance(parameters["embed.weight"], QuantizedWeight)
+
+
+def test_formats_that_take_as_many_bytes_have_other_layouts(tmp_path):
+    """The kernels that a layout needs are compiled ahead, and these two differ: one has offsets."""
+    layouts = []
+    for type_id in (Q4_0, Q4_K):
+        wide = {f"blk.0.ffn_{name}.weight": np.zeros((256, HIDDEN_SIZE), np.float32) for name in ("gate", "up")}
+        down = (type_id, (HIDDEN_SIZE, 256), bytes(HIDDEN_SIZE * 144))
+        path = write(tmp_path, {**wide, "blk.0.ffn_down.weight": down}, **{"llama.feed_forward_length": ("u32", 256)})
+        layouts.append(open_parameters(path, read_model_spec(path, "float32"))["layers.0.down.weight"].layout)
+    assert layouts[0] != layouts[1]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,24 @@
 """Which kernels random steps launch that were not found ahead: `python -m ...serving_variants MODE` prints JSON.
 
-MODE is plain, compile, or narrow with a folder to write checkpoints in.
+MODE is plain, compile, narrow with a folder to write checkpoints in, or keys with forward or backward: by what all kernels are
+found that are used in this order.
 
 In a process of its own: where kernels are interpreted their parameters are not known.
 """
 
+import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+import triton
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.triton import attention, launching
 from quire.kernels.triton.ahead import compile_variant, variant_of
 from quire.kernels.triton.feedback import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
@@ -22,6 +27,8 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
+from quire.worker.device import stepper
+from quire.worker.device.ahead import compile_all
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
 from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
@@ -50,15 +57,15 @@ NARROW = [
 ]
 """Family and form; "--" is for weights that are quantised while they are loaded."""
 SIZES = StepSizes(24, 1000, 900)
+SHORT = SIZES._replace(max_model_len=100)
 
 
-def random_step(rng):
+def random_step(rng, sizes):
     """Return a step with any number of sequences and of tokens of each, and of any context."""
-    num_sequences = int(rng.integers(1, SIZES.max_num_seqs + 1))
-    counts = np.minimum(
-        rng.choice([1, 1, 1, 2, 3, 5, 8, 30, 200], num_sequences), SIZES.max_num_batched_tokens // num_sequences
-    )
-    lengths = np.minimum(counts + rng.choice([0, 10, 300, 850], num_sequences), SIZES.max_model_len).astype(np.int32)
+    num_sequences = int(rng.integers(1, sizes.max_num_seqs + 1))
+    most = min(sizes.max_num_batched_tokens // num_sequences, sizes.max_model_len)
+    counts = np.minimum(rng.choice([1, 1, 1, 2, 3, 5, 8, 30, 200], num_sequences), most)
+    lengths = np.minimum(counts + rng.choice([0, 10, 300, 850], num_sequences), sizes.max_model_len).astype(np.int32)
     lines = np.arange(num_sequences, dtype=np.int32)
     tokens = np.zeros(int(counts.sum()), np.int64)
     sampled = np.flatnonzero(rng.random(num_sequences) < rng.choice([0.0, 0.5, 1.0]))
@@ -68,27 +75,27 @@ def random_step(rng):
     )
 
 
-def missing_variants(model, kv_dtype):
+def missing_variants(model, kv_dtype, sizes):
     """Return names of the kernels that random steps launch in a variant that was not found ahead, and of all that were."""
     kv = KvSpec.of(model.spec, 64, kv_dtype)
-    found = set(serving_variants(model, kv, SIZES))
-    decoder = meta_decoder(model, SIZES.max_model_len)
+    found = set(serving_variants(model, kv, sizes))
+    decoder = meta_decoder(model, sizes.max_model_len)
     pool = DeviceKvPool(kv, 5, META)
-    steppers = [DeviceStepper(decoder, pool, SIZES, StepGraphs(recorder)) for recorder in (None, NotRecording())]
+    steppers = [DeviceStepper(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
-            step, sampling = random_step(rng), SAMPLINGS[int(rng.integers(2))]
+            step, sampling = random_step(rng, sizes), SAMPLINGS[int(rng.integers(2))]
             for stepper in steppers:
                 stepper.launch(step, sampling, TableChanges([]), kept)
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
 
 
-def describe(name, model, kv_dtype="bfloat16"):
+def describe(name, model, kv_dtype="bfloat16", sizes=SIZES):
     """Print what was found of a model, and return its variants."""
-    missing, launched, variants = missing_variants(model, kv_dtype)
+    missing, launched, variants = missing_variants(model, kv_dtype, sizes)
     parameters = sorted({parameter for variant in variants for parameter, _ in variant.arguments})
     kernels = sorted({variant.kernel for variant in launched})
     described = {"model": name, "kv": kv_dtype, "missing": missing, "count": len(variants), "parameters": parameters}
@@ -97,12 +104,14 @@ def describe(name, model, kv_dtype="bfloat16"):
 
 
 def plain_models():
-    """Yield name and model of those with plain weights."""
+    """Return by name the models with plain weights."""
+    found = {}
     for name, layers in MODELS.items():
         spec = ModelSpec(name, "bfloat16", 3000, 256, tuple(layers), RMS, SIZES.max_model_len)
         shapes = parameter_shapes(spec).items()
         parameters = {key: torch.empty(size, dtype=torch.bfloat16, device=META) for key, size in shapes}
-        yield name, ServedModel(spec, parameters)
+        found[name] = ServedModel(spec, parameters)
+    return found
 
 
 def narrow_models(folder):
@@ -122,6 +131,8 @@ def narrow_models(folder):
 def compile_some(variants):
     """Compile some variants, and print by what they are found when they are launched."""
     chosen = [variant for variant in variants if variant.kernel in ("scan_rows", "plan_chunks", "attend_chunks")]
+    failed = compile_all([chosen[0]._replace(kernel="missing"), *chosen], 90, has_launchers=False)
+    num_cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin")))
     hashes = [compile_variant(variant, 90, has_launchers=False) for variant in chosen]
     last, ids, rows = (
         torch.zeros(count, dtype=dtype) for count, dtype in ((40, torch.int64), (5, torch.int64), (5, torch.int32))
@@ -129,17 +140,37 @@ def compile_some(variants):
     launch = keep_ids_launch(last, ids, rows)
     hashes.append(compile_variant(variant_of(launch), 90, has_launchers=False))
     launched = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **launch.options)
-    print(json.dumps({"hashes": hashes, "launched": launched.hash}))
+    print(json.dumps({"hashes": hashes, "launched": launched.hash, "failed": failed, "num_cubins": num_cubins}))
+
+
+def print_keys(order):
+    """Print the key of every kernel and of every function that kernels call, asked for one after the other."""
+    names = sorted(path.stem for path in Path(launching.__file__).parent.glob("[!_]*.py"))
+    modules = [importlib.import_module(f"quire.kernels.triton.{name}") for name in names]
+    parts = [part for module in modules for part in vars(module).items()]
+    functions = {name: part for name, part in parts if isinstance(part, triton.JITFunction)}
+    keys = {}
+    for name in sorted(functions, reverse=order == "backward"):
+        launching.settle_key(functions[name])
+        keys[name] = functions[name].cache_key
+    print(json.dumps(keys))
 
 
 if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
+    if mode == "keys":
+        print_keys(*rest)
+        sys.exit()
     if mode == "narrow":
         for title, narrow in narrow_models(Path(rest[0])):
             describe(title, narrow)
         sys.exit()
-    for title, plain in plain_models():
+    models = plain_models()
+    for title, plain in models.items():
         for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):
             last_variants = describe(title, plain._replace(is_in_order=in_order), kv)
+    describe("experts of short sequences", models["experts"], sizes=SHORT)
+    attention.LONG_CHUNK = stepper.LONG_CHUNK = 512
+    describe("long runs", models["windows"])
     if mode == "compile":
         compile_some(last_variants)

@@ -259,6 +259,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "linear-4": lambda: linear_launch(torch.uint8, 1),
     "linear-4-offset": lambda: linear_launch(torch.uint8, 1, has_offset=True),
     "linear-4-64": lambda: linear_launch(torch.uint8, 64),
+    "linear-4-offset-64": lambda: linear_launch(torch.uint8, 64, has_offset=True),
+    "linear-8-offset": lambda: linear_launch(torch.int8, 16, has_offset=True),
     "linear-8": lambda: linear_launch(torch.int8, 1),
     "linear-4-4096": lambda: linear_launch(torch.uint8, 4096, shape=(4096, 4096)),
     "linear-add": lambda: linear_launch(torch.uint8, 16, index=1),
@@ -305,7 +307,7 @@ _DEPENDENT = ("PREEXIT", "ACQBULK", "UBLKPF", "ATOMG")
 def describe(name):
     """Return what a launch compiles to, as JSON may hold it."""
     compiled = compile_launch(LAUNCHES[name]())
-    counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", *_LOCAL, *_DEPENDENT)}
+    counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", "SHFL", *_LOCAL, *_DEPENDENT)}
     return {
         "registers": compiled.num_registers,
         "stack": compiled.stack_bytes,

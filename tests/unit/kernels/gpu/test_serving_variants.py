@@ -54,10 +54,10 @@ def run_without_interpreter(cache, *arguments):
 
 def test_random_steps_launch_nothing_that_was_not_found_ahead(tmp_path):
     models = run_without_interpreter(tmp_path, "plain")
-    assert len(models) == 9
+    assert len(models) == 11
     assert [model for model in models if model["missing"]] == []
     assert all(20 < model["count"] < 120 for model in models)
-    assert [RESERVED & set(model["parameters"]) for model in models] == [set()] * 9
+    assert [RESERVED & set(model["parameters"]) for model in models] == [set()] * 11
 
 
 def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_found_ahead(tmp_path):
@@ -70,11 +70,20 @@ def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_
     assert set().union(*kernels.values()) == NARROW_KERNELS
 
 
+def test_kernels_are_found_by_the_same_keys_whichever_is_used_first(tmp_path):
+    """They are compiled in one order, by several processes, and launched in another."""
+    (forward,), (backward,) = (run_without_interpreter(tmp_path, "keys", order) for order in ("forward", "backward"))
+    assert len(forward) > 60
+    assert [name for name in forward if forward[name] != backward[name]] == []
+
+
 @pytest.mark.slow
 def test_what_was_found_compiles_into_the_cache_without_a_gpu(tmp_path):
     *_, compiled = run_without_interpreter(tmp_path, "compile")
     assert compiled["launched"] == compiled["hashes"][-1]  # a launch with tensors finds what was compiled without
     assert len(compiled["hashes"]) == len(set(compiled["hashes"])) > 5
+    assert [failed.partition(":")[0] for failed in compiled["failed"]] == ["missing"]
+    assert compiled["num_cubins"] == len(compiled["hashes"]) - 1  # one that cannot be compiled does not stop the others
     assert len(list(tmp_path.glob("*/*.cubin"))) == len(compiled["hashes"])
 
 

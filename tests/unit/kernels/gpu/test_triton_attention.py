@@ -36,8 +36,11 @@ def run(case, spec, device, sinks=None):
         ((5, 1), 80, 16, {"window": 21}),
         pytest.param((2, 2), 16, 5, {"softcap": 3.0}, marks=pytest.mark.slow),
         pytest.param((4, 1), 256, 128, {"window": 280, "softcap": 2.0}, marks=pytest.mark.slow),
+        pytest.param((7, 1), 112, 64, {"window": 70}, marks=pytest.mark.slow),
+        pytest.param((3, 3), 128, 32, {}, marks=pytest.mark.slow),
+        pytest.param((12, 1), 192, 16, {"softcap": 5.0}, marks=pytest.mark.slow),
     ],
-    ids=["gqa", "mqa-window", "mha-softcap", "wide-both"],
+    ids=["gqa", "mqa-window", "mha-softcap", "wide-both", "seven", "three", "twelve"],
 )
 def test_attend_equals_a_dense_loop_in_f32(lengths, counts, heads, head_dim, block_size, options, device):
     spec = AttentionSpec(*heads, head_dim, head_dim**-0.5, **options)
@@ -175,12 +178,22 @@ def test_bits_of_a_sequence_do_not_change_with_its_neighbours_or_the_cuts_of_its
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("q_dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-def test_attend_reads_quantised_caches(dtype, q_dtype, device):
-    spec = AttentionSpec(4, 2, 64, 0.125)
+@pytest.mark.parametrize(
+    "heads, head_dim, options",
+    [
+        ((4, 2), 64, {}),
+        pytest.param((7, 1), 112, {"window": 70}, marks=pytest.mark.slow),
+        pytest.param((10, 2), 256, {"softcap": 5.0}, marks=pytest.mark.slow),
+    ],
+    ids=["even", "seven-window", "wide-softcap"],
+)
+def test_attend_reads_quantised_caches(heads, head_dim, options, dtype, q_dtype, device):
+    spec = AttentionSpec(*heads, head_dim, head_dim**-0.5, **options)
     case = make_case([280, 40], [1, 40], spec, 16, q_dtype)
     caches, scales = [], []
     for cache, dense in ((case.k_cache, case.k), (case.v_cache, case.v)):
-        size = cache.float().nan_to_num().abs().amax(-1) * torch.linspace(0.5, 2.0, 2)[:, None]  # scales need not be tight
+        loose = torch.linspace(0.5, 2.0, heads[1])[:, None]  # scales need not be tight
+        size = cache.float().nan_to_num().abs().amax(-1) * loose
         scale = (size / (127 if dtype == torch.int8 else 448)).clamp(min=1e-9)
         stored = cache.float().nan_to_num() / scale[..., None]
         stored = stored.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else stored.clamp(-448, 448).to(dtype)

@@ -172,10 +172,13 @@ SPECS = {
     "partly rotated": AttentionSpec(3, 1, 24, 0.2, RopeSpec(8, 1e4, is_f32=True)),
     "window": AttentionSpec(4, 2, 16, 0.25, RopeSpec(16, 1e4), window=37),
     "softcap": AttentionSpec(2, 2, 16, 0.25, None, softcap=5.0),
+    "seven": AttentionSpec(7, 1, 112, 0.1, RopeSpec(112, 1e4), window=37),
+    "wide": AttentionSpec(10, 2, 192, 0.07, RopeSpec(96, 1e4), softcap=5.0),
 }
+LARGE = ("seven", "wide")
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in SPECS])
 @pytest.mark.parametrize("norm", [None, RMS, GEMMA], ids=["plain", "rms", "gemma"])
 def test_attention_from_the_projections_on_is_that_of_separate_launches(name, norm, device, monkeypatch):
     monkeypatch.setattr(fused_attention, "CHUNK", 32)

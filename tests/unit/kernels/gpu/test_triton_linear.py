@@ -134,13 +134,15 @@ def test_products_in_order_are_those_of_float64(shape, dtype, device):
     assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("is_narrow", [False, True], ids=["dense", "narrow"])
+@pytest.mark.parametrize("kind", ["dense", "narrow", "offsets"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_at_any_number_of_rows_and_of_programs(is_narrow, dtype, device, monkeypatch):
+def test_a_row_has_the_same_bits_at_any_number_of_rows_and_of_programs(kind, dtype, device, monkeypatch):
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
+    is_narrow = kind != "dense"
     if is_narrow:
-        weight = on(device, pack_integers(*integers(70, 1024, 8, -8, 7)))
+        codes, scale, offset = integers(70, 1024, 8, -8, 7)
+        weight = on(device, pack_integers(codes, scale, offset if kind == "offsets" else None))
     else:
         weight = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
     product = multiply if is_narrow else multiply_in_order

@@ -10,8 +10,9 @@ from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import MlpSpec, MoeSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
+from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
-from quire.kernels.triton.moe import mixture_of_experts
+from quire.kernels.triton.moe import expert_launches, mixture_of_experts
 from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
@@ -110,6 +111,26 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows_when_sums_are_in_order(dt
     for count in (1, 30, 130):
         alone = mixture_of_experts(x[:count], logits[:count], SPEC, gate_up, down, is_in_order=True)
         assert torch.equal(alone, together[:count])
+
+
+@pytest.mark.parametrize("is_renormalized", [False, True], ids=["shares", "renormalized"])
+@pytest.mark.parametrize("num_nan", [1, 6], ids=["one", "all"])
+def test_a_row_with_nan_stays_with_the_experts_that_there_are_and_spoils_no_other(num_nan, is_renormalized, device):
+    """Weights beyond the last expert, which a maximum over NaN may name, would be read from anywhere."""
+    spec = dataclasses.replace(SPEC, is_renormalized=is_renormalized)
+    x, router, gate_up, down = (tensor.to(device) for tensor in make(spec, 3))
+    logits = F.linear(x, router)
+    alone = mixture_of_experts(x[1:], logits[1:], spec, gate_up, down)
+    logits[0, -num_nan:] = torch.nan
+    out = torch.empty_like(x)
+    launches = expert_launches(out, x, logits, spec, gate_up, down)
+    run_all(launches)
+    assert torch.equal(out[1:], alone)
+    assert out[0].isnan().all()
+    experts = launches[0].arguments["experts_ptr"].view(3, spec.top_k)
+    for row in experts.tolist():
+        assert len(set(row)) == spec.top_k
+        assert set(row) <= set(range(spec.num_experts))
 
 
 def test_experts_that_are_not_covered_are_refused(device):
