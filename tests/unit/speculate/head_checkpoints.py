@@ -106,9 +106,9 @@ def speculators(folder):
     return folder
 
 
-def mtp(folder, layout="qwen"):
+def mtp(folder, layout="qwen", qk_norm=True):
     prefix = "mtp.layers.0."
-    shapes = layer_shapes(prefix, qk_norm=True) | {f"{prefix}input_layernorm.weight": (HIDDEN,)}
+    shapes = layer_shapes(prefix, qk_norm=qk_norm) | {f"{prefix}input_layernorm.weight": (HIDDEN,)}
     shapes |= {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)}
     shapes |= {f"mtp.{name}.weight": (HIDDEN,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     tensors = random_tensors(shapes, 7)

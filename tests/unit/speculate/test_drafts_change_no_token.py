@@ -93,7 +93,8 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
             pytest.skip("a layer for multi-token prediction is one of the model, and must be dense and pre-norm")
         folder = Path(model).parent / f"head-{kind}"
         if not folder.is_dir():
-            HEADS[kind](folder)
+            # A layer for multi-token prediction is one of the model.
+            HEADS[kind](folder, **({"qk_norm": Path(model).name == "qwen3"} if kind.startswith("mtp") else {}))
         config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
         config |= {"draft_top_k": 3} if "tree" in kind else {"draft_min_share": 0.0}
         config |= {"num_speculative_tokens": 12} if "tree" in kind and "medusa" not in kind else {}

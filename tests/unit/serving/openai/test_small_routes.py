@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,11 @@ def test_models_are_listed_by_every_name():
         "root": "demo",
         "parent": None,
         "max_model_len": 1024,
+        "type": "model",
+        "display_name": "a/b",
+        "created_at": datetime.fromtimestamp(served.created_s, UTC).isoformat(),
     }
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("a/b", "c", False)
     card = asyncio.run(get_model(context, SimpleNamespace(path_params={"model": "a/b"})))
     assert json.loads(card.body) == found["data"][0]
     with pytest.raises(ApiError) as caught:
