@@ -103,11 +103,18 @@ def answer_to(compiler: Any, fields: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:500], "pointer": None}
 
 
+def _main_until_nobody_listens() -> None:
+    try:
+        main()
+    except BrokenPipeError:  # the engine was killed: there is nobody to tell
+        os._exit(0)
+
+
 def run() -> None:
     """Run main with half of the stack that the engine's threads have: what fits here, fits there."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=main)
+    thread = threading.Thread(target=_main_until_nobody_listens)
     thread.start()
     thread.join()
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import subprocess
 import sys
 import threading
 
@@ -344,3 +345,18 @@ def test_matchers_of_one_grammar_go_separate_ways(compiler):
     assert (one.is_complete, other.is_complete) == (True, False)
     assert other.advance(ord("b")) is not None
     assert can_end(one)
+
+
+def test_process_that_compiles_ends_quietly_when_nobody_listens_any_more():
+    probe = subprocess.Popen(
+        [sys.executable, "-m", "quire.grammar.probe_main"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    probe.stdout.close()
+    probe.stdin.write(json.dumps({"memory_bytes": 1 << 32, "max_cpu_s": 5}) + "\n")
+    probe.stdin.close()
+    assert (probe.wait(60), probe.stderr.read()) == (0, "")
+    probe.stderr.close()
