@@ -19,10 +19,11 @@ _MAX_OUT_BYTES = 256 << 20
 """Results larger than this are left out: no step computes logits of so many rows."""
 _NOISE_ELEMENTS = 1 << 20
 _INT8_GROUP, _INT4_GROUP, _INPUT_GROUP = 256, 64, 256
-_SHORT_UNIT = 8
-"""Columns of a bf12 weight come in units of so many."""
+_UNITS = {"bf12": 8, "fp8": 4}
+"""Columns of such a weight come in units of so many."""
+_FP8_BLOCK = 128
 _INT4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_LINEAR_FORMATS = {"bf16": "bf16", "bf12": "bf12", "f32": "f32", "int8": "u8", "int4": "u4"}
+_LINEAR_FORMATS = {"bf16": "bf16", "bf12": "bf12", "f32": "f32", "int8": "u8", "int4": "u4", "fp8": "f8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def _linear_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     for number_format in _LINEAR_FORMATS:
         for name, (n, k) in shapes.linears.items():
             rows = [m for m in setup.rows if 4 * m * n <= _MAX_OUT_BYTES]
-            if not rows or (number_format == "bf12" and k % _SHORT_UNIT):
+            if not rows or k % _UNITS.get(number_format, 1):
                 continue
             weights = [_pack(setup, number_format, n, k)]
             weights += [_pack(setup, number_format, n, k) for _ in range(setup.copies_for(weights[0].num_bytes) - 1)]
@@ -156,7 +157,7 @@ def _linear_case(setup: Setup, number_format: str, name: str, weights: list, m: 
             weights[copy], None, x.data_ptr(), k, m, out.data_ptr(), n, num_threads=setup.num_threads, isa=setup.isa
         )
 
-    kind = {"int8": "u8", "int4": "u8", "bf12": "bf16"}.get(number_format, number_format)
+    kind = {"int8": "u8", "int4": "u8", "bf12": "bf16", "fp8": "bf16"}.get(number_format, number_format)
     num_bytes = weights[0].num_bytes + 4 * m * (n + k)
     return KernelCase("linear", number_format, f"M={m} {name}", num_bytes, 2 * m * n * k, kind, len(weights), run)
 
@@ -164,16 +165,19 @@ def _linear_case(setup: Setup, number_format: str, name: str, weights: list, m: 
 def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
     """Return a packed weight as the engine makes it.
 
-    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 64 with uneven levels.
+    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 64 with uneven levels, fp8 blocks of 128 columns.
     """
-    group = {"int8": min(_INT8_GROUP, k), "int4": min(_INT4_GROUP, k)}.get(number_format, 0)
-    weight = setup.native.Weight(_LINEAR_FORMATS[number_format], n, k, group, min(_INPUT_GROUP, k) if group else 0)
+    group = {"int8": min(_INT8_GROUP, k), "int4": min(_INT4_GROUP, k), "fp8": _FP8_BLOCK}.get(number_format, 0)
+    input_group = min(_INPUT_GROUP, k) if number_format.startswith("int") else 0
+    weight = setup.native.Weight(_LINEAR_FORMATS[number_format], n, k, group, input_group)
     levels = torch.tensor(_INT4_LEVELS, dtype=torch.int8)
     count = min(n, _ROWS_AT_ONCE)
     if number_format == "int4":
         source = levels[torch.arange(count * k) * 7 % 16].contiguous()
     elif number_format == "int8":
         source = (_noise(count, k) * 40).clamp(-127, 127).to(torch.int8)
+    elif number_format == "fp8":
+        source = (_noise(count, k) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     else:
         source = _noise(count, k, dtype=torch.bfloat16 if number_format.startswith("bf") else torch.float32).contiguous()
     options = {"levels": levels.data_ptr(), "num_levels": len(levels)} if number_format == "int4" else {}
@@ -186,6 +190,11 @@ def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
     elif number_format == "int4":
         scales = torch.ones(padded * -(-k // group), dtype=torch.float16)
         weight.set_extras(group_scales=scales.data_ptr(), column_scale=column_scale.data_ptr())
+    elif number_format == "fp8" and k > group:
+        scales = torch.full((padded * -(-k // group),), 0.01)
+        weight.set_extras(block_scales=scales.data_ptr())
+    elif number_format == "fp8":
+        weight.set_extras(column_scale=column_scale.data_ptr())
     return weight
 
 

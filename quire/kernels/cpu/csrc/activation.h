@@ -33,6 +33,12 @@ QUIRE_INLINE F32 gelu_tanh(F32 x) {
 // The second operand of max is what stays where x is NaN.
 QUIRE_INLINE F32 relu(F32 x) { return max(zero(), x); }
 
+// (u + 1) g / (1 + e^(-slope g)), g = min(x, limit), u = y between -limit and limit. NaN stays, as the second operand.
+QUIRE_INLINE F32 clamped_gate(F32 x, F32 y, float limit, float slope) {
+    const F32 g = min(set1(limit), x), u = max(set1(-limit), min(set1(limit), y));
+    return (u + set1(1.0f)) * (g / (set1(1.0f) + exp(g * set1(-slope))));
+}
+
 QUIRE_INLINE F32 activate(Activation kind, F32 x) {
     switch (kind) {
         case Activation::silu: return silu(x);

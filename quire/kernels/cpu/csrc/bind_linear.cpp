@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,6 +29,20 @@ constexpr i64 SLAB_BYTES = 64 << 20;
 // Of bf12, a line behind the last panel is read, though not used.
 constexpr i64 PAST_PANELS = 64;
 
+// The first exception of a team: none may leave its region.
+struct Failure {
+    std::mutex guard;
+    std::exception_ptr first;
+
+    void note() noexcept {
+        const std::lock_guard<std::mutex> lock(guard);
+        if (first == nullptr) first = std::current_exception();
+    }
+    void raise() const {
+        if (first != nullptr) std::rethrow_exception(first);
+    }
+};
+
 struct Packing {
     NativeWeight* weight;
     const void* source;
@@ -37,10 +52,10 @@ struct Packing {
     i32 num_levels;
     bool is_mapped;
     std::vector<Exception>* found;  // bf12: of every panel that is packed
+    Failure failure;
 };
 
-void pack_share(void* argument, Worker& worker) {
-    const Packing& job = *static_cast<Packing*>(argument);
+void pack_shares(const Packing& job, Worker& worker) {
     const Weight& w = job.weight->weight;
     const i64 shares = ceil_div(job.count, ROWS_PER_SHARE);
     const i64 width = w.format == Format::f32 ? 4 : w.format == Format::bf16 || w.format == Format::f16 || w.format == Format::bf12 ? 2 : 1;
@@ -55,9 +70,21 @@ void pack_share(void* argument, Worker& worker) {
             pack_bf12(reinterpret_cast<const u16*>(source), job.stride, w.n, w.k, job.first + row, rows, panels, scales, job.found + row / 16);
         } else if (w.format == Format::u8 || w.format == Format::u4)
             pack_codes(w.format, reinterpret_cast<const i8*>(source), job.stride, w.n, w.k, job.first + row, rows, job.levels, job.num_levels, panels);
+        else if (is_float8(w.format))
+            pack_float8(source, job.stride, w.n, w.k, job.first + row, rows, panels);
         else
             pack_dense(w.format, source, job.stride, w.n, w.k, job.first + row, rows, panels);
         if (job.is_mapped) forget_pages(source, rows * job.stride * width);
+    }
+}
+
+// No barrier is inside: a thread may end alone.
+void try_to_pack(void* argument, Worker& worker) {
+    Packing& job = *static_cast<Packing*>(argument);
+    try {
+        pack_shares(job, worker);
+    } catch (...) {
+        job.failure.note();
     }
 }
 
@@ -68,7 +95,9 @@ Format format_named(const std::string& name) {
     if (name == "f16") return Format::f16;
     if (name == "u8") return Format::u8;
     if (name == "u4") return Format::u4;
-    throw std::invalid_argument("format must be bf16, bf12, f16, f32, u8 or u4, got " + name);
+    if (name == "f8") return Format::f8;
+    if (name == "f8_wide") return Format::f8_wide;
+    throw std::invalid_argument("format must be bf16, bf12, f16, f32, u8, u4, f8 or f8_wide, got " + name);
 }
 
 struct LinearCall {
@@ -99,7 +128,7 @@ void linear_call(void* argument, Worker& worker) {
 
 void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out, i64 out_stride,
                 i32 finish, i32 activation, float factor, uintptr_t best_index, const NativeWeight* following, i32 num_threads,
-                const std::optional<std::string>& isa) {
+                const std::optional<std::string>& isa, float limit, float slope) {
     LinearCall call = {};
     call.kernels = &kernels_for(isa.value_or(""));
     call.x = reinterpret_cast<const float*>(x);
@@ -113,6 +142,8 @@ void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_
     call.job.finish = static_cast<Finish>(finish);
     call.job.activation = static_cast<Activation>(activation);
     call.job.factor = factor;
+    call.job.limit = limit;
+    call.job.slope = slope;
     call.job.out = reinterpret_cast<float*>(out);
     call.job.out_stride = out_stride;
     std::optional<PackedMemory> between;
@@ -182,8 +213,12 @@ NativeWeight::NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i
     if (is_quantized && k > 60000) throw std::invalid_argument("a quantised weight has at most 60000 columns, got " + std::to_string(k));
     if (weight.format == Format::bf12 && k % UNIT_INPUTS != 0)
         throw std::invalid_argument("bf12 needs a multiple of " + std::to_string(UNIT_INPUTS) + " columns, got " + std::to_string(k));
+    const bool is_short_float = is_float8(weight.format);
+    if (is_short_float && k % 4 != 0) throw std::invalid_argument("float8 needs a multiple of 4 columns, got " + std::to_string(k));
+    if (is_short_float && (group < 0 || (group % 4 != 0 && group < k))) throw std::invalid_argument("blocks of float8 must be a multiple of 4 columns, got " + std::to_string(group));
     weight.n = n;
     weight.k = k;
+    weight.block = is_short_float && group < k ? group : 0;
     const i32 whole = (k + 7) / 8 * 8;
     weight.group = is_quantized ? (group >= k ? whole : group) : 0;
     weight.input_group = is_quantized ? (input_group >= k ? (whole + weight.group - 1) / weight.group * weight.group : input_group) : 0;
@@ -204,32 +239,33 @@ void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uint
         for (int i = 0; i < num_levels; ++i) weight.table[i] = static_cast<u8>(reinterpret_cast<const i8*>(levels)[i] + 128);
     }
     std::vector<std::vector<Exception>> found(weight.format == Format::bf12 ? static_cast<size_t>(ceil_div(count, 16)) : 0);
-    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data()};
-    run_team(num_threads, pack_share, &job);
+    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data(), {}};
+    run_team(num_threads, try_to_pack, &job);
+    job.failure.raise();
     if (weight.format == Format::bf12) take_exceptions(static_cast<size_t>(first) / 16, found);
 }
 
-// One stream, so that what a panel needs is there when it comes.
+// One stream, so that what a panel needs is there when it comes. Where there is no memory for it, all stays as it was.
 void NativeWeight::take_exceptions(size_t first_panel, const std::vector<std::vector<Exception>>& found) {
-    const std::vector<Exception> before = std::move(exceptions);
+    std::vector<Exception> all;
     std::vector<i64> starts;
-    exceptions.clear();
     for (size_t panel = 0; panel < windows.size(); ++panel) {
-        starts.push_back(static_cast<i64>(exceptions.size()));
+        starts.push_back(static_cast<i64>(all.size()));
         if (panel >= first_panel && panel < first_panel + found.size()) {
             const std::vector<Exception>& own = found[panel - first_panel];
-            exceptions.insert(exceptions.end(), own.begin(), own.end());
+            all.insert(all.end(), own.begin(), own.end());
         } else {
-            exceptions.insert(exceptions.end(), windows[panel].exceptions, windows[panel].exceptions + windows[panel].count);
+            all.insert(all.end(), windows[panel].exceptions, windows[panel].exceptions + windows[panel].count);
         }
     }
-    exceptions.shrink_to_fit();
-    starts.push_back(static_cast<i64>(exceptions.size()));
+    all.shrink_to_fit();
+    starts.push_back(static_cast<i64>(all.size()));
+    exceptions = std::move(all);
     for (size_t panel = 0; panel < windows.size(); ++panel)
         windows[panel] = {exceptions.data() + starts[panel], static_cast<i32>(starts[panel + 1] - starts[panel])};
 }
 
-void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns) {
+void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns, uintptr_t block_scale) {
     const i64 width = panels_of(weight) * 16, groups = groups_of(weight.k, weight.group);
     const auto copy = [](Part& to, uintptr_t from, auto& pointer, i64 count) {
         using Value = std::remove_const_t<std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>>;
@@ -241,6 +277,8 @@ void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, u
     };
     copy(scales, group_scales, weight.group_scales, width * groups);
     copy(offsets, group_offsets, weight.group_offsets, width * groups);
+    if ((block_scale != 0) != (weight.block != 0)) throw std::invalid_argument("scales of blocks are for float8 in blocks, which needs them");
+    copy(block_scales, block_scale, weight.block_scales, width * groups_of(weight.k, weight.block));
     if (weight.format != Format::bf12)
         copy(column_scales, column_scale, weight.column_scale, width);
     else if (column_scale != 0)
@@ -267,7 +305,7 @@ Part Part::of(i64 size) {
 }
 
 i64 NativeWeight::num_bytes() const {
-    return static_cast<i64>(exceptions.size() * sizeof(Exception)) + memory.bytes + scales.bytes + offsets.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
+    return static_cast<i64>(exceptions.size() * sizeof(Exception)) + memory.bytes + scales.bytes + offsets.bytes + block_scales.bytes + column_scales.bytes + biases.bytes + column_order.bytes;
 }
 
 }  // namespace quire
@@ -276,20 +314,21 @@ void bind_linear(nb::module_& m) {
     using namespace quire;
     nb::class_<NativeWeight>(m, "Weight")
         .def(nb::init<const std::string&, i32, i32, i32, i32>(), "format"_a, "n"_a, "k"_a, "group"_a = 0, "input_group"_a = 0,
-             "An empty packed weight [n, k]: format bf16, bf12, f16, f32, u8 or u4; group, input_group (0: group): see Weight in weight.h.")
+             "An empty packed weight [n, k]: format bf16, bf12, f16, f32, u8, u4, f8 or f8_wide; group (of float8: block, 0: none), input_group (0: group): see Weight in weight.h.")
         .def("pack", &NativeWeight::pack, "source"_a, "stride"_a, "first"_a, "count"_a, "levels"_a = 0, "num_levels"_a = 0, "is_mapped"_a = false, "num_threads"_a = 1,
              nb::call_guard<nb::gil_scoped_release>(), "Pack rows [first, first + count) from their address; levels: address of the int8 levels of u4.")
-        .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0,
-             "Copy f16 [N / 16][groups][16] scales and offsets, f32 [N padded] column scales and bias, int32 [k] columns.")
+        .def("set_extras", &NativeWeight::set_extras, "group_scales"_a = 0, "group_offsets"_a = 0, "column_scale"_a = 0, "bias"_a = 0, "columns"_a = 0, "block_scales"_a = 0,
+             "Copy f16 [N / 16][groups][16] scales and offsets, f32 [N padded] column scales and bias, int32 [k] columns, f32 [N / 16][blocks][16] scales of float8.")
         .def_prop_ro("num_bytes", &NativeWeight::num_bytes)
         .def_prop_ro("n", [](const NativeWeight& w) { return w.weight.n; })
         .def_prop_ro("k", [](const NativeWeight& w) { return w.weight.k; })
         .def("unpack_row", [](const NativeWeight& w, i32 n, uintptr_t out, std::optional<std::string> isa) {
             kernels_for(isa.value_or("")).linear->unpack_row(w.weight, n, reinterpret_cast<float*>(out));
         }, "n"_a, "out"_a, "isa"_a = nb::none());
+    m.def("float8_divisor", [] { return FLOAT8_DIVISOR; }, "What codes of float8 are divided by when they are read: scales are multiplied by it.");
     m.def("suits_bf12", [](uintptr_t source, i64 stride, i32 count, i32 k) { return suits_bf12(reinterpret_cast<const u16*>(source), stride, count, k); },
           "source"_a, "stride"_a, "count"_a, "k"_a, "Whether bf16 rows [count, k] can be kept in 12 bits with few exceptions, judged by some of them.");
     m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
-          "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(), "num_threads"_a = 1, "isa"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
-          "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");
+          "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(), "num_threads"_a = 1, "isa"_a = nb::none(), "limit"_a = 0.0f,
+          "slope"_a = 1.0f, nb::call_guard<nb::gil_scoped_release>(), "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");
 }

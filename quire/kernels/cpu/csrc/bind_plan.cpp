@@ -44,6 +44,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
+    QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
 #undef QUIRE_FIELD
     layer.def("set_activation", [](PlanLayer& l, i32 activation) { l.activation = static_cast<Activation>(activation); })
         .def("add_expert", [](PlanLayer& l, std::shared_ptr<NativeWeight> gate, std::shared_ptr<NativeWeight> up, std::shared_ptr<NativeWeight> down) {
@@ -71,6 +72,7 @@ void bind_setup(PlanClass& plan) {
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)
         .def("finish", &Plan::finish)
+        .def_prop_ro("has_plain_logits", &Plan::has_plain_logits)
         .def_prop_ro("scratch_bytes", &Plan::scratch_bytes);
 }
 
@@ -108,13 +110,17 @@ void bind_steps(PlanClass& plan) {
             in.num_logit_rows = num_logit_rows;
             in.keeps_all = keeps_all;
             in.logits = reinterpret_cast<float*>(logits);
-            p.step(in);
             std::vector<i32> best(wants_best ? num_logit_rows : 0);
-            if (wants_best) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
+            if (logits == 0 && num_logit_rows > 0) {
+                if (!wants_best) throw std::invalid_argument("logits have no place");
+                in.best = best.data();
+            }
+            p.step(in);
+            if (wants_best && in.best == nullptr) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
             "num_drafts"_a = 0, "ancestors"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-            "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none.");
+            "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none. logits 0: these alone.");
 }
 
 // Steps that draft.

@@ -71,12 +71,14 @@ void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 nu
 
 void Plan::draft(const StepInput& first, const DraftRun& drafts) {
     const i32 count = first.batch.num_sequences, total = drafts.num_drafts, size = block_size();
-    draft_logits_.resize(static_cast<size_t>(count) * vocab_);
+    const bool needs_logits = drafts.least_share > 0 || !has_plain_logits();
+    if (needs_logits) draft_logits_.resize(static_cast<size_t>(count) * vocab_);
     std::vector<float> features(entry_ == Entry::token ? 0 : static_cast<size_t>(count) * hidden_);
     std::vector<i64> tokens(count), positions(count), slots(count);
     std::vector<i32> starts(count + 1), lengths(count), rows(count), best(count);
     StepInput in = first;
-    in.logits = draft_logits_.data();
+    in.logits = needs_logits ? draft_logits_.data() : nullptr;
+    in.best = needs_logits ? nullptr : best.data();
     in.num_wanted_rows = in.num_logit_rows = count;
     in.keeps_all = false;
     for (i32 s = 0; s < count; ++s) {
@@ -96,7 +98,7 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
     };
     for (i32 i = 0;; ++i) {
         step(in);
-        best_tokens(*kernels_used, draft_logits_.data(), vocab_, count, vocab_, num_threads, best.data());
+        if (needs_logits) best_tokens(*kernels_used, draft_logits_.data(), vocab_, count, vocab_, num_threads, best.data());
         for (i32 s = 0; s < count; ++s) {
             // A model that drafts may fail without harm: any token does as a draft.
             const i32 token = std::max(best[s], 0);

@@ -27,16 +27,6 @@ QUIRE_INLINE i32 put_exceptions(const Window& window, i32 met, i64 unit, u8* lin
     return met;
 }
 
-template <int R, int P>
-QUIRE_INLINE void dot_line(const Bytes (&w)[P], const u32* x, F32 (&acc)[P][R]) {
-#pragma GCC unroll 32
-    for (int r = 0; r < R; ++r) {
-        const Bytes b = set1_bytes(x[r]);
-#pragma GCC unroll 32
-        for (int p = 0; p < P; ++p) acc[p][r] = dot_bf16(acc[p][r], w[p], b);
-    }
-}
-
 // Products with one line of a unit, while the line after it is put together: else products wait for that.
 template <int R, int P, int LINE>
 QUIRE_INLINE void dot_unit_line(const Tile& t, i64 unit, Bytes (&next)[P], const u32* x, F32 (&acc)[P][R]) {

@@ -2,6 +2,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+#if QUIRE_LEVEL != 1  // else linear_dots_avx2.inl
 // Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR = false>
 QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes& table, I32 (&acc)[P][R]) {
@@ -46,6 +47,7 @@ QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
 #pragma GCC unroll 32
         for (int r = 0; r < R; ++r) acc[p][r] = set1(t.starts[g * R + r]);
 }
+#endif
 
 // One scale per output: y = sum over groups of input_scale * integers.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR>

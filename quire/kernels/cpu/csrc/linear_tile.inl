@@ -8,12 +8,15 @@ namespace {
 #if QUIRE_LEVEL == 2
 constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12, MAX_LONG_INTEGERS = 24;
 #elif QUIRE_LEVEL == 1
-constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 3, MAX_LONG_INTEGERS = 3;
+constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 8, MAX_LONG_INTEGERS = 8;  // of several panels 4
 #else
 constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
 #endif
+constexpr int MAX_ACCUMULATORS = MAX_FLOATS > MAX_INTEGERS ? MAX_FLOATS : MAX_INTEGERS;
 constexpr int MAX_PANELS = 4;
-// Rows of a tile of bf12, which holds two lines of every panel.
+// Whether a tile of integers is there; most: MAX_INTEGERS or MAX_LONG_INTEGERS.
+constexpr bool is_integer_tile(int rows, int panels, int most) { return rows * panels <= (QUIRE_LEVEL == 1 && panels > 1 ? 4 : most); }
+// Rows of a tile of bf12 or float8, which holds two lines of every panel.
 constexpr int max_unit_rows(int panels) {
     const int rows = MAX_FLOATS / panels;
     return QUIRE_LEVEL < 2 || panels == 1 ? rows : rows - 2;
@@ -34,13 +37,16 @@ struct Tile {
     const u16* scales[MAX_PANELS];
     const u16* offsets[MAX_PANELS];
     const Window* windows[MAX_PANELS];
+    const float* block_scales[MAX_PANELS];  // all null or none
     const u8* table;
+    bool is_linear;          // u4: whether table[n] is table[0] + n
     const u32* input;
+    const u32* wide = nullptr;  // bf16: the input as floats, two for each word; or null
     const float* input_scales;
     const i32* starts;
     const float* sums;
     i32 steps;               // 64-byte lines of a panel; f16: half lines; bf12: units
-    i32 group_steps;         // lines of a group
+    i32 group_steps;         // lines of a group, or of a block of float8
     i32 groups_per_scale;    // groups that share a scale of the input
     i32 ahead_shift;
     float* out;              // [P][R][16], sixteen outputs of a row side by side
@@ -62,6 +68,43 @@ template <int P>
 QUIRE_INLINE void prefetch_near(const Tile& t, i64 s) {
 #pragma GCC unroll 32
     for (int p = 0; p < P; ++p) prefetch(t.panels[p] + NEAR_PREFETCH_BYTES / P + s * 64);
+}
+
+#if QUIRE_LEVEL == 1
+// Add the products of sixteen weights with an input of every row, one row after the other: GCC would have more of them under way than
+// there are registers. value: a row's input, given where it lies.
+template <int R, class T, class Value>
+QUIRE_INLINE void add_rows(F32 w, const T*& x, Value value, F32 (&acc)[R]) {
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r) {
+        acc[r] = fma(w, value(x + r), acc[r]);
+        asm("" : "+r"(x), "+x"(acc[r].a), "+x"(acc[r].b));
+    }
+}
+#endif
+
+// Products of one line of the panels, pairs of bf16, with a pair of every row.
+template <int R, int P>
+QUIRE_INLINE void dot_line(const Bytes (&w)[P], const u32* x, F32 (&acc)[P][R]) {
+#if QUIRE_LEVEL == 1
+    if constexpr (R * P > 4) {
+        // First the one inputs of all pairs, then the other, read again: else GCC wants more than the sixteen registers.
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p) {
+            Bytes line = w[p];
+            add_rows<R>(high_halves(line), x, [](const u32* pair) { return high_halves(set1_bytes(*pair)); }, acc[p]);
+            asm("" : "+x"(line.a), "+x"(line.b));
+            add_rows<R>(low_halves(line), x, [](const u32* pair) { return low_halves(set1_bytes(*pair)); }, acc[p]);
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r) {
+        const Bytes b = set1_bytes(x[r]);
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p) acc[p][r] = dot_bf16(acc[p][r], w[p], b);
+    }
 }
 
 template <int R, int P>

@@ -12,6 +12,7 @@ QUIRE_INLINE float group_value(const u16* values, i64 groups, i32 n, i32 g, floa
 
 void unpack_row(const Weight& w, i32 n, float* out) {
     if (w.format == Format::bf12) return unpack_units(w, n, out);
+    if (is_float8(w.format)) return unpack_float8(w, n, out);
     const u8* panel = w.data + (n / 16) * w.panel_bytes;
     const i32 lane = n % 16;
     if (!is_integer(w.format)) {

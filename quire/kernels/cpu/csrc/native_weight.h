@@ -41,14 +41,14 @@ struct Part {
 
 struct NativeWeight {
     Weight weight;
-    Part memory, scales, offsets, column_scales, biases, column_order;
+    Part memory, scales, offsets, block_scales, column_scales, biases, column_order;
     // bf12: panel after panel, and where those of each are.
     std::vector<Exception> exceptions;
     std::vector<Window> windows;
 
     NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group);
     void pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);
-    void set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns);
+    void set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns, uintptr_t block_scales);
     // Take the exceptions of some panels, in place of those that they had.
     void take_exceptions(size_t first_panel, const std::vector<std::vector<Exception>>& found);
     i64 num_bytes() const;

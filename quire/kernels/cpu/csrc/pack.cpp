@@ -147,6 +147,7 @@ i64 panel_lines(Format format, i32 k) {
         case Format::f16: return ceil_div(k, 2);
         case Format::bf12: return k / UNIT_INPUTS * (UNIT_BYTES / 64);
         case Format::u8: return 2 * ceil_div(k, 8);
+        case Format::f8: case Format::f8_wide: return k / 4;
         default: return ceil_div(k, 8);
     }
 }
@@ -218,6 +219,22 @@ void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 f
             for (i32 j = 0; j < k; ++j) {
                 const u8 nibble = index_of[static_cast<u8>(codes[j])];
                 out[static_cast<i64>(j / 8) * 64 + j % 4] |= static_cast<u8>(j % 8 < 4 ? nibble : nibble << 4);
+            }
+        }
+    }
+}
+
+void pack_float8(const u8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels) {
+    constexpr i32 TOGETHER = 32;  // pairs of inputs: of sixteen rows a kilobyte, which stays in the first cache
+    for (i32 row = 0; row < count; row += 16) {
+        u8* panel = panels + (first + row) / 16 * panel_lines(Format::f8, k) * 64;
+        const i32 used = n - first - row < 16 ? n - first - row : 16, pairs = k / 2;
+        for (i32 begin = 0; begin < pairs; begin += TOGETHER) {
+            const i32 end = pairs - begin < TOGETHER ? pairs : begin + TOGETHER;
+            if (used < 16) memset(panel + static_cast<i64>(begin) * 32, 0, static_cast<size_t>(end - begin) * 32);
+            for (i32 r = 0; r < used; ++r) {
+                const u8* codes = source + (row + r) * stride;
+                for (i32 pair = begin; pair < end; ++pair) memcpy(panel + static_cast<i64>(pair) * 32 + float8_place(r, 0), codes + 2 * static_cast<i64>(pair), 2);
             }
         }
     }

@@ -23,6 +23,9 @@ bool suits_bf12(const u16* source, i64 stride, i32 count, i32 k);
 // codes int8. u8: code + 128. u4: index of the code in `levels` (num_levels ascending), which hold every code.
 void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, const i8* levels, i32 num_levels, u8* panels);
 
+// Codes of float8, as they are.
+void pack_float8(const u8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels);
+
 // Tell the system that whole pages of a mapped file within [begin, begin + bytes) are not needed in memory.
 void forget_pages(const void* begin, i64 bytes);
 

@@ -81,6 +81,7 @@ void Plan::measure(const Site& site, i64 rows) {
 }
 
 void Plan::finish_layer(PlanLayer& l) {
+    if (!l.sinks.empty() && static_cast<i32>(l.sinks.size()) != l.num_heads) throw std::invalid_argument("sinks are one for each head of a layer");
     l.q_form = l.attn_site.add(l.q->weight);
     l.k_form = l.attn_site.add(l.k->weight);
     l.v_form = l.attn_site.add(l.v->weight);

@@ -56,6 +56,8 @@ struct PlanLayer {
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
     bool is_qk_norm_whole = false;
     Activation activation = Activation::silu;
+    float gate_limit = 0.0f, gate_slope = 1.0f;  // of a clamped gate, see LinearJob
+    std::vector<float> sinks;                    // [num_heads], or none
     i32 top_k = 0;
     bool is_renormalized = true;
     KvLayer kv;
@@ -75,7 +77,9 @@ struct StepInput {
     const i32* wanted_rows = nullptr;
     i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
-    float* logits = nullptr;  // [num_logit_rows][vocab]
+    float* logits = nullptr;  // [num_logit_rows][vocab], or null with `best`
+    // [num_logit_rows], instead of logits: as best_tokens says. Only where has_plain_logits.
+    i32* best = nullptr;
     // The layers to run, in order; null: all. Keys and values of the others are not written.
     const i32* layers = nullptr;
     i32 num_layers = 0;
@@ -132,6 +136,8 @@ public:
     // Slots of a block of the caches, which are those of the last step.
     i32 block_size() const { return layers_[0]->kv.block_size; }
     i32 vocab() const { return vocab_; }
+    // Whether the head's results are the logits: what is done to them behind it can make different ones equal.
+    bool has_plain_logits() const { return logit_scale_ == 1.0f && softcap_ == 0.0f; }
 
     Norm final_norm, embed_norm, feature_norm;
     int num_threads;
@@ -173,6 +179,8 @@ private:
     float *packed_scales_ = nullptr, *packed_sums_ = nullptr;
     i32* packed_starts_ = nullptr;
     std::vector<float> draft_logits_;  // of the passes of a run of drafts
+    std::vector<float> best_values_;   // of a step that gives no logits: [rows][threads]
+    std::vector<i32> best_indices_;
     std::vector<LinearJob> jobs_;
     std::vector<Packed> packs_;
 };

@@ -27,6 +27,10 @@
 //   min_unsigned      of lanes taken as unsigned;  xor3  a ^ b ^ c
 //   widen_codes            64 int8, none -128, to bf16: first = the pairs (c[i], c[16 + i]), second = (c[32 + i], c[48 + i]); the table is
 //                          code_table(), made once. load_quarters: 64 bytes from four places
+//   Pairs             16 pairs of values that are exact in bf16, as products take them: pairs_of 64 bytes of bf16. dot_pairs: as
+//                          dot_bf16. lower, upper: the first, the second of each pair
+//   load_float8            64 codes of f8 (two lines, see weight.h), of which float8_bytes<0>, <1> are the lines as pairs of bf16, divided
+//                          by FLOAT8_DIVISOR; the table is float8_table(), made once
 //   store_columns(to, stride, rows, num_rows, num_words)  word w of row r to to[w * stride + r]; rows past num_rows may be anything
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
 //   to_i32_up         to the next integer that is not below

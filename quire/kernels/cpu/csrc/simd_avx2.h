@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include "float8.h"
 #include "simd_types.h"
 
 namespace quire::QUIRE_ISA {
@@ -221,10 +222,9 @@ QUIRE_INLINE Bytes rotate_words(Bytes x) {
 }
 QUIRE_INLINE __m256 high_half(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))); }
 QUIRE_INLINE __m256 low_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
-QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) {
-    __m256 a = _mm256_fmadd_ps(high_half(x.a), high_half(y.a), acc.a), b = _mm256_fmadd_ps(high_half(x.b), high_half(y.b), acc.b);
-    return {_mm256_fmadd_ps(low_half(x.a), low_half(y.a), a), _mm256_fmadd_ps(low_half(x.b), low_half(y.b), b)};
-}
+QUIRE_INLINE F32 high_halves(Bytes x) { return {high_half(x.a), high_half(x.b)}; }
+QUIRE_INLINE F32 low_halves(Bytes x) { return {low_half(x.a), low_half(x.b)}; }
+QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) { return fma(low_halves(x), low_halves(y), fma(high_halves(x), high_halves(y), acc)); }
 // |w| <= 128 and |x| <= 127, so the 16-bit sums of two products stay below 2^15.
 QUIRE_INLINE __m256i dot_signed(__m256i acc, __m256i w, __m256i x) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
@@ -269,6 +269,42 @@ QUIRE_INLINE Bytes widen_half(__m256i codes) {
 QUIRE_INLINE void widen_codes(CodeTable, Bytes codes, Bytes& first, Bytes& second) {
     first = widen_half(codes.a);
     second = widen_half(codes.b);
+}
+struct Pairs { F32 first, second; };
+QUIRE_INLINE Pairs pairs_of(Bytes line) { return {low_halves(line), high_halves(line)}; }
+QUIRE_INLINE F32 dot_pairs(F32 acc, const Pairs& w, Bytes x) { return fma(w.first, low_halves(x), fma(w.second, high_halves(x), acc)); }
+QUIRE_INLINE F32 lower(const Pairs& w) { return w.first; }
+QUIRE_INLINE F32 upper(const Pairs& w) { return w.second; }
+struct Float8Table {
+    __m256i high;            // the upper byte of bf16 by the upper nibble of a code, for codes of normal numbers
+    __m256i least[2];        // what has to change in both bytes, the lower first, for codes below 16, by the lower nibble
+};
+QUIRE_INLINE Float8Table float8_table() {
+    alignas(16) static constexpr struct Tables {
+        u8 high[16], least[2][16];
+        constexpr Tables() : high(), least() {
+            for (int i = 0; i < 16; ++i) {
+                high[i] = static_cast<u8>(bf16_of_float8(static_cast<u8>(i << 4 | 8)) >> 8);
+                const u16 bits = bf16_of_float8(static_cast<u8>(i));
+                least[0][i] = static_cast<u8>((bits ^ i << 4) & 255);
+                least[1][i] = static_cast<u8>(bits >> 8 ^ bf16_of_float8(8) >> 8);
+            }
+        }
+    } tables;
+    const auto table = [](const u8* bytes) { return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes))); };
+    return {table(tables.high), {table(tables.least[0]), table(tables.least[1])}};
+}
+struct Float8Line { const Float8Table& table; const u8* codes; };
+QUIRE_INLINE Float8Line load_float8(const Float8Table& table, const u8* codes) { return {table, codes}; }
+// A nibble of the code gives a byte of bf16: shifts alone where the number is normal. To an index with its upper bit a lookup says 0.
+template <int LINE> QUIRE_INLINE Bytes float8_bytes(const Float8Line& line) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line.codes) + LINE);
+    const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f)), is_least = _mm256_add_epi8(magnitude, _mm256_set1_epi8(0x70));
+    const __m256i upper_nibble = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
+    const __m256i lower_nibble = _mm256_and_si256(_mm256_slli_epi16(codes, 4), _mm256_set1_epi8(static_cast<char>(0xf0)));
+    const __m256i high = _mm256_xor_si256(_mm256_shuffle_epi8(line.table.high, upper_nibble), _mm256_shuffle_epi8(line.table.least[1], is_least));
+    const __m256i low = _mm256_xor_si256(lower_nibble, _mm256_shuffle_epi8(line.table.least[0], is_least));
+    return {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
 }
 QUIRE_INLINE Bytes load_table(const u8* table) {
     __m256i x = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include "float8.h"
 #include "simd_types.h"
 
 namespace quire::QUIRE_ISA {
@@ -205,6 +206,40 @@ QUIRE_INLINE void widen_codes(const CodeTable& table, Bytes codes, Bytes& first,
     first.v = _mm512_unpacklo_epi8(low, high);
     second.v = _mm512_unpackhi_epi8(low, high);
 }
+using Pairs = Bytes;
+QUIRE_INLINE Pairs pairs_of(Bytes line) { return line; }
+QUIRE_INLINE F32 dot_pairs(F32 acc, Pairs w, Bytes x) { return dot_bf16(acc, w, x); }
+QUIRE_INLINE F32 lower(Pairs w) { return {_mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16))}; }
+QUIRE_INLINE F32 upper(Pairs w) { return {_mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}; }
+struct Float8Table {
+    __m512i low[2], high[2];  // the bytes of bf16_of_float8(c), 0 <= c < 128
+    __m512i order;            // as in CodeTable
+};
+QUIRE_INLINE Float8Table float8_table() {
+    alignas(64) static constexpr struct Tables {
+        u8 low[128], high[128], order[64];
+        constexpr Tables() : low(), high(), order() {
+            for (int c = 0; c < 128; ++c) {
+                low[c] = static_cast<u8>(bf16_of_float8(static_cast<u8>(c)) & 255);
+                high[c] = static_cast<u8>(bf16_of_float8(static_cast<u8>(c)) >> 8);
+            }
+            for (int i = 0; i < 64; ++i) order[i] = static_cast<u8>(i / 8 % 2 * 32 + float8_place(i / 16 * 4 + i % 8 / 2, i));
+        }
+    } tables;
+    return {{_mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64)},
+            {_mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)},
+            _mm512_load_si512(tables.order)};
+}
+struct Float8Line { Bytes first, second; };
+QUIRE_INLINE Float8Line load_float8(const Float8Table& table, const u8* codes) {
+    // vpermi2b reads seven bits of an index: the sign is put beside.
+    const __m512i ordered = _mm512_permutexvar_epi8(table.order, _mm512_loadu_si512(codes));
+    const __m512i low = _mm512_permutex2var_epi8(table.low[0], ordered, table.low[1]);
+    const __m512i unsigned_high = _mm512_permutex2var_epi8(table.high[0], ordered, table.high[1]);
+    const __m512i high = _mm512_ternarylogic_epi32(unsigned_high, ordered, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    return {{_mm512_unpacklo_epi8(low, high)}, {_mm512_unpackhi_epi8(low, high)}};
+}
+template <int LINE> QUIRE_INLINE Bytes float8_bytes(const Float8Line& line) { return LINE == 0 ? line.first : line.second; }
 QUIRE_INLINE Bytes load_table(const u8* table) { return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))}; }
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     const __m512i mask = _mm512_set1_epi8(15);

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "float8.h"
 #include "simd_types.h"
 
 namespace quire::QUIRE_ISA {
@@ -211,6 +212,38 @@ QUIRE_INLINE void widen_codes(CodeTable, Bytes codes, Bytes& first, Bytes& secon
         memcpy(first.v + 4 * i, pairs, 4);
         memcpy(second.v + 4 * i, pairs + 2, 4);
     }
+}
+using Pairs = Bytes;
+QUIRE_INLINE Pairs pairs_of(const Bytes& line) { return line; }
+QUIRE_INLINE F32 dot_pairs(F32 acc, const Pairs& w, const Bytes& x) { return dot_bf16(acc, w, x); }
+QUIRE_INLINE F32 lower(const Pairs& w) {
+    u32 x[16];
+    F32 r;
+    memcpy(x, w.v, 64);
+    QUIRE_EACH r.v[i] = f32_of(x[i] << 16);
+    return r;
+}
+QUIRE_INLINE F32 upper(const Pairs& w) {
+    u32 x[16];
+    F32 r;
+    memcpy(x, w.v, 64);
+    QUIRE_EACH r.v[i] = f32_of(x[i] & 0xffff0000u);
+    return r;
+}
+struct Float8Table { const u16* halves; };
+QUIRE_INLINE Float8Table float8_table() {
+    static constexpr struct Halves {
+        u16 of[256];
+        constexpr Halves() : of() { for (int c = 0; c < 256; ++c) of[c] = bf16_of_float8(static_cast<u8>(c)); }
+    } halves;
+    return {halves.of};
+}
+struct Float8Line { Float8Table table; const u8* codes; };
+QUIRE_INLINE Float8Line load_float8(Float8Table table, const u8* codes) { return {table, codes}; }
+template <int LINE> QUIRE_INLINE Bytes float8_bytes(const Float8Line& line) {
+    u16 halves[32];
+    for (int i = 0; i < 32; ++i) halves[i] = line.table.halves[line.codes[LINE * 32 + float8_place(i / 2, i)]];
+    return load_bytes(halves);
 }
 QUIRE_INLINE Bytes load_table(const u8* table) { Bytes r; for (int i = 0; i < 64; ++i) r.v[i] = table[i & 15]; return r; }
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {

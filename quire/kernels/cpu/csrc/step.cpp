@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <stdexcept>
 
@@ -19,7 +20,7 @@ constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
 
 // Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
 bool are_alike(const Weight& a, const Weight& b) {
-    return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group &&
+    return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group && a.block == b.block &&
            (a.group_scales == nullptr) == (b.group_scales == nullptr) && (a.group_offsets == nullptr) == (b.group_offsets == nullptr) &&
            memcmp(a.table, b.table, sizeof(a.table)) == 0;
 }
@@ -289,6 +290,7 @@ struct Stepper {
         a.scale = l.scale;
         a.window = l.window;
         a.softcap = l.softcap;
+        a.sinks = l.sinks.empty() ? nullptr : l.sinks.data();
         a.is_bf16 = plan.is_bf16_;
         a.q = plan.qkv_;
         a.q_stride = row_stride(qkv_size(l));
@@ -336,6 +338,8 @@ struct Stepper {
         LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
         first.second = is_joint ? &l.up->weight : nullptr;
         first.activation = l.activation;
+        first.limit = l.gate_limit;
+        first.slope = l.gate_slope;
         Packed result = packed(l.down_site, l.down_form, num_rows);
         if (is_packed_at_once(l, is_joint)) {
             // Not where the rows are that the layer reads.
@@ -424,6 +428,8 @@ struct Stepper {
                 LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner, inner);
                 j.second = &expert.up->weight;
                 j.activation = l.activation;
+                j.limit = l.gate_limit;
+                j.slope = l.gate_slope;
                 return j;
             });
         run_experts(
@@ -465,8 +471,8 @@ struct Stepper {
         each(count, [&](i64 i) { norm_row(plan.final_norm, rows[i], out + i * plan.hidden_); });
     }
 
-    // Logits of `count` rows of x_; rows null: the first ones.
-    void logits(const i32* rows, i32 count, float* out) {
+    // Norm and pack `count` rows of x_ for the head; rows null: the first ones.
+    Packed pack_for_head(const i32* rows, i32 count) {
         num_rows = count;
         const auto norm_to = [&](i64 i, float* to) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], to); };
         if (count == 1)
@@ -474,10 +480,24 @@ struct Stepper {
         else
             each(count, [&](i64 i) { norm_to(i, plan.normed_ + i * hidden_stride()); });
         pack_all(plan.head_site_, count == 1 ? own_row() : plan.normed_, hidden_stride());
-        const Packed input = packed(plan.head_site_, 0, count);
+        return packed(plan.head_site_, 0, count);
+    }
+
+    // The best token of `count` rows: every thread's own.
+    void best(const i32* rows, i32 count) {
+        const Packed input = pack_for_head(rows, count);
+        LinearJob head = job(*plan.head_, input, Finish::best, nullptr, 0);
+        head.best_value = plan.best_values_.data();
+        head.best_index = plan.best_indices_.data();
+        run(&head, 1);
+    }
+
+    // Logits of `count` rows.
+    void logits(const i32* rows, i32 count, float* out) {
+        const Packed input = pack_for_head(rows, count);
         const LinearJob head = job(*plan.head_, input, Finish::store, out, plan.vocab_);
         run(&head, 1);
-        if (plan.logit_scale_ == 1.0f && plan.softcap_ == 0.0f) return;
+        if (plan.has_plain_logits()) return;
         each(count, [&](i64 i) { kernels.elementwise->scale_and_cap(out + i * plan.vocab_, plan.vocab_, plan.logit_scale_, plan.softcap_); });
     }
 };
@@ -490,15 +510,22 @@ struct Call {
     const i32* rows;
     i32 count;
     float* out;
+    int num_threads = 0;  // that came, perhaps fewer than asked for
 };
 
 void step_body(void* argument, Worker& worker) {
-    const Call& call = *static_cast<Call*>(argument);
+    Call& call = *static_cast<Call*>(argument);
+    if (worker.rank == 0) call.num_threads = worker.size;
     const StepInput& in = *call.input;
     Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
     stepper.enter_or_embed();
     stepper.layers();
-    if (in.num_logit_rows > 0) stepper.logits(in.keeps_all ? in.wanted_rows : nullptr, in.num_logit_rows, in.logits);
+    if (in.num_logit_rows == 0) return;
+    const i32* rows = in.keeps_all ? in.wanted_rows : nullptr;
+    if (in.best != nullptr)
+        stepper.best(rows, in.num_logit_rows);
+    else
+        stepper.logits(rows, in.num_logit_rows, in.logits);
 }
 
 void logits_body(void* argument, Worker& worker) {
@@ -520,10 +547,21 @@ void Plan::step(const StepInput& input) {
     for (i32 i = 0; input.layers != nullptr && i < input.num_layers; ++i)
         if (input.layers[i] < 0 || input.layers[i] >= static_cast<i32>(layers_.size()))
             throw std::invalid_argument("there is no layer " + std::to_string(input.layers[i]));
+    if (input.best != nullptr && !has_plain_logits()) throw std::invalid_argument("the best tokens of a plan with scaled logits are found in these");
     const std::lock_guard<std::mutex> lock(guard_);
     reserve(input.batch.num_tokens, input.batch);
+    if (input.best != nullptr) {
+        best_values_.assign(static_cast<size_t>(input.num_logit_rows) * num_threads, -__builtin_inff());
+        best_indices_.assign(static_cast<size_t>(input.num_logit_rows) * num_threads, -1);
+    }
     Call call = {this, &input, nullptr, 0, nullptr};
     run_team(num_threads, step_body, &call);
+    for (i32 row = 0; input.best != nullptr && row < input.num_logit_rows; ++row) {
+        const i64 first = static_cast<i64>(row) * call.num_threads;
+        float value = 0.0f;
+        const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, call.num_threads, value);
+        input.best[row] = std::isfinite(value) ? found : -1;
+    }
 }
 
 void Plan::logits(const i32* rows, i32 count, float* out) {

@@ -1,5 +1,6 @@
 // Packed weights and packed inputs of linear layers.
 #pragma once
+#include "float8.h"
 #include "simd_types.h"
 
 namespace quire {
@@ -10,9 +11,12 @@ namespace quire {
 //   f32   [N / 16][K][16]
 //   f16   [N / 16][K][16], read as f32; a line holds two inputs
 //   u8    [N / 16][K / 4][16][4]   code + 128, as dot_u8s8 takes them
+//   f8    [N / 16][K / 2][32]      codes of float8 e4m3fn, pairs of inputs, see float8_place; K is a multiple of 4. f8_wide: the same
+//                                  beside f32 inputs
 //   u4    [N / 16][K / 8][16][4]   a byte holds inputs 8j + i (low nibble) and 8j + 4 + i (high); table[nibble] = level + 128
 // N is padded to 16 and K to the step of the format, with weights of value 0.
-enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3, f16 = 4, bf12 = 5 };
+enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3, f16 = 4, bf12 = 5, f8 = 6, f8_wide = 7 };
+constexpr i32 NUM_FORMATS = 8;
 
 // In one matrix nearly all exponents lie within 16 of each other, so that four bits say which it is. A unit of bf12 is eight inputs of
 // a panel, four lines A, B, C, D of bf16 pairs, in three lines of memory. Values are divided by a power of two, the column_scale of
@@ -44,6 +48,7 @@ struct Window {
 //   group_offsets   f16 [N / 16][groups][16] or null: 0
 //   column_scale    f32 [N padded to 16] or null: 1
 //   bias            f32 [N padded to 16] or null
+//   block_scales    f8: f32 [N / 16][blocks][16] or null: 1; `block` inputs of an output share one, the last block may be shorter
 //   columns         i32 [K] or null: packed input j is input columns[j] of the layer
 struct Weight {
     Format format = Format::bf16;
@@ -57,6 +62,8 @@ struct Weight {
     const float* bias = nullptr;
     const i32* columns = nullptr;
     const Window* windows = nullptr;  // bf12: [N / 16]
+    const float* block_scales = nullptr;
+    i32 block = 0;
     u8 table[16] = {};
 };
 
@@ -78,7 +85,15 @@ struct Packed {
 static inline i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 static inline i32 panels_of(const Weight& w) { return ceil_div(w.n, 16); }
 // The form in which a weight reads its inputs.
-static inline Format input_kind(Format format) { return format == Format::u4 ? Format::u8 : format == Format::f16 ? Format::f32 : format == Format::bf12 ? Format::bf16 : format; }
+static inline Format input_kind(Format format) {
+    switch (format) {
+        case Format::u4: return Format::u8;
+        case Format::f16: case Format::f8_wide: return Format::f32;
+        case Format::bf12: case Format::f8: return Format::bf16;
+        default: return format;
+    }
+}
+static inline bool is_float8(Format format) { return format == Format::f8 || format == Format::f8_wide; }
 // 32-bit words of one row of a packed input.
 static inline i32 steps_of(Format kind, i32 k) { return kind == Format::bf16 ? ceil_div(k, 2) : kind == Format::f32 ? k : 2 * ceil_div(k, 8); }
 static inline i32 groups_of(i32 k, i32 group) { return group == 0 ? 0 : ceil_div(k, group); }
@@ -87,7 +102,7 @@ static inline i32 groups_of(i32 k, i32 group) { return group == 0 ? 0 : ceil_div
 enum class Finish : i32 {
     store = 0,  // out[m][n] = y
     add = 1,    // out[m][n] += factor * y
-    gate = 2,   // out[m][n] = activation(y) * y2, y2 from `second`
+    gate = 2,   // out[m][n] = activation(y) * y2, y2 from `second`; with a limit: clamped_gate(y, y2)
     activate = 3,  // out[m][n] = activation(y)
     multiply = 4,  // out[m][n] *= y
     best = 5,   // no out: the largest y of each row and its n, the lowest of equal ones
@@ -103,6 +118,7 @@ struct LinearJob {
     const Packed* input = nullptr;
     Finish finish = Finish::store;
     Activation activation = Activation::silu;
+    float limit = 0.0f, slope = 1.0f;  // of a clamped gate; limit 0: it is not clamped
     float factor = 1.0f;
     const Packed* packed = nullptr;
     bool is_near = false;  // the weight is expected in a cache

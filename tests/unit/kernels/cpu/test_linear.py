@@ -69,7 +69,16 @@ def layer_of(kind: str, n: int, k: int, **options) -> Layer:
 
 
 def run(
-    layer: Layer, x: Tensor, isa: str, finish=STORE, second=None, before=None, threads=1, activation=0, factor=1.0
+    layer: Layer,
+    x: Tensor,
+    isa: str,
+    finish=STORE,
+    second=None,
+    before=None,
+    threads=1,
+    activation=0,
+    factor=1.0,
+    clamp=(0.0, 1.0),
 ) -> Tensor:
     """Return out [m, n]; `before` is what it held. Fails when anything beside it was written."""
     m, n = len(x), layer.codes.shape[0]
@@ -91,6 +100,8 @@ def run(
         factor=factor,
         num_threads=threads,
         isa=isa,
+        limit=clamp[0],
+        slope=clamp[1],
     )
     result = out.clone()
     out.fill_(float("nan"))
@@ -133,6 +144,30 @@ def test_result_is_within_the_roundings_of_f64_when_rows_are_hundreds(isa, kind)
     layer = layer_of(kind, 70, 260)
     x = make_inputs(333, 260)
     assert_within(run(layer, x, isa, threads=2), *layer.apply(x))
+
+
+def test_result_is_within_the_roundings_of_f64_when_inputs_are_widened_in_parts(isa):
+    """With sixteen registers of 256 bits inputs of bf16 become floats, 8 MiB at once: here 252 rows."""
+    layer = make_layer(native, "bf16", 20, 8192)
+    x = make_inputs(300, 8192)
+    got = run(layer, x, isa, threads=2)
+    assert_within(got, *layer.apply(x))
+    assert torch.equal(got[290:], torch.cat([run(layer, row[None], isa) for row in x[290:]]))
+
+
+@pytest.mark.parametrize("level", [0, 15])
+@pytest.mark.parametrize("levels", [LINEAR_LEVELS, tuple(range(16)), tuple(range(112, 128)), tuple(range(-128, -112))])
+def test_sums_of_four_bit_codes_fit_when_all_codes_and_inputs_are_largest(isa, levels, level):
+    k = 256
+    layer = make_layer(native, "u4", 16, k, 128, options=("scales",), levels=levels)
+    codes = torch.full((16, k), levels[level], dtype=torch.int8)
+    numbers = torch.tensor(levels, dtype=torch.int8)
+    layer.native.pack(codes.data_ptr(), k, 0, 16, levels=numbers.data_ptr(), num_levels=16)
+    ones = torch.ones(1, k // 128, 16).half()
+    layer.native.set_extras(group_scales=ones.data_ptr())
+    x = torch.tensor([127.0, -127.0])[:, None].repeat(1, k)
+    want = torch.tensor([127.0, -127.0])[:, None].repeat(1, 16) * k * levels[level]
+    assert torch.equal(run(layer, x, isa), want)
 
 
 @pytest.mark.parametrize("levels", [LINEAR_LEVELS, tuple(range(16)), UNEVEN_LEVELS, (-3, 0, 100), (5,), (-128, 127)])
@@ -240,8 +275,47 @@ def test_activate_and_gate_are_those_of_torch(isa, kind, activation):
             assert_within(gated, want * y2, bound)
 
 
+CLAMPS = [(7.0, 1.702), (0.5, 0.9), (1.0, 3.0)]
+
+
+def clamped_gate(y: Tensor, y2: Tensor, clamp: tuple[float, float]) -> Tensor:
+    limit, slope = clamp
+    gate, up = y.clamp(max=limit), y2.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(slope * gate)
+
+
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_clamped_gate_is_that_of_torch(isa, kind, clamp):
+    layer, second = layer_of(kind, 35, 72), layer_of(kind, 35, 72, seed=1)
+    if layer.columns is not None:
+        pytest.skip("both weights of a gate take the inputs in one order")
+    for m in (1, 3, 14, 29):
+        x = 3 * finishing_inputs(m, 72)
+        (y, error), (y2, error2) = layer.apply(x), second.apply(x)
+        want, glu = clamped_gate(y, y2, clamp), y.clamp(max=clamp[0])
+        # As that of an activation, of which the slope is a factor of the input and of the steepness.
+        bound = clamp[1] * activation_error(glu, error) * (1 + y2.abs().clamp(max=clamp[0]) + error2) + glu.abs() * error2
+        assert_within(run(layer, x, isa, GATE, second, clamp=clamp), want, bound + 4e-6 * want.abs() + 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["bf16-bias", "f32-bias", "u4-128"])
+def test_clamped_gate_is_the_same_to_the_bit_when_rows_and_threads_differ_and_keeps_nan(isa, kind):
+    layer, second = layer_of(kind, 71, 136), layer_of(kind, 71, 136, seed=1)
+    x = finishing_inputs(61, 136)
+    options = {"finish": GATE, "second": second, "clamp": (0.7, 1.702)}
+    alone = torch.cat([run(layer, x[i : i + 1], isa, **options) for i in range(61)])
+    for m, threads in ((3, 1), (7, 2), (15, 3), (61, 3)):
+        assert torch.equal(run(layer, x[:m], isa, threads=threads, **options), alone[:m]), (m, threads)
+    if kind != "u4-128":
+        x[7] = torch.nan
+        found = run(layer, x, isa, **options)
+        assert found[7].isnan().all()
+        assert torch.equal(found[8:], alone[8:])
+
+
 @pytest.mark.parametrize("inner, finish", [(1, GATE), (15, ACTIVATE), (33, GATE), (72, ACTIVATE), (130, GATE)])
-def test_packed_result_is_to_the_next_layer_what_the_stored_one_is(isa, inner, finish):
+@pytest.mark.parametrize("clamp", [(0.0, 1.0), (0.5, 1.702)], ids=["plain", "clamped"])
+def test_packed_result_is_to_the_next_layer_what_the_stored_one_is(isa, inner, finish, clamp):
     bias = ("bias",)
     layer, second, following = (
         make_layer(native, "bf16", n, k, 0, options=options, seed=seed)
@@ -250,10 +324,20 @@ def test_packed_result_is_to_the_next_layer_what_the_stored_one_is(isa, inner, f
     for m, threads in ((1, 1), (2, 2), (7, 1), (16, 2), (17, 3), (28, 1), (29, 2), (61, 2)):
         x, out = finishing_inputs(m, 72), torch.full((m, 50), float("nan"))
         x[m // 2, 3] = torch.nan
-        want = run(following, run(layer, x, isa, finish, second if finish == GATE else None), isa)
+        want = run(following, run(layer, x, isa, finish, second if finish == GATE else None, clamp=clamp), isa)
         other = second.native if finish == GATE else None
         addresses = (x.data_ptr(), 72, m, out.data_ptr(), 50)
-        native.linear(layer.native, other, *addresses, finish=finish, following=following.native, num_threads=threads, isa=isa)
+        native.linear(
+            layer.native,
+            other,
+            *addresses,
+            finish=finish,
+            following=following.native,
+            num_threads=threads,
+            isa=isa,
+            limit=clamp[0],
+            slope=clamp[1],
+        )
         assert torch.equal(out.nan_to_num(7.0), want.nan_to_num(7.0)), (m, threads)
         assert out[m // 2].isnan().all()
 
@@ -421,6 +505,6 @@ assert run_best(layer, x, isa, threads=3) == run(layer, x, isa).argmax(1).tolist
 
 
 def test_weight_is_refused_when_its_shape_or_group_cannot_be():
-    for arguments in (("bf16", 0, 5), ("f32", 5, 0), ("u8", 4, 64, 6), ("u4", 4, 64, 12), ("u4", 4, 60001, 32), ("f8", 4, 4)):
+    for arguments in (("bf16", 0, 5), ("f32", 5, 0), ("u8", 4, 64, 6), ("u4", 4, 64, 12), ("u4", 4, 60001, 32), ("i8", 4, 4)):
         with pytest.raises(ValueError):
             native.Weight(*arguments)

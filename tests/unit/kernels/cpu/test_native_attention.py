@@ -197,6 +197,39 @@ def test_attention_agrees_with_float64_when_decode_and_prefill_mix(name, isa):
     assert (out.double() - expected).abs().max() <= budget
 
 
+EXTREME_SINKS = [0.0, -torch.inf, -1e30, -100.0, 1e30, 87.0, 12.5, -0.0]
+
+
+@EACH_ISA
+@pytest.mark.parametrize("cache", DTYPES)
+@pytest.mark.parametrize("window, softcap", [(0, 0.0), (37, 4.0)])
+def test_sinks_of_every_size_agree_with_float64(cache, window, softcap, isa):
+    setup = Setup(num_heads=8, kv_heads=2, head_dim=64, cache=cache, window=window, softcap=softcap)
+    filled, sinks = Cache(setup, LENGTHS, isa=isa), torch.tensor(EXTREME_SINKS)
+    q = queries_of(setup, ROWS)
+    out = attend(filled, ROWS, q, sinks=sinks, isa=isa, num_threads=2).view(len(q), 8, 64)
+    budget = BUDGET[True] * max(filled.stored(row[0])[1].abs().max() for row in ROWS)
+    expected = reference(filled, ROWS, q, sinks).view(len(q), 8, 64)
+    assert (out.double() - expected).abs().max() <= budget
+    # Nothing of a sink: the bits of a head without one. All of it: nothing of the values.
+    plain = attend(filled, ROWS, q, isa=isa).view(len(q), 8, 64)
+    assert same(out[:, 1:3], plain[:, 1:3])
+    assert out[:, 4].abs().max() <= 1e-30
+
+
+@EACH_ISA
+def test_a_sink_that_is_nan_spoils_its_own_head_alone(isa):
+    setup = Setup(num_heads=8, kv_heads=2, has_sinks=True)
+    filled, sinks = Cache(setup, LENGTHS, isa=isa), sinks_of(setup)
+    q = queries_of(setup, ROWS)
+    expected = attend(filled, ROWS, q, sinks=sinks, isa=isa).view(len(q), 8, -1)
+    sinks[5] = torch.nan
+    out = attend(filled, ROWS, q, sinks=sinks, isa=isa).view(len(q), 8, -1)
+    assert out[:, 5].isnan().all()
+    others = [0, 1, 2, 3, 4, 6, 7]
+    assert same(out[:, others], expected[:, others])
+
+
 @EACH_ISA
 @NAMES
 def test_a_row_is_the_same_bits_when_alone_chunked_or_batched_on_any_threads(name, isa):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.kernels.cpu.packed_layers import run_apart
+
 native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
 if not hasattr(native, "suits_bf12"):
     pytest.skip("built without the linear component", allow_module_level=True)
@@ -118,3 +120,36 @@ def test_scales_of_columns_are_refused():
     scales = torch.ones(16)
     with pytest.raises(ValueError, match="scales of its own"):
         native.Weight("bf12", 16, 8).set_extras(column_scale=scales.data_ptr())
+
+
+def test_packing_that_finds_no_memory_raises_and_leaves_a_weight_that_can_be_packed():
+    # In a process of its own: an exception that left the threads' region ended it.
+    code = """
+import resource
+import torch
+from quire.kernels.cpu import _native as native
+from tests.unit.kernels.cpu.test_short_weights import pack, weights
+n, k = 512, 8192
+w, few = weights("wide", n, k), weights("normal", n, k)
+packed = native.Weight("bf12", n, k)
+packed.pack(few.data_ptr(), k, 0, n, num_threads=2)
+plain = native.Weight("bf16", n, k)
+plain.pack(w.data_ptr(), k, 0, n, num_threads=2)
+row, want = torch.empty(k), torch.empty(k)
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 20), before[1]))
+try:
+    packed.pack(w.data_ptr(), k, 0, n, num_threads=2)
+    raised = False
+except MemoryError:
+    raised = True
+resource.setrlimit(resource.RLIMIT_AS, before)
+assert raised
+packed.pack(w.data_ptr(), k, 0, n, num_threads=2)
+for index in range(0, n, 31):
+    packed.unpack_row(index, row.data_ptr())
+    plain.unpack_row(index, want.data_ptr())
+    assert row.equal(want)
+"""
+    run_apart(code)

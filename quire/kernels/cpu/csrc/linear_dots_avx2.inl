@@ -1,0 +1,182 @@
+// Products with sixteen registers of 256 bits and no products of bf16 or of four bytes. Integers: eight outputs at a time, for all rows
+// of the tile. bf16: floats, those of the input made beforehand where they are read often.
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Tiles of so many accumulators at most read their panels line by line, as memory gives them. Larger ones walk BLOCK_LINES of one half
+// of their panel, which stay in the first-level cache, before the other half.
+constexpr int MAX_STREAMED = 4;
+constexpr i64 BLOCK_LINES = 16;
+// Lines of nibbles whose products are summed in 16 bits: eight products of pairs, each at most 2 * 15 * 127.
+constexpr i64 NIBBLE_LINES = 4;
+
+enum class Codes { bytes, levels, nibbles };
+
+// How the codes of a tile are read: eight bits, nibbles that a table says the levels of, or nibbles that are the levels but for a
+// constant, which start_group takes in.
+template <int R, Codes CODES>
+struct Dots {
+    static constexpr int WORDS = CODES == Codes::bytes ? 1 : 2;  // of the input of a row, for a line
+
+    QUIRE_INLINE __m256i start(__m256i sum) { return CODES == Codes::nibbles ? _mm256_setzero_si256() : sum; }
+    QUIRE_INLINE __m256i finish(__m256i sum, __m256i before) {
+        return CODES == Codes::nibbles ? add_pairs(before, sum) : sum;
+    }
+
+    // Add the products of half a line, eight outputs; table: of levels.
+    QUIRE_INLINE void add(__m256i table, const u8* half, const u32* x, __m256i (&sums)[R]) {
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half)), mask = _mm256_set1_epi8(15);
+        if constexpr (CODES == Codes::bytes) {
+            add_signed(_mm256_xor_si256(both, _mm256_set1_epi8(static_cast<char>(0x80))), x, sums);
+        } else if constexpr (CODES == Codes::levels) {
+            add_signed(_mm256_shuffle_epi8(table, _mm256_and_si256(both, mask)), x, sums);
+            add_signed(_mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)), x + R, sums);
+        } else {
+            add_small(_mm256_and_si256(both, mask), x, sums);
+            add_small(_mm256_and_si256(_mm256_srli_epi16(both, 4), mask), x + R, sums);
+        }
+    }
+
+    QUIRE_INLINE __m256i word(const u32* x) { return _mm256_set1_epi32(static_cast<int>(*x)); }
+    QUIRE_INLINE __m256i add_pairs(__m256i sum, __m256i pairs) {
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+
+    // Keep the order of rows: else GCC has more of them under way than there are registers.
+    QUIRE_INLINE void in_order(const u32*& x, __m256i& sum) {
+        if constexpr (R > MAX_STREAMED) asm("" : "+r"(x), "+x"(sum));
+    }
+
+    // |w| <= 128 and |x| <= 127, so that two products stay below 2^15. To sum them in 32 bits at once, each input in 16, would be one
+    // instruction less and two more of the kind that is scarce.
+    QUIRE_INLINE void add_signed(__m256i w, const u32* x, __m256i (&sums)[R]) {
+        const __m256i size = _mm256_abs_epi8(w);
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) {
+            sums[r] = add_pairs(sums[r], _mm256_maddubs_epi16(size, _mm256_sign_epi8(word(x + r), w)));
+            in_order(x, sums[r]);
+        }
+    }
+    QUIRE_INLINE void add_small(__m256i w, const u32* x, __m256i (&sums)[R]) {
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) {
+            sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(w, word(x + r)));
+            in_order(x, sums[r]);
+        }
+    }
+};
+
+// Lines [begin, begin + lines) of all panels, line by line.
+template <int R, int P, Codes CODES, bool IS_NEAR>
+QUIRE_INLINE void dot_streams(const Tile& t, __m256i table, i64 begin, i64 lines, const u32* x, I32 (&acc)[P][R]) {
+    __m256i low[P][R], high[P][R];
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) low[p][r] = Dots<R, CODES>::start(acc[p][r].a), high[p][r] = Dots<R, CODES>::start(acc[p][r].b);
+    for (i64 s = begin; s < begin + lines; ++s, x += R * Dots<R, CODES>::WORDS) {
+        if constexpr (IS_NEAR)
+            prefetch_near<P>(t, s);
+        else
+            prefetch_ahead<P>(t, s);
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p) {
+            Dots<R, CODES>::add(table, t.panels[p] + s * 64, x, low[p]);
+            Dots<R, CODES>::add(table, t.panels[p] + s * 64 + 32, x, high[p]);
+        }
+    }
+#pragma GCC unroll 32
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) acc[p][r] = {Dots<R, CODES>::finish(low[p][r], acc[p][r].a), Dots<R, CODES>::finish(high[p][r], acc[p][r].b)};
+}
+
+// The same lines of one panel, half by half.
+template <int R, Codes CODES>
+QUIRE_INLINE void dot_block(const Tile& t, __m256i table, i64 begin, i64 lines, const u32* x, I32 (&acc)[R]) {
+    for (i64 line = 0; line < lines; ++line) prefetch_ahead<1>(t, begin + line);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        __m256i sums[R];
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) sums[r] = Dots<R, CODES>::start(half == 0 ? acc[r].a : acc[r].b);
+        const u8* codes = t.panels[0] + begin * 64 + half * 32;
+        const u32* input = x;
+        for (i64 line = 0; line < lines; ++line, codes += 64, input += R * Dots<R, CODES>::WORDS) Dots<R, CODES>::add(table, codes, input, sums);
+#pragma GCC unroll 32
+        for (int r = 0; r < R; ++r) (half == 0 ? acc[r].a : acc[r].b) = Dots<R, CODES>::finish(sums[r], half == 0 ? acc[r].a : acc[r].b);
+    }
+}
+
+template <int R, int P, Codes CODES, bool IS_NEAR>
+QUIRE_INLINE void dot_lines(const Tile& t, __m256i table, i64 begin, i64 end, const u32* x, I32 (&acc)[P][R]) {
+    constexpr bool IS_STREAMED = R * P <= MAX_STREAMED;
+    const i64 most = CODES == Codes::nibbles ? NIBBLE_LINES : IS_STREAMED ? end - begin : BLOCK_LINES;
+    for (i64 s = begin; s < end; s += most, x += most * R * Dots<R, CODES>::WORDS) {
+        const i64 lines = end - s < most ? end - s : most;
+        if constexpr (IS_STREAMED)
+            dot_streams<R, P, CODES, IS_NEAR>(t, table, s, lines, x, acc);
+        else
+            dot_block<R, CODES>(t, table, s, lines, x, acc[0]);
+    }
+}
+
+// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: beside the sums
+// of the tile there are no registers.
+template <int R, int P, bool IS_NIBBLES, bool IS_NEAR = false>
+__attribute__((noinline)) void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes&, I32 (&acc)[P][R]) {
+    static_assert(P == 1 || R * P <= MAX_STREAMED);
+    if constexpr (!IS_NIBBLES)
+        return dot_lines<R, P, Codes::bytes, IS_NEAR>(t, _mm256_setzero_si256(), begin, end, x, acc);
+    else if (t.is_linear)
+        return dot_lines<R, P, Codes::nibbles, IS_NEAR>(t, _mm256_setzero_si256(), begin, end, x, acc);
+    const __m256i levels = _mm256_xor_si256(load_table(t.table).a, _mm256_set1_epi8(static_cast<char>(0x80)));
+    dot_lines<R, P, Codes::levels, IS_NEAR>(t, levels, begin, end, x, acc);
+}
+
+// Products of bf16 with widened inputs: the first of a pair is the upper half of its word.
+template <int R>
+void tile_wide_bf16(const Tile& t) {
+    F32 acc[1][R];
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r) acc[0][r] = zero();
+    struct Pair {
+        float upper, lower;
+    };
+    const Pair* x = reinterpret_cast<const Pair*>(t.wide);
+    for (i64 s = 0; s < t.steps; ++s, x += R) {
+        prefetch_ahead<1>(t, s);
+        const Bytes line = load_bytes(t.panels[0] + s * 64);
+        add_rows<R>(high_halves(line), x, [](const Pair* pair) { return set1(pair->upper); }, acc[0]);
+        add_rows<R>(low_halves(line), x, [](const Pair* pair) { return set1(pair->lower); }, acc[0]);
+    }
+    store_tile<R, 1>(t, acc);
+}
+
+// Make two floats of every word of a packed input of bf16, the one of the upper half first.
+void widen_input(const u32* x, i64 words, u32* wide) {
+    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    i64 i = 0;
+    for (; i + 8 <= words; i += 8) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+        const __m256i high = _mm256_and_si256(pairs, mask), low = _mm256_slli_epi32(pairs, 16);
+        const __m256i first = _mm256_unpacklo_epi32(high, low), second = _mm256_unpackhi_epi32(high, low);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide + 2 * i), _mm256_permute2x128_si256(first, second, 0x20));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide + 2 * i + 8), _mm256_permute2x128_si256(first, second, 0x31));
+    }
+    for (; i < words; ++i) wide[2 * i] = x[i] & 0xffff0000u, wide[2 * i + 1] = x[i] << 16;
+}
+
+// What a group's integers begin with: starts is -128 times the sum of the inputs. Weights are signed here; but for nibbles as they are.
+template <int R, int P>
+QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
+#pragma GCC unroll 32
+    for (int r = 0; r < R; ++r) {
+        const I32 start = set1(t.is_linear ? -(t.starts[g * R + r] >> 7) * (t.table[0] - 128) : 0);
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p) acc[p][r] = start;
+    }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
