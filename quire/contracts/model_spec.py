@@ -67,6 +67,7 @@ class AttentionSpec:
     qk_norm_over   "head": one weight of head_dim for every head; "all": over the concatenated heads
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
+    has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
     """
 
     num_heads: int
@@ -81,16 +82,29 @@ class AttentionSpec:
     qk_norm_over: Literal["head", "all"] = "head"
     softcap: float | None = None
     is_softmax_f32: bool = True
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GateClamp:
+    """A gate that takes g = min(gate, limit) and u = up within -limit and limit, and gives (u + 1) * g * sigmoid(slope * g)."""
+
+    limit: float
+    slope: float
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """A feed-forward block: down(act(gate(x)) * up(x)) when gated, down(act(up(x))) otherwise."""
+    """A feed-forward block: down(act(gate(x)) * up(x)) when gated, down(act(up(x))) otherwise.
+
+    clamp  stands in the place of the activation function and the product of a gated block (gpt-oss); None: neither is clamped
+    """
 
     intermediate_size: int
     activation: Activation
     is_gated: bool = True
     has_bias: bool = False
+    clamp: GateClamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +113,7 @@ class MoeSpec:
 
     is_renormalized  the chosen weights are divided by their sum
     is_weight_f32    weights stay f32 over the product with the expert's output (Mixtral); otherwise rounded to the dtype
+    has_router_bias  the router's logits have a bias
     """
 
     num_experts: int
@@ -106,6 +121,7 @@ class MoeSpec:
     expert: MlpSpec
     is_renormalized: bool = True
     is_weight_f32: bool = False
+    has_router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,13 +68,23 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     )
 
 
-def _open(folder: Path, page: FamilyPage) -> Stored:
+def quantized_weights(folder: Path, spec: ModelSpec) -> list[StoredWeight]:
+    """Return the weights that a checkpoint folder stores quantised; nothing is unpacked, and nothing said in the log.
+
+    Raises ModelFormatError.
+    """
+    stored = _open(folder, FAMILIES.get(spec.model_type), is_logged=False)
+    return [weight for weight in stored.values() if isinstance(weight, StoredWeight)]
+
+
+def _open(folder: Path, page: FamilyPage, is_logged: bool = True) -> Stored:
     tensors, quantization = open_tensors(folder), read_quantization_config(folder)
     drafting = _drafting_layers(tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(drafting)}
     if quantization is None:
         return kept
-    return gather_weights({n: t for n, t in kept.items() if not page.ignored.fullmatch(page.strip(n))}, quantization)
+    wanted = {n: t for n, t in kept.items() if not page.ignored.fullmatch(page.strip(n))}
+    return gather_weights(wanted, quantization, is_logged)
 
 
 def _drafting_layers(names: Iterable[str]) -> tuple[str, ...]:
@@ -127,12 +137,15 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
         shape = shapes[name][1:] if source.is_stacked else shapes[name]
         for group in source.groups:
             for piece in group:
-                is_transposed = piece.is_transposed and not isinstance(stored.get(piece.name), StoredWeight)
+                is_plain = not isinstance(stored.get(piece.name), StoredWeight)
+                is_transposed = piece.is_transposed and is_plain
+                stack = (shapes[name][0],) if piece.entry is not None and is_plain else ()
                 rows = shape[0] // len(group)
                 if piece.rows is not None:
-                    rows = max(piece.rows[1], expected.get(piece.name, (0,))[-1 if is_transposed else 0])
+                    before = expected.get(piece.name, (*stack, 0))[len(stack) :]
+                    rows = max(piece.rows[1], before[-1 if is_transposed else 0])
                 whole = (rows, *shape[1:])
-                expected[piece.name] = whole[::-1] if is_transposed else whole
+                expected[piece.name] = (*stack, *(whole[::-1] if is_transposed else whole))
     return expected
 
 

@@ -11,7 +11,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Return name -> shape of every parameter that a spec needs, in the order of execution. Linear weights are [out, in].
 
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
-    rows first, experts.down.weight [E, hidden, I].
+    rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads].
     """
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden)}
@@ -56,6 +56,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         **_linear("v", kv_size, hidden, spec.has_qkv_bias),
         **_norm("q_norm", spec.qk_norm, q_size if is_whole else spec.head_dim),
         **_norm("k_norm", spec.qk_norm, kv_size if is_whole else spec.head_dim),
+        **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **_linear("o", hidden, q_size, spec.has_o_bias),
     }
 
@@ -67,9 +68,11 @@ def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
 
 
 def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
-    inner = spec.expert.intermediate_size
+    inner, has_bias = spec.expert.intermediate_size, spec.expert.has_bias
     return {
-        "router.weight": (spec.num_experts, hidden),
+        **_linear("router", spec.num_experts, hidden, spec.has_router_bias),
         "experts.gate_up.weight": (spec.num_experts, 2 * inner, hidden),
+        **({"experts.gate_up.bias": (spec.num_experts, 2 * inner)} if has_bias else {}),
         "experts.down.weight": (spec.num_experts, hidden, inner),
+        **({"experts.down.bias": (spec.num_experts, hidden)} if has_bias else {}),
     }

@@ -11,11 +11,10 @@ from quire.kernels.cpu.pages import SpentPages
 from quire.model.families.sources import Piece, Source
 from quire.model.parameters import Shape
 from quire.quant.float8 import Float8Weight, concatenate_float8
-from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter
+from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter
 from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
 
 Stored = Mapping[str, Tensor | StoredWeight]
-Narrow = QuantizedWeight | Float8Weight | Tensor
 
 _COMPARED_ROWS = 4096
 
@@ -40,7 +39,9 @@ class StoredTensors:
 
     def layout(self, source: Source) -> tuple[object, ...]:
         """Return what is stored of a parameter, what repeats itself once."""
-        found = dict.fromkeys((piece.rows, _layout(self._stored[piece.name])) for group in source.groups for piece in group)
+        found = dict.fromkeys(
+            (piece.rows, piece.step, _layout(self._stored[piece.name])) for group in source.groups for piece in group
+        )
         return source.is_stacked, *found
 
     def rows(self, piece: Piece, keeps_float8: bool = False) -> Narrow:
@@ -48,17 +49,23 @@ class StoredTensors:
         whole = self._stored[piece.name]
         if isinstance(whole, StoredWeight):
             whole = self._unpack(piece, whole, keeps_float8)
-        elif piece.is_transposed:
-            whole = whole.t()
+        else:
+            whole = whole if piece.entry is None else whole[piece.entry]
+            whole = whole.t() if piece.is_transposed else whole
         if piece.rows is None:
             return whole
         start, stop = piece.rows
-        return whole[start:stop] if isinstance(whole, Tensor) else whole.rows(start, stop)
+        if isinstance(whole, Float8Weight) and piece.step == 1:
+            return whole.rows(start, stop)
+        whole = whole.dequantize() if isinstance(whole, Float8Weight) else whole
+        return whole[start : stop : piece.step] if isinstance(whole, Tensor) else whole.rows(start, stop, piece.step)
 
     def give_back(self, groups: tuple[tuple[Piece, ...], ...]) -> None:
         """Give back the pages that pieces take."""
         for piece in (piece for group in groups for piece in group):
             stored = self._stored[piece.name]
+            if isinstance(stored, Tensor) and piece.entry is not None:
+                stored = stored[piece.entry]
             self.spent.add(stored.tensors if isinstance(stored, StoredWeight) else (stored,))
 
     def _unpack(self, piece: Piece, weight: StoredWeight, keeps_float8: bool) -> Narrow:

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.quant.config import AwqConfig
 from quire.quant.packing import affine_weight, unpack_codes
 from quire.quant.stored_parts import FLOATS, StoredParts
-from quire.quant.weight import QuantizedWeight, StoredWeight
+from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
 PARTS = ("qweight", "qzeros", "scales")
 _BITS = 4
@@ -27,7 +27,8 @@ def read_awq(parts: StoredParts, config: AwqConfig) -> StoredWeight:
         parts.take("qzeros", (torch.int32,), (num_groups, num_words))
     elif "qzeros" in parts:
         raise parts.wrong("qzeros", "only where zero_point of the quantisation config is true")
-    return parts.integers((num_rows, num_columns), lambda: _load(parts, num_columns, num_groups))
+    codes = CodeForm.of(_BITS, num_columns // max(1, num_groups), config.has_zero_point)
+    return parts.integers((num_rows, num_columns), codes, lambda: _load(parts, num_columns, num_groups))
 
 
 def _load(parts: StoredParts, num_columns: int, num_groups: int) -> QuantizedWeight:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.base.errors import ModelFormatError
 from quire.quant.fields import JsonFields, is_finite_number
 from quire.quant.stored_parts import StoredParts
-from quire.quant.weight import QuantizedWeight, StoredWeight
+from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
 _STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 PARTS = (
@@ -59,7 +59,7 @@ def _read_int8(parts: StoredParts) -> StoredWeight:
         scale = parts.scale("SCB", parts.take("SCB", _F32, (num_rows,)))
         return QuantizedWeight(codes, (scale / 127).view(num_rows, 1))
 
-    return parts.integers((num_rows, num_columns), load)
+    return parts.integers((num_rows, num_columns), CodeForm.of(8, num_columns), load)
 
 
 def _read_4bit(parts: StoredParts) -> StoredWeight:

@@ -11,7 +11,7 @@ from quire.quant.float4 import read_mxfp4, read_nvfp4
 from quire.quant.fp8 import read_fp8_blocks
 from quire.quant.packing import affine_weight, order_columns, signed_levels, unpack_codes, words_for
 from quire.quant.stored_parts import FLOATS, INTEGERS, StoredParts
-from quire.quant.weight import QuantizedWeight, StoredWeight
+from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 _FLOAT4_READERS = {"nvfp4-pack-quantized": read_nvfp4, "mxfp4-pack-quantized": read_mxfp4}
@@ -85,7 +85,11 @@ def _read_packed(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
         parts.take("weight_zero_point", (torch.int32,), (zero_rows, num_columns_of_zeros))
     if "weight_g_idx" in parts:
         parts.take("weight_g_idx", INTEGERS, (num_columns,))
-    return parts.integers((num_rows, num_columns), lambda: _load_packed(parts, scheme, num_rows, num_columns, num_groups))
+    group_size, has_order = num_columns // max(1, num_groups), "weight_g_idx" in parts
+    codes = CodeForm.of(scheme.bits, group_size, not scheme.is_symmetric, has_order)
+    return parts.integers(
+        (num_rows, num_columns), codes, lambda: _load_packed(parts, scheme, num_rows, num_columns, num_groups)
+    )
 
 
 def _load_packed(
@@ -119,7 +123,8 @@ def _read_int8(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
     scale_shape = tuple(parts.take("weight_scale", FLOATS, *shapes).shape)
     if not scheme.is_symmetric:
         parts.take("weight_zero_point", _ZERO_POINTS, scale_shape)
-    return parts.integers((num_rows, num_columns), lambda: _load_int8(parts, scheme, num_rows, num_columns, num_groups))
+    codes = CodeForm.of(scheme.bits, num_columns // max(1, num_groups), not scheme.is_symmetric)
+    return parts.integers((num_rows, num_columns), codes, lambda: _load_int8(parts, scheme, num_rows, num_columns, num_groups))
 
 
 def _load_int8(

@@ -10,7 +10,7 @@ from quire.quant.compressed_config import CompressedTensorsConfig, read_compress
 from quire.quant.fields import JsonFields
 from quire.quant.patterns import ModulePattern
 
-_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "bitsandbytes")
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes")
 _MAX_PATTERNS = 256
 _GPTQ_BITS = (2, 3, 4, 8)
 
@@ -71,14 +71,12 @@ class BitsAndBytesConfig:
     """bitsandbytes: nf4 or fp4 in blocks with their own JSON, or int8 by row; what is stored says which."""
 
 
-QuantizationConfig = GptqConfig | AwqConfig | CompressedTensorsConfig | Fp8Config | BitsAndBytesConfig
+@dataclass(frozen=True, slots=True)
+class Mxfp4Config:
+    """MXFP4 of gpt-oss: experts in blocks of 32 columns; what is stored says which."""
 
 
-def has_integer_form(config: QuantizationConfig) -> bool:
-    """Return whether all quantised weights of a checkpoint stay integers when they are loaded; others are made dense."""
-    if isinstance(config, CompressedTensorsConfig):
-        return all(scheme.layout != "float-quantized" for _, scheme in config.groups)
-    return isinstance(config, GptqConfig | AwqConfig)
+QuantizationConfig = GptqConfig | AwqConfig | CompressedTensorsConfig | Fp8Config | Mxfp4Config | BitsAndBytesConfig
 
 
 def has_narrow_form(config: QuantizationConfig | None) -> bool:
@@ -105,6 +103,8 @@ def read_quantization(values: object, where: str, default_method: str | None = N
         return read_compressed_tensors(fields)
     if method in ("fp8", "fbgemm_fp8"):
         return _read_fp8(fields, method)
+    if method == "mxfp4":
+        return Mxfp4Config()
     if method == "bitsandbytes":
         return _read_bitsandbytes(fields)
     raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4 of compressed-tensors: floats of 4 bits (e2m1) with a scale per 16 or 32 columns.
+"""NVFP4 and MXFP4, as compressed-tensors stores them: floats of 4 bits (e2m1) with a scale per 16 or 32 columns.
 
 Twice a value of e2m1 is an integer, so that the weights are exact as integer codes with half the scale.
 """
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError
 from quire.quant.stored_parts import StoredParts
-from quire.quant.weight import QuantizedWeight, StoredWeight
+from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
 _HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _LEVELS = tuple(sorted(set(_HALVES)))
-_NVFP4_GROUP, _MXFP4_GROUP = 16, 32
+_NVFP4_GROUP, _MXFP4_GROUP, _BITS = 16, 32, 4
 _U8 = (torch.uint8,)
 _F32 = (torch.float32,)
 
@@ -31,9 +31,9 @@ def read_nvfp4(parts: StoredParts) -> StoredWeight:
         whole = parts.scale("weight_global_scale", parts.take("weight_global_scale", _F32, (1,), ()))
         if not bool((whole > 0).all()):
             raise parts.damaged("weight_global_scale", f"is {float(whole)}, expected a positive number")
-        return _weight(parts, scale / whole)
+        return unpack_float4(_octets(parts), scale / whole)
 
-    return parts.integers((num_rows, num_columns), load)
+    return parts.integers((num_rows, num_columns), CodeForm.of(_BITS, _NVFP4_GROUP), load)
 
 
 def read_mxfp4(parts: StoredParts) -> StoredWeight:
@@ -44,9 +44,9 @@ def read_mxfp4(parts: StoredParts) -> StoredWeight:
 
     def load() -> QuantizedWeight:
         stored = parts.take("weight_scale", scale_dtypes, scale_shape).view(torch.float8_e8m0fnu)
-        return _weight(parts, parts.scale("weight_scale", stored))
+        return unpack_float4(_octets(parts), parts.scale("weight_scale", stored))
 
-    return parts.integers((num_rows, num_columns), load)
+    return parts.integers((num_rows, num_columns), CodeForm.of(_BITS, _MXFP4_GROUP), load)
 
 
 def _sizes(parts: StoredParts, group_size: int) -> tuple[int, int, int]:
@@ -57,10 +57,14 @@ def _sizes(parts: StoredParts, group_size: int) -> tuple[int, int, int]:
     return num_rows, 2 * num_bytes, parts.num_groups(2 * num_bytes, group_size)
 
 
-def _weight(parts: StoredParts, scale: Tensor) -> QuantizedWeight:
-    """Return the weight; the first value of a byte is its low half."""
-    octets = parts.take("weight_packed", _U8, (None, None))
+def _octets(parts: StoredParts) -> Tensor:
+    return parts.take("weight_packed", _U8, (None, None))
+
+
+def unpack_float4(octets: Tensor, scale: Tensor) -> QuantizedWeight:
+    """Return the weight of bytes [O, K / 2] u8, whose low half is the first of their two values, with a scale [O, G] f32."""
     table = torch.tensor(_HALVES, dtype=torch.int8)
-    # Two values at once: a table of all bytes.
-    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
-    return QuantizedWeight(pairs[octets.int()].flatten(1), scale / 2, levels=_LEVELS)
+    # Two values at once: a table of all bytes, whose entries are looked up as one number.
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1).view(torch.int16).flatten()
+    codes = pairs.index_select(0, octets.flatten().int()).view(torch.int8)
+    return QuantizedWeight(codes.view(len(octets), -1), scale / 2, levels=_LEVELS)

@@ -17,7 +17,7 @@ _NAN = 0x7F
 
 
 def read_fp8(parts: StoredParts, config: Fp8Config) -> StoredWeight:
-    """Return the weight of a module, which loads as a float tensor. Raises ModelFormatError.
+    """Return the weight of a module, which loads as a float tensor, or as it is stored. Raises ModelFormatError.
 
     The scales are `weight_scale_inv` (they multiply, whatever the name says) or `weight_scale`.
     """
@@ -46,4 +46,4 @@ def read_fp8_blocks(parts: StoredParts, part: str, block: tuple[int, int]) -> St
             raise parts.damaged("weight", "holds codes that are not numbers")
         return Float8Weight(codes, parts.scale(part, parts.take(part, SCALES, *shapes)).view(grid), block)
 
-    return parts.floats((num_rows, num_columns), lambda: load().dequantize(), load)
+    return parts.float8((num_rows, num_columns), min(block[1], num_columns), load)

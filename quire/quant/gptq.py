@@ -9,7 +9,7 @@ from quire.base.errors import ModelFormatError
 from quire.quant.config import GptqConfig, GptqScheme
 from quire.quant.packing import affine_weight, order_columns, unpack_codes, words_for
 from quire.quant.stored_parts import FLOATS, INTEGERS, StoredParts
-from quire.quant.weight import QuantizedWeight, StoredWeight
+from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -31,7 +31,8 @@ def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
     if "g_idx" in parts:
         parts.take("g_idx", INTEGERS, (num_columns,))
     form = "gptq_v2" if scheme.is_v2 else "gptq"  # most of the first have no zero points but the middle, and no offsets
-    return parts.integers((num_rows, num_columns), lambda: _load(parts, scheme, num_rows, num_columns, num_groups), form)
+    codes = CodeForm.of(bits, num_columns // max(1, num_groups), has_offset=True, has_order="g_idx" in parts)
+    return parts.integers((num_rows, num_columns), codes, lambda: _load(parts, scheme, num_rows, num_columns, num_groups), form)
 
 
 def _load(parts: StoredParts, scheme: GptqScheme, num_rows: int, num_columns: int, num_groups: int) -> QuantizedWeight:

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
-from quire.quant.float8 import Float8Weight, quantize_float8
-from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
+from quire.quant.float8 import quantize_float8
+from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.quantize import FINE_INT4, FLOAT8, INT4, INT8, Scheme, fit_scheme, quantize_weight
 from quire.quant.weight import QuantizedWeight
 
@@ -72,10 +72,11 @@ POLICIES = {
     "int4": QuantizationPolicy(
         INT4, INT4, INT4, has_int8_ends=True, min_columns=256, narrow_linears=FINE_INT4, narrow_int8=frozenset({"k", "v"})
     ),
+    "fp8": QuantizationPolicy(FLOAT8, None, None),
 }
 """What the engine's option `quantization` means. Half of what 4 bits lose on a small model is lost in k, v and the MLPs at both
 ends. A narrow model would lose as much again in its head, in k and v, and by groups twice as large; a wider one loses little
-(docs/performance.md), and every token reads them all."""
+(docs/performance.md), and every token reads them all. Beside fp8 embedding and head stay as they are, as is usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,13 @@ class ParameterQuantizer:
         scheme = self.policy.scheme_of(name, weight.shape[-1], self.num_layers)
         if scheme is None:
             return weight
+        if scheme.kind == "float8":
+            return self._round_to_float8(weight)
         if weight.ndim == 3:
             return QuantizedStack(tuple(self._quantize(expert, scheme) for expert in weight))
         return self._quantize(weight, scheme)
 
-    def narrowed(self, name: str, weight: Tensor) -> Tensor | QuantizedWeight | Float8Weight:
+    def narrowed(self, name: str, weight: Tensor) -> Narrow:
         """Return one weight, or that of one expert, as the policy has it, float8 included; it may be on a GPU."""
         scheme = self.policy.scheme_of(name, weight.shape[1], self.num_layers)
         if scheme is None:
@@ -109,6 +112,13 @@ class ParameterQuantizer:
         if scheme.kind == "float8":
             return quantize_float8(weight, self.dtype)
         return quantize_weight(weight, scheme, is_forgotten=weight.device.type == "cpu", rounded_to=self.dtype)
+
+    def _round_to_float8(self, weight: Tensor) -> Tensor:
+        """Return a weight, or a stack of them, as float8 would have it, for kernels that run it dense."""
+        rounded = torch.empty(weight.shape, dtype=self.dtype)
+        for rows, to in zip(weight, rounded, strict=True) if weight.ndim == 3 else ((weight, rounded),):
+            to.copy_(quantize_float8(rows, self.dtype).dequantize(self.dtype))
+        return rounded
 
     def _quantize(self, weight: Tensor, scheme: Scheme) -> QuantizedWeight:
         return quantize_weight(weight, scheme, is_forgotten=True, rounded_to=self.dtype)
@@ -125,10 +135,10 @@ DEVICE_POLICIES = {
         narrow_linears=Scheme("linear", 32),
         narrow_int8=frozenset({"k", "v"}),
     ),
-    "fp8": QuantizationPolicy(FLOAT8, None, None),
+    "fp8": POLICIES["fp8"],
 }
 """What it means on a GPU, whose kernels take 16 consecutive levels in 4 bits. Embedding and head get int8 beside int4: they are
-one weight in a tied model, which a narrower one changes most; beside fp8 they stay as they are, as is usual."""
+one weight in a tied model, which a narrower one changes most."""
 
 
 def parameter_quantizer(

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError
 from quire.base.logging import get_logger
-from quire.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from quire.quant import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from quire.quant.compressed_config import CompressedTensorsConfig
-from quire.quant.config import AwqConfig, BitsAndBytesConfig, Fp8Config, GptqConfig, QuantizationConfig
+from quire.quant.config import AwqConfig, BitsAndBytesConfig, Fp8Config, GptqConfig, Mxfp4Config, QuantizationConfig
 from quire.quant.stored_parts import StoredParts
 from quire.quant.weight import StoredWeight
 
@@ -27,15 +27,20 @@ _ACTIVATION_SCALES = re.compile(
 
 
 def gather_weights(
-    tensors: Mapping[str, Tensor | StoredWeight], config: QuantizationConfig
+    tensors: Mapping[str, Tensor | StoredWeight], config: QuantizationConfig, is_logged: bool = True
 ) -> dict[str, Tensor | StoredWeight]:
     """Return the tensors with those of each quantised module replaced by one StoredWeight, named `<module>.weight`.
 
+    Experts of MXFP4 are one StoredWeight each, see `mxfp4.gather_experts`.
+
     tensors  stored name -> tensor, still in the file; nothing is unpacked here
-    Scales of activations are left out, with a line in the log, as is what else the config declares and quire does not use.
+    Scales of activations are left out, with a line in the log (is_logged), as is what else the config declares and quire does
+    not use.
     Raises ModelFormatError where the tensors of a module do not
     fit together or contradict the config.
     """
+    if isinstance(config, Mxfp4Config):
+        return mxfp4.gather_experts(tensors)
     suffix = re.compile(rf"(.+)\.({'|'.join(re.escape(part) for part in _parts_of(config))})", re.DOTALL)
     modules: dict[str, dict[str, Tensor]] = {}
     kept: dict[str, Stored] = {}
@@ -48,10 +53,10 @@ def gather_weights(
             num_dropped += 1
         else:
             kept[name] = tensor
-    if isinstance(config, (CompressedTensorsConfig, Fp8Config)):
+    if is_logged and isinstance(config, (CompressedTensorsConfig, Fp8Config)):
         for note in config.notes:
             logger.info(note)
-    if num_dropped:
+    if is_logged and num_dropped:
         logger.info(
             "%d scales of activations and of the KV cache are not used: both are kept in the model's dtype", num_dropped
         )

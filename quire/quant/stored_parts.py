@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError
 from quire.quant.float8 import Float8Weight
-from quire.quant.weight import QuantizedWeight, StoredWeight
+from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
@@ -33,15 +33,20 @@ class StoredParts:
         """Return the parts that are stored."""
         return list(self._parts)
 
-    def integers(self, shape: tuple[int, int], load: Callable[[], QuantizedWeight], form: str = "") -> StoredWeight:
-        """Return the weight of these parts, which `load` makes; form as in StoredWeight."""
-        return StoredWeight(shape, load, tuple(self._parts.values()), form=form)
-
-    def floats(
-        self, shape: tuple[int, int], load: Callable[[], Tensor], load_float8: Callable[[], Float8Weight] | None = None
+    def integers(
+        self, shape: tuple[int, int], codes: CodeForm, load: Callable[[], QuantizedWeight], form: str = ""
     ) -> StoredWeight:
+        """Return the weight of these parts, which `load` makes; codes and form as in StoredWeight."""
+        return StoredWeight(shape, load, tuple(self._parts.values()), form=form, codes=codes)
+
+    def floats(self, shape: tuple[int, int], load: Callable[[], Tensor]) -> StoredWeight:
         """Return the weight of these parts, which have no integer form."""
-        return StoredWeight(shape, load, tuple(self._parts.values()), is_integer=False, load_float8=load_float8)
+        return StoredWeight(shape, load, tuple(self._parts.values()), is_integer=False)
+
+    def float8(self, shape: tuple[int, int], columns: int, load: Callable[[], Float8Weight]) -> StoredWeight:
+        """Return the weight of these parts, float8 of which so many columns share a scale."""
+        tensors, codes = tuple(self._parts.values()), CodeForm("float8", columns)
+        return StoredWeight(shape, lambda: load().dequantize(), tensors, is_integer=False, load_float8=load, codes=codes)
 
     def take(self, part: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int | None, ...]) -> Tensor:
         """Return a part that has one of the dtypes and one of the shapes; None in a shape is any size.

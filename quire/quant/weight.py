@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,10 +60,11 @@ class QuantizedWeight:
         """Columns that share a scale."""
         return self.codes.shape[1] // self.scale.shape[1]
 
-    def rows(self, start: int, stop: int) -> QuantizedWeight:
-        """Return the output rows [start, stop)."""
-        offset = None if self.offset is None else self.offset[start:stop]
-        return replace(self, codes=self.codes[start:stop], scale=self.scale[start:stop], offset=offset)
+    def rows(self, start: int, stop: int, step: int = 1) -> QuantizedWeight:
+        """Return every step-th of the output rows [start, stop)."""
+        rows = slice(start, stop, step)
+        offset = None if self.offset is None else self.offset[rows]
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight [O, K] with its inputs in their natural order, computed in f32."""
@@ -79,6 +81,27 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeForm:
+    """What is known of the codes of a weight before it is unpacked.
+
+    kind        "nibbles": they have at most 16 levels; "bytes"; "float8"
+    group_size  columns that share a scale
+    has_offset  there may be an offset beside every scale
+    has_order   the columns may have an order of their own
+    """
+
+    kind: Literal["nibbles", "bytes", "float8"]
+    group_size: int
+    has_offset: bool = False
+    has_order: bool = False
+
+    @staticmethod
+    def of(bits: int, group_size: int, has_offset: bool = False, has_order: bool = False) -> CodeForm:
+        """Return that of integers of so many bits."""
+        return CodeForm("nibbles" if bits <= 4 else "bytes", group_size, has_offset, has_order)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A weight of a checkpoint that is made when it is asked for, so that one at a time is unpacked.
 
@@ -87,6 +110,7 @@ class StoredWeight:
     tensors     what is read, still in the file
     is_integer  load returns a QuantizedWeight
     load_float8 returns the weight with its float8 numbers as they are stored; None: it is of another format
+    codes       what it has as codes; None: it becomes a float tensor, or a file of its own kind says it
     form        what the tensors do not tell of what is returned by their dtypes and shapes, such as the name of the format
     """
 
@@ -96,6 +120,7 @@ class StoredWeight:
     is_integer: bool = True
     load_float8: Callable[[], Float8Weight] | None = None
     form: str = ""
+    codes: CodeForm | None = None
 
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

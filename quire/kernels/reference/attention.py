@@ -74,23 +74,26 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) 
         cache[targets // size, :, targets % size] = cache[sources // size, :, sources % size]
 
 
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
     q                 [T, H, D]; H = num_heads, a multiple of K
     k_cache, v_cache  [num_blocks, K, block_size, D], q's dtype; this step's KV is already stored
+    sinks             [H], a logit per head that takes its share of the softmax and gives nothing; None: none
     Returns           [T, H, D] in q's dtype. Scores are in q's dtype, softmax sums in f32. Does not write the cache.
     """
     out = torch.empty_like(q)
     for group in _decode_groups(step, spec.window, k_cache.shape[2]):
-        out[group.tokens] = _attend_decode(q[group.tokens], k_cache, v_cache, group, spec)
+        out[group.tokens] = _attend_decode(q[group.tokens], k_cache, v_cache, group, spec, sinks)
     starts = step.query_starts
     for index, context_len in enumerate(step.context_lens):
         if not _is_decode(step, index):
             rows = slice(starts[index], starts[index + 1])
             paths = None if step.trees is None else _paths(step.trees, index, rows)
             place = _ChunkPlace(step.block_tables[index], context_len, paths)
-            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, place, spec)
+            out[rows] = _attend_chunk(q[rows], k_cache, v_cache, place, spec, sinks)
     return out
 
 
@@ -186,7 +189,9 @@ def _make_decode_groups(step: AttentionInput, window: int | None, block_size: in
     return groups
 
 
-def _attend_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+def _attend_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
 
@@ -198,14 +203,18 @@ def _attend_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGro
     scores = scores.masked_fill(~group.is_seen[:, None, None, :], -torch.inf)
     # What lies past a context may be anything, NaN of a failed sequence included: 0 * NaN must not reach the sum.
     v = gather(v_cache).masked_fill_(~group.is_seen[:, None, :, None], 0)
-    return (_softmax(scores, spec) @ v).reshape(num_rows, num_heads, head_dim)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+    return (_softmax(scores, spec, sinks) @ v).reshape(num_rows, num_heads, head_dim)
 
 
-def _attend_chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, place: _ChunkPlace, spec: AttentionSpec) -> Tensor:
+def _attend_chunk(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, place: _ChunkPlace, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
     context_len = place.context_len
     out = torch.empty_like(q)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
     num_rows = max(1, _MAX_SCORE_ELEMENTS // (num_heads * context_len))
     for begin in range(0, num_queries, num_rows):
         end = min(begin + num_rows, num_queries)
@@ -221,7 +230,7 @@ def _attend_chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, place: _ChunkPlac
         queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
         is_hidden = place.is_hidden(slice(begin, end), start, stop, spec.window)
-        weights = _softmax(scores.masked_fill(is_hidden, -torch.inf), spec)
+        weights = _softmax(scores.masked_fill(is_hidden, -torch.inf), spec, sinks)
         out[begin:end] = (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(end - begin, num_heads, head_dim)
     return out
 
@@ -230,7 +239,17 @@ def _cap(scores: Tensor, spec: AttentionSpec) -> Tensor:
     return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
 
 
-def _softmax(scores: Tensor, spec: AttentionSpec) -> Tensor:
+def _softmax(scores: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Return the weights of scores [..., keys]; sinks, whose last dimension is 1, are one more score of each row."""
+    if sinks is None:
+        return _weights(scores, spec)
+    scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    if not spec.is_softmax_f32:
+        scores = scores - scores.amax(-1, keepdim=True)  # which rounds, as gpt-oss does
+    return _weights(scores, spec)[..., :-1]
+
+
+def _weights(scores: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.is_softmax_f32:
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
     return torch.softmax(scores, dim=-1)

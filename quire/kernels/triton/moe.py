@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,22 @@ ExpertWeights = Tensor | NarrowWeight
 """[E, O, K], or narrow, with the rows of all experts one after the other."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """gate_up [E, 2 * I], down [E, N]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
 def mixture_of_experts(
-    x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights, is_in_order: bool = False
+    x: Tensor,
+    logits: Tensor,
+    spec: MoeSpec,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    is_in_order: bool = False,
+    biases: ExpertBiases | None = None,
 ) -> Tensor:
     """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
 
@@ -42,11 +57,12 @@ def mixture_of_experts(
     gate_up  [E, 2 * I, N], the gate rows first
     down     [E, N, I]
     is_in_order  sums have the same order at any number of rows
+    biases   of experts that have them, in x's dtype
     Returns  [T, N] in x's dtype; a row depends on no other row
-    Raises UnsupportedError for experts without a gate or with biases, InvariantError for what does not fit.
+    Raises UnsupportedError for experts without a gate, InvariantError for what does not fit.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run_all(expert_launches(out, x, logits, spec, gate_up, down, is_in_order))
+    run_all(expert_launches(out, x, logits, spec, gate_up, down, is_in_order, biases))
     return out
 
 
@@ -66,9 +82,11 @@ def expert_launches(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     is_in_order: bool = False,
+    biases: ExpertBiases | None = None,
 ) -> list[Launch]:
     """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
     _check(out, x, logits, spec, gate_up, down)
+    _check_biases(x, spec, biases)
     num_tokens, width = x.shape
     inner = spec.expert.intermediate_size
     num_pairs = num_tokens * spec.top_k
@@ -95,10 +113,16 @@ def expert_launches(
     )
     sort, pairs = _sort_launches(experts, spec.num_experts, tile)
     hidden, parts = empty(num_pairs, inner), empty(num_pairs, width)
-    kind = ACTIVATION_KINDS[spec.expert.activation]
+    clamp = spec.expert.clamp
+    gate = {
+        "ACTIVATION": ACTIVATION_KINDS[spec.expert.activation],
+        "LIMIT": 0.0 if clamp is None else clamp.limit,
+        "SLOPE": 1.0 if clamp is None else clamp.slope,
+    }
+    gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     products = [
-        _product(hidden, x, gate_up, None, pairs, tile, {"TOP_K": spec.top_k, "IS_GATED": True, "ACTIVATION": kind}),
-        _product(parts, hidden, down, shares, pairs, tile, {"TOP_K": 1, "IS_GATED": False, "ACTIVATION": kind}),
+        _product(hidden, x, gate_up, (gate_up_bias, None), pairs, tile, {"TOP_K": spec.top_k, "IS_GATED": True, **gate}),
+        _product(parts, hidden, down, (down_bias, shares), pairs, tile, {"TOP_K": 1, "IS_GATED": False, **gate}),
     ]
     constants = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
     total = Launch(sum_pairs, (num_tokens, triton.cdiv(width, _BLOCK)), {"y_ptr": parts, "out_ptr": out}, constants, 4, 1)
@@ -135,16 +159,17 @@ def _product(
     out: Tensor,
     x: Tensor,
     weight: ExpertWeights,
-    shares: Tensor | None,
+    bias_and_shares: tuple[Tensor | None, Tensor | None],
     pairs: _Pairs,
     tile: ExpertTile,
-    constants: dict[str, int | bool],
+    constants: dict[str, int | bool | float],
 ) -> Launch:
     num_rows = out.shape[1]
     arguments = {
         "x_ptr": x,
         **_weight_arguments(weight),
-        "shares_ptr": shares,
+        "bias_ptr": bias_and_shares[0],
+        "shares_ptr": bias_and_shares[1],
         "out_ptr": out,
         "pairs_ptr": pairs.pairs,
         "tile_experts_ptr": pairs.tile_experts,
@@ -181,10 +206,8 @@ def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, obje
 
 
 def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> None:
-    if not spec.expert.is_gated or spec.expert.has_bias or spec.expert.activation not in ACTIVATION_KINDS:
-        raise UnsupportedError(
-            f"experts must be gated, without biases, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}"
-        )
+    if not spec.expert.is_gated or spec.expert.activation not in ACTIVATION_KINDS:
+        raise UnsupportedError(f"experts must be gated, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}")
     check_tensor("x", x, (None, None), *_FLOATS)
     num_tokens, width = x.shape
     inner = spec.expert.intermediate_size
@@ -199,3 +222,11 @@ def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Exper
             raise InvariantError(
                 f"{name} must be {spec.num_experts} times {shape}, each with scales of its own, got {weight.shape}"
             )
+
+
+def _check_biases(x: Tensor, spec: MoeSpec, biases: ExpertBiases | None) -> None:
+    if (biases is not None) != spec.expert.has_bias:
+        raise InvariantError(f"biases come with experts that have them alone, got {biases} for {spec.expert}")
+    if biases is not None:
+        check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, 2 * spec.expert.intermediate_size), x.dtype)
+        check_contiguous("bias of down", biases.down, (spec.num_experts, x.shape[1]), x.dtype)

@@ -114,6 +114,7 @@ def _product(
 def multiply_experts(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -128,11 +129,15 @@ def multiply_experts(
     IS_SWAPPED: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
 ) -> None:
     """Write columns program_id(0) of the products of tile program_id(1), [pairs, NUM_ROWS] in out's dtype.
 
-    IS_GATED   x [T, NUM_COLUMNS], weight [experts, 2 * NUM_ROWS, NUM_COLUMNS], gate rows first: activation(gate) * up
+    IS_GATED   x [T, NUM_COLUMNS], weight [experts, 2 * NUM_ROWS, NUM_COLUMNS], gate rows first: activation(gate) * up,
+               or with a LIMIT the clamped gate of GateClamp
     otherwise  x [pairs, NUM_COLUMNS], weight [experts, NUM_ROWS, NUM_COLUMNS]: times the pair's share, f32
+    bias       [experts, rows of the weight], or None
     pairs_ptr  None: tile i is pair i alone, and tile_experts the experts of the pairs
     """
     tile = tl.program_id(1)
@@ -166,7 +171,28 @@ def multiply_experts(
     if IS_SWAPPED:
         acc = tl.trans(acc)
         up = tl.trans(up)
-    _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION)
+    acc, up = _with_biases(acc, up, bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
+    _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)
+
+
+@triton.jit
+def _with_biases(
+    acc: tl.tensor,
+    up: tl.tensor,
+    bias_ptr: tl.tensor,
+    expert: tl.tensor,
+    rows: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the products [pairs, rows] with the expert's biases, where there are any."""
+    if bias_ptr is not None:
+        FACTOR: tl.constexpr = 2 if IS_GATED else 1
+        bias_ptr += expert * (FACTOR * NUM_ROWS) + rows
+        acc += tl.load(bias_ptr, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            up += tl.load(bias_ptr + NUM_ROWS, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)[None, :]
+    return acc, up
 
 
 @triton.jit
@@ -180,12 +206,20 @@ def _store_products(
     NUM_ROWS: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
 ) -> None:
-    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up, otherwise acc times the pair's share."""
+    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up or a clamped gate, otherwise acc times its share."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     is_pair = pairs >= 0
     out = rounded(acc, DTYPE)
-    if IS_GATED:
+    if IS_GATED and LIMIT > 0:
+        up = rounded(up, DTYPE)
+        # Written so that NaN stays.
+        gate = tl.where(out > LIMIT, LIMIT, out)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        out = rounded(gate * tl.sigmoid(gate * SLOPE), DTYPE) * (up + 1.0)
+    elif IS_GATED:
         out = rounded(activated(out, ACTIVATION), DTYPE) * rounded(up, DTYPE)
     else:
         out = out * tl.load(shares_ptr + pairs, mask=is_pair, other=0.0)[:, None]
@@ -199,6 +233,7 @@ def multiply_narrow_experts(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -216,6 +251,8 @@ def multiply_narrow_experts(
     BLOCK_K: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
 ) -> None:
     """Do what multiply_experts does with narrow weights, see multiply_narrow, the rows of all experts one after the other.
 
@@ -265,7 +302,8 @@ def multiply_narrow_experts(
                 up_rows // SCALE_ROWS * NUM_GROUPS + group, up_rows * NUM_GROUPS + group,
                 is_code, is_row, IS_PACKED, BASE, DTYPE,
             )  # fmt: skip
-    _store_products(tl.trans(acc), tl.trans(up), shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION)
+    acc, up = _with_biases(tl.trans(acc), tl.trans(up), bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
+    _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from quire.model.families import (
     gemma2,
     gemma3,
     gpt2,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -17,7 +18,7 @@ from quire.model.families import (
 )
 from quire.model.families.page import FAMILIES, FamilyPage, find_family
 
-for _page in (gemma, gemma2, gemma3, gpt2, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe):
+for _page in (gemma, gemma2, gemma3, gpt2, gpt_oss, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe):
     FAMILIES.register(_page.MODEL_TYPE)(_page.PAGE)
 
 __all__ = ["FAMILIES", "FamilyPage", "find_family"]

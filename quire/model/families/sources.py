@@ -11,14 +11,17 @@ from quire.model.parameters import parameter_shapes
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stored tensor, or rows [start, stop) of it.
+    """A stored tensor, or some rows of it: from start on every step-th one before stop.
 
     is_transposed  it is stored [in, out]; the rows are counted after transposing
+    entry          it is a stack, of which this is one entry; None: it is none
     """
 
     name: str
     rows: tuple[int, int] | None = None
     is_transposed: bool = False
+    entry: int | None = None
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,12 @@ class Source:
     @classmethod
     def stack(cls, groups: list[tuple[str, ...]]) -> Source:
         """Return the source of a stack: names of a group are joined along rows, groups are stacked."""
-        return cls(tuple(tuple(Piece(name) for name in names) for names in groups), is_stacked=True)
+        return cls.stack_pieces([tuple(Piece(name) for name in names) for names in groups])
+
+    @classmethod
+    def stack_pieces(cls, groups: list[tuple[Piece, ...]]) -> Source:
+        """Return the source of a stack: pieces of a group are joined along rows, groups are stacked."""
+        return cls(tuple(groups), is_stacked=True)
 
 
 Sources = dict[str, Source]

@@ -12,7 +12,7 @@ from quire.kernels.reference.attention import AttentionInput, TreeInput, attend,
 HEAD_DIM = 8
 
 
-def dense(q, k, v, spec):
+def dense(q, k, v, spec, sinks=None):
     """Attend the last len(q) positions to k and v [L, K, D] one by one, in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     groups = spec.num_heads // spec.num_kv_heads
@@ -24,7 +24,9 @@ def dense(q, k, v, spec):
             scores = keys @ q[row, head].double() * spec.scale
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            out[row, head] = scores.softmax(0) @ values
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[row, head] = scores.softmax(0)[: len(values)] @ values
     return out
 
 
@@ -75,6 +77,34 @@ def test_attend_equals_a_dense_loop(lengths, counts, heads, block_size, window, 
         torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("lengths, counts", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("window, softcap", [(None, None), (6, 3.0)])
+@pytest.mark.parametrize("is_softmax_f32", [True, False])
+def test_sinks_take_their_share_and_give_nothing(lengths, counts, heads, window, softcap, is_softmax_f32):
+    spec = AttentionSpec(
+        heads[0],
+        heads[1],
+        HEAD_DIM,
+        HEAD_DIM**-0.5,
+        window=window,
+        softcap=softcap,
+        is_softmax_f32=is_softmax_f32,
+        has_sinks=True,
+    )
+    step, k_cache, v_cache, dense_k, dense_v = make_step(lengths, counts, 5, heads[1])
+    q = torch.randn(sum(counts), heads[0], HEAD_DIM, generator=torch.Generator().manual_seed(9))
+    sinks = torch.tensor([0.0, 30.0, -torch.inf, -1e30, 2.5, 1e30])[: heads[0]]
+    out = attend(q, k_cache, v_cache, step, spec, sinks)
+    for index, count in enumerate(counts):
+        rows = slice(step.query_starts[index], step.query_starts[index] + count)
+        expected = dense(q[rows], dense_k[index], dense_v[index], spec, sinks)
+        torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=2e-6)
+    # A head whose sink is nothing is a head without one.
+    plain = attend(q, k_cache, v_cache, step, spec)
+    torch.testing.assert_close(out[:, 2:4], plain[:, 2:4], atol=1e-6, rtol=1e-6)
+
+
 def test_long_chunks_are_computed_in_bounded_pieces(monkeypatch):
     spec = AttentionSpec(4, 2, HEAD_DIM, HEAD_DIM**-0.5, window=9)
     step, k_cache, v_cache, dense_k, dense_v = make_step([50], [40], 4, 2)
@@ -119,7 +149,9 @@ def path_to(node):
 @pytest.mark.parametrize("max_rows", [None, 3])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (2, 3.0), (1, None)])
-def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_size, max_rows, monkeypatch):
+@pytest.mark.parametrize("sinks", [None, (0.5, 3.0, -torch.inf, -2.0)], ids=["plain", "sinks"])
+def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_size, max_rows, sinks, monkeypatch):
+    sinks = None if sinks is None else torch.tensor(sinks)
     spec = AttentionSpec(4, 2, HEAD_DIM, HEAD_DIM**-0.5, window=window, softcap=softcap)
     size = len(PARENTS)
     step, k_cache, v_cache, dense_k, dense_v = make_step([9, 21, 14 + size], [1, 5, 1 + size], block_size, 2)
@@ -129,13 +161,13 @@ def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_s
     q = torch.randn(7 + size, 4, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     if max_rows is not None:
         monkeypatch.setattr(attention, "_MAX_SCORE_ELEMENTS", (14 + size) * 4 * max_rows)
-    out = attend(q, k_cache, v_cache, step, spec)
+    out = attend(q, k_cache, v_cache, step, spec, sinks)
     for node in range(-1, size):
         tokens = [*range(14), *(14 + one for one in path_to(node))]
         rows = [6, *(7 + one for one in path_to(node))]
-        expected = dense(q[rows], dense_k[2][tokens], dense_v[2][tokens], spec)
+        expected = dense(q[rows], dense_k[2][tokens], dense_v[2][tokens], spec, sinks)
         torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=2e-6)
     for index, rows in enumerate((slice(0, 1), slice(1, 6))):
         torch.testing.assert_close(
-            out[rows].double(), dense(q[rows], dense_k[index], dense_v[index], spec), atol=2e-6, rtol=2e-6
+            out[rows].double(), dense(q[rows], dense_k[index], dense_v[index], spec, sinks), atol=2e-6, rtol=2e-6
         )

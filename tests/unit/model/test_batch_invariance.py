@@ -17,7 +17,8 @@ from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.resolve import resolve_model
-from quire.quant.policy import POLICIES, quantize_parameters
+from quire.quant.policy import POLICIES, parameter_quantizer
+from tests.tiny_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -32,6 +33,8 @@ PRECISIONS = {
     "int8": ("bfloat16", "int8"),
     "int4": ("bfloat16", "int4"),
     "f32-int8": ("float32", "int8"),
+    "fp8": ("bfloat16", "fp8"),
+    "f32-fp8": ("float32", "fp8"),
 }
 
 
@@ -47,12 +50,11 @@ def build(folder, precision):
     dtype, quantization = PRECISIONS[precision]
     spec = read_model_spec(folder, dtype)
     parameters = load_parameters(folder, spec)
-    if quantization is not None:
-        parameters = quantize_parameters(parameters, spec, POLICIES[quantization])
+    quantize = None if quantization is None else parameter_quantizer(parameters, spec, POLICIES[quantization]).narrowed
     with pytest.MonkeyPatch.context() as patch:
         if precision == "bf16-short":
-            patch.setattr("quire.model.native_decoder._SHORT_FROM", 0)
-        return NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS))
+            patch.setattr("quire.model.native_model._SHORT_FROM", 0)
+        return NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS), quantize=quantize)
 
 
 class Bench:
@@ -137,6 +139,11 @@ def check_mixtures(decoder, seed, kv_dtype=None):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_are_the_same_to_the_bit_in_random_batches(tiny_family, precision, threads):
     check_mixtures(build(tiny_family, precision), seed=threads)
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int4"])
+def test_logits_with_sinks_and_clamped_experts_are_the_same_to_the_bit_in_random_batches(tmp_path, precision, threads):
+    check_mixtures(build(write_checkpoint(tmp_path / "gpt_oss", "gpt_oss"), precision), seed=threads)
 
 
 @pytest.mark.parametrize(

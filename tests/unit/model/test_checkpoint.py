@@ -51,7 +51,7 @@ def _mapped_file(tensor):
     return ""
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_names_shapes_and_dtype_are_those_of_the_spec(tiny, family):
     folder = tiny(family)
     for dtype in ("float32", "bfloat16"):
@@ -84,6 +84,46 @@ def test_experts_are_stacked_gate_rows_first(tiny):
         assert torch.equal(gate_up[expert, :24], stored[f"{prefix}.gate_proj.weight"])
         assert torch.equal(gate_up[expert, 24:], stored[f"{prefix}.up_proj.weight"])
         assert torch.equal(down[expert], stored[f"{prefix}.down_proj.weight"])
+
+
+def test_experts_of_gpt_oss_are_turned_and_their_rows_sorted(tiny):
+    folder = tiny("gpt_oss")
+    stored, parameters = load_file(folder / "model.safetensors"), _load(folder)
+    prefix = "model.layers.1.mlp.experts"
+    whole, bias = stored[f"{prefix}.gate_up_proj"], stored[f"{prefix}.gate_up_proj_bias"]
+    gate, up = whole[:, :, 0::2].transpose(1, 2), whole[:, :, 1::2].transpose(1, 2)
+    assert torch.equal(parameters["layers.1.experts.gate_up.weight"], torch.cat((gate, up), 1))
+    assert torch.equal(parameters["layers.1.experts.gate_up.bias"], torch.cat((bias[:, 0::2], bias[:, 1::2]), 1))
+    assert torch.equal(parameters["layers.1.experts.down.weight"], stored[f"{prefix}.down_proj"].transpose(1, 2))
+    assert torch.equal(parameters["layers.1.experts.down.bias"], stored[f"{prefix}.down_proj_bias"])
+    assert torch.equal(parameters["layers.1.sinks.weight"], stored["model.layers.1.self_attn.sinks"])
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("self_attn.sinks", lambda sinks: sinks[:3], r"sinks has \[3\], expected \[4\]"),
+        ("self_attn.sinks", lambda sinks: sinks[:, None], r"sinks has \[4, 1\], expected \[4\]"),
+        ("self_attn.sinks", lambda sinks: sinks.int(), r"sinks is torch\.int32"),
+        ("self_attn.sinks", None, r"1 missing \(layers\.1\.self_attn\.sinks\)"),
+        ("mlp.router.bias", None, r"1 missing \(layers\.1\.mlp\.router\.bias\)"),
+        ("mlp.experts.gate_up_proj", lambda w: w.transpose(1, 2), r"gate_up_proj has \[4, 96, 32\], expected \[4, 32, 96\]"),
+        ("mlp.experts.gate_up_proj", lambda w: w[:3], r"gate_up_proj has \[3, 32, 96\], expected \[4, 32, 96\]"),
+        ("mlp.experts.gate_up_proj_bias", lambda b: b[:, :48], r"_bias has \[4, 48\], expected \[4, 96\]"),
+        ("mlp.experts.down_proj", lambda w: w[0], r"down_proj has \[48, 32\], expected \[4, 48, 32\]"),
+        ("mlp.experts.down_proj_bias", lambda b: b.t(), r"_bias has \[32, 4\], expected \[4, 32\]"),
+    ],
+)
+def test_tensors_of_gpt_oss_that_do_not_fit_are_refused_with_their_shapes(tiny, name, change, message):
+    folder, full = tiny("gpt_oss"), f"model.layers.1.{name}"
+
+    def edit(tensors):
+        edited = {} if change is None else {full: change(tensors[full])}
+        return {**{name: tensor for name, tensor in tensors.items() if name != full}, **edited}
+
+    _edit(folder, edit)
+    with pytest.raises(ModelFormatError, match=message):
+        _load(folder)
 
 
 def test_experts_may_be_stored_in_one_tensor(tiny):

@@ -1,14 +1,16 @@
 """config.json -> ModelSpec: real files, what absent and null mean, and what is refused."""
 
+import copy
 import json
+import random
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
-from quire.contracts.model_spec import MlpSpec, MoeSpec, NormSpec
+from quire.base.errors import ConfigError, ModelFormatError, QuireError, UnsupportedError
+from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec, NormSpec
 from quire.model.config_reader import read_model_spec
 
 REAL = ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b", "qwen3-235b", "llama-3-8b"]
@@ -55,6 +57,8 @@ def test_stories_config_is_read(shared):
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, [7] * 4),
         ("gemma2", {}, [4096, None, 4096, None]),
         ("gemma3_text", {"sliding_window_pattern": 3, "sliding_window": 5}, [5, 5, None, 5]),
+        ("gpt_oss", {}, [128, None, 128, None]),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 4, "sliding_window": None}, [None] * 4),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -123,6 +127,110 @@ def test_experts_on_the_layers_that_have_them(write_config):
     assert not spec.layers[1].mlp.is_renormalized
     with pytest.raises(ModelFormatError, match="differ"):
         read_model_spec(write_config("qwen3_moe", num_experts=6, num_local_experts=7))
+
+
+# config.json of a published gpt-oss, in the keys of transformers 4.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 2,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_type": "yarn", "truncate": False},
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+
+
+def test_gpt_oss_is_read(write_config):
+    spec = read_model_spec(write_config("gpt_oss", **GPT_OSS))
+    attention, moe = spec.layers[1].attention, spec.layers[1].mlp
+    assert (attention.head_dim, attention.scale, attention.has_sinks, attention.is_softmax_f32) == (64, 0.125, True, False)
+    assert (attention.has_qkv_bias, attention.has_o_bias) == (True, True)
+    rope = attention.rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max, rope.truncate) == ("yarn", 150000.0, 32.0, 4096, False)
+    assert rope.attention_factor == pytest.approx(1.34657, abs=1e-5)
+    assert (moe.num_experts, moe.top_k, moe.is_renormalized, moe.has_router_bias) == (32, 4, True, True)
+    assert moe.expert == MlpSpec(48, "silu", has_bias=True, clamp=GateClamp(7.0, 1.702))
+    assert spec.final_norm == NormSpec("rms", 1e-5, late_cast=True)
+    assert spec.max_positions == 131072
+    assert len({id(layer) for layer in spec.layers}) == 2
+
+
+def test_gpt_oss_defaults_are_those_of_its_class(write_config):
+    bare = {key: value for key, value in GPT_OSS.items() if key in ("num_local_experts", "num_key_value_heads", "eos_token_id")}
+    spec = read_model_spec(write_config("gpt_oss", **bare))
+    assert spec == read_model_spec(write_config("gpt_oss", **{**GPT_OSS, "architectures": ...}))
+
+
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok must be at most the number of experts"),
+        ({"swiglu_limit": 0}, "swiglu_limit must be a positive number"),
+        ({"swiglu_limit": "7"}, "swiglu_limit must be a positive number"),
+        ({"swiglu_alpha": -1.0}, "swiglu_alpha must be a positive number"),
+        ({"sliding_window": None}, "sliding_window must be an integer >= 1"),
+        ({"sliding_window": 0}, "sliding_window must be"),
+        ({"hidden_act": "relu"}, "hidden_act must be silu"),
+        ({"num_local_experts": 0}, "num_local_experts must be"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor"),
+        ({"layer_types": ["full_attention"]}, "length of layer_types"),
+    ],
+    ids=str,
+)
+def test_wrong_values_of_gpt_oss_are_named(write_config, changes, key):
+    with pytest.raises(ModelFormatError, match=key):
+        read_model_spec(write_config("gpt_oss", **{**GPT_OSS, **changes}))
+
+
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    2**31,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "silu",
+    [],
+    [1],
+    ["full_attention"],
+    {},
+    {"a": 1},
+]
+
+
+def test_gpt_oss_with_edited_values_is_read_or_refused(write_config):
+    rng, messages = random.Random(0), []
+    for _ in range(400):
+        values = copy.deepcopy(GPT_OSS)
+        for _ in range(rng.randint(1, 3)):
+            table = values["rope_scaling"] if rng.random() < 0.3 and isinstance(values["rope_scaling"], dict) else values
+            table[rng.choice(list(table) or ["factor"])] = copy.deepcopy(rng.choice(JUNK))
+        try:
+            read_model_spec(write_config("gpt_oss", **values))
+        except QuireError as error:
+            messages.append(str(error))
+    assert 100 < len(messages) < 400
+    assert max(map(len, messages)) < 2000
 
 
 def test_dtype_names_and_override(write_config):
@@ -200,7 +308,7 @@ def test_wrong_values_are_named(write_config, changes, key, got):
 @pytest.mark.parametrize(
     "model_type, changes, word",
     [
-        ("mamba", {}, "gpt2, granite, llama"),
+        ("mamba", {}, "gpt2, gpt_oss, granite, llama"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ("gemma3", {"text_config": {"model_type": "gemma3n_text"}}, "gemma3n_text"),
         ("llama", {"hidden_act": "relu6"}, "relu6"),

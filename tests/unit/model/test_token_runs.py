@@ -1,8 +1,11 @@
 """Runs of tokens: the native kernels place and compute them as torch's tensors say, and find the best tokens on the way."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
@@ -12,6 +15,7 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_steps import OneTokenSteps, draft_greedily
 from quire.model.token_runs import TokenRuns, TreePlaces, address_of
+from tests.tiny_checkpoint import write_checkpoint
 
 BLOCK_SIZE = 16
 TABLES = [np.array([5, 2, 9, 0], dtype=np.int64), np.array([7, 1, 3, 4], dtype=np.int64)]
@@ -56,6 +60,60 @@ def test_runs_give_the_logits_of_the_same_tensors(decoder):
         assert torch.equal(logits, expected)
         assert best == expected.argmax(-1).tolist()
     assert all(torch.equal(a, b) for a, b in zip(by_runs.k, by_tensors.k, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_best_tokens_are_those_of_the_logits_when_none_are_written(decoder, keeps_all):
+    alone, with_logits = pool(decoder), pool(decoder)
+    for parts, rows in ((PROMPTS, [19, 22]), (MIXED, [2, 3, 0, 1])):
+        options = {"wants_best": True, "keeps_all": keeps_all}
+        nothing, best = decoder.run(runs_of(parts), alone, rows, needs_logits=False, **options)
+        logits, expected = decoder.run(runs_of(parts), with_logits, rows, **options)
+        assert (nothing.numel(), best) == (0, expected)
+        assert best == logits.argmax(-1).tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_are_there_when_a_row_has_no_best_token(tiny_model, tmp_path, bad, keeps_all):
+    tensors = {name: tensor.clone() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
+    tensors["model.embed_tokens.weight"][77, 3] = bad
+    shutil.copytree(tiny_model, tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    spec = read_model_spec(tmp_path / "model")
+    broken = build_model(spec, open_parameters(tmp_path / "model", spec), 256, BLOCK_SIZE)
+    parts, rows = [([1, 2, 77], 0), ([7, 8, 9], 0)], [2, 5]
+    options = {"wants_best": True, "keeps_all": keeps_all}
+    found, best = broken.run(runs_of(parts), pool(broken), rows, needs_logits=False, **options)
+    logits, expected = broken.run(runs_of(parts), pool(broken), rows, **options)
+    assert best == expected
+    assert best[0] == -1 < best[1]
+    assert torch.equal(found.nan_to_num(7.0), logits.nan_to_num(7.0))
+
+
+@needs_native
+def test_lowest_of_equally_good_tokens_is_the_best_when_no_logits_are_written(tiny_model, tmp_path):
+    tensors = {name: tensor.clone() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
+    head = tensors["lm_head.weight"]
+    head[:] = head[5]
+    shutil.copytree(tiny_model, tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    spec = read_model_spec(tmp_path / "model")
+    model = build_model(spec, open_parameters(tmp_path / "model", spec), 256, BLOCK_SIZE)
+    assert model.run(runs_of(PROMPTS), pool(model), [19, 22], wants_best=True, needs_logits=False)[1] == [0, 0]
+
+
+@needs_native
+def test_logits_that_are_capped_are_written_before_the_best_is_looked_for(tmp_path):
+    # Capping makes different logits equal: the lowest of those is the best, not the largest before.
+    folder = write_checkpoint(tmp_path / "model", "gemma2", final_logit_softcapping=1e-3)
+    spec = read_model_spec(folder)
+    model = build_model(spec, open_parameters(folder, spec), 256, BLOCK_SIZE)
+    logits, best = model.run(runs_of(PROMPTS), pool(model), [19, 22], wants_best=True, needs_logits=False)
+    assert best == logits.argmax(-1).tolist()
+    assert ((logits == logits.amax(-1, keepdim=True)).sum(-1) > 1).all()
 
 
 @needs_native

@@ -60,3 +60,15 @@ def affine(codes, zeros, scales, groups):
     """Return scales[o, g] * (codes[o, k] - zeros[o, g]) with g = groups[k], in f32."""
     difference = codes.astype(np.float32) - zeros.astype(np.float32)[:, groups]
     return torch.from_numpy(scales.astype(np.float32)[:, groups] * difference)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def mxfp4(codes, powers):
+    """Store W[..., k] = E2M1[codes[..., k]] * 2 ** (powers[..., k // 32] - 127) as gpt-oss does; return both and W."""
+    codes = np.asarray(codes).reshape(*np.shape(powers), 32)
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    numbers = E2M1[codes] * np.ldexp(np.float32(1), np.asarray(powers) - 127)[..., None].astype(np.float32)
+    scales = torch.from_numpy(np.asarray(powers).astype(np.uint8))
+    return torch.from_numpy(blocks), scales, torch.from_numpy(numbers.reshape(*numbers.shape[:-2], -1))

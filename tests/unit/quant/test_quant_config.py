@@ -64,7 +64,7 @@ def test_method_is_found_when_the_file_does_not_name_it():
         _read({"bits": 4})
 
 
-@pytest.mark.parametrize("method", ["hqq", "quanto", "torchao", "mxfp4", "modelopt", "auto-round", "aqlm", "eetq", "x" * 5000])
+@pytest.mark.parametrize("method", ["hqq", "quanto", "torchao", "modelopt", "auto-round", "aqlm", "eetq", "x" * 5000])
 def test_method_is_refused_by_name_when_it_is_not_supported(method):
     with pytest.raises(UnsupportedError, match=f"quant_method '{method[:40]}.*supported: gptq, awq") as caught:
         _read({"quant_method": method})

@@ -126,6 +126,13 @@ def test_engine_gives_the_tokens_of_the_dequantised_checkpoint(tiny_family, tmp_
         dense = weight.dequantize()
         if isinstance(weight, QuantizedStack):
             layer = name.split(".")[1]
+            if spec.model_type == "gpt_oss":
+                stored = f"model.layers.{layer}.mlp.experts.{'gate_up' if '.gate_up.' in name else 'down'}_proj"
+                turned = dense.transpose(1, 2)
+                if ".gate_up." in name:
+                    turned = torch.stack(turned.chunk(2, 2), -1).flatten(2)
+                tensors[stored] = turned.contiguous()
+                continue
             for expert, (gate, up) in enumerate(rows.chunk(2) for rows in dense):
                 prefix = f"model.layers.{layer}.mlp.experts.{expert}"
                 tensors[f"{prefix}.gate_proj.weight"], tensors[f"{prefix}.up_proj.weight"] = gate.clone(), up.clone()

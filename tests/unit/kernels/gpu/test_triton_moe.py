@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from quire.base.errors import InvariantError, UnsupportedError
-from quire.contracts.model_spec import MlpSpec, MoeSpec
+from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec
+from quire.kernels.reference.moe import ExpertBiases as BiasesOfReference
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
-from quire.kernels.triton.moe import expert_launches, mixture_of_experts
+from quire.kernels.triton.moe import ExpertBiases, expert_launches, mixture_of_experts
 from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
@@ -51,6 +52,47 @@ def test_experts_equal_the_reference_in_f32(num_tokens, options, device):
     torch.testing.assert_close(run(x, router, gate_up, down, spec, device), expected, atol=1e-5, rtol=1e-5)
 
 
+CLAMPED = dataclasses.replace(
+    SPEC, expert=MlpSpec(33, "silu", has_bias=True, clamp=GateClamp(0.6, 1.702)), has_router_bias=True
+)
+
+
+def make_biases(spec, width, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(11)
+    shapes = ((spec.num_experts,), (spec.num_experts, 2 * spec.expert.intermediate_size), (spec.num_experts, width))
+    return BiasesOfReference(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
+
+
+@pytest.mark.parametrize("is_in_order", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["any-order", "in-order"])
+@pytest.mark.parametrize("num_tokens", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["pair-tiles", "sorted"])
+def test_experts_with_biases_and_a_clamped_gate_equal_the_reference(num_tokens, is_in_order, device):
+    x, router, gate_up, down = make(CLAMPED, num_tokens)
+    x[0] *= 10  # beyond the limit on both sides
+    biases = make_biases(CLAMPED, x.shape[1])
+    expected = mixture_ref(x, CLAMPED, router, gate_up, down, biases)
+    logits = F.linear(x, router, biases.router)
+    tensors = [tensor.to(device) for tensor in (x, logits, gate_up, down, biases.gate_up, biases.down)]
+    found = mixture_of_experts(*tensors[:2], CLAMPED, *tensors[2:4], is_in_order=is_in_order, biases=ExpertBiases(*tensors[4:]))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_clamped_experts_are_close_to_float64_in_bf16_and_keep_nan(device):
+    spec = dataclasses.replace(CLAMPED, expert=dataclasses.replace(CLAMPED.expert, intermediate_size=40))
+    x, router, gate_up, down = make(spec, 9, 64, torch.bfloat16)
+    biases = make_biases(spec, 64, torch.bfloat16)
+    wide = BiasesOfReference(*(part.double() for part in (biases.router, biases.gate_up, biases.down)))
+    exact = dataclasses.replace(spec, is_weight_f32=True)
+    expected = mixture_ref(x.double(), exact, *(tensor.double() for tensor in (router, gate_up, down)), wide)
+    logits = F.linear(x, router, biases.router).to(device)
+    x[4] = torch.nan
+    weights = gate_up.to(device), down.to(device)
+    on_device = ExpertBiases(biases.gate_up.to(device), biases.down.to(device))
+    found = mixture_of_experts(x.to(device), logits, spec, *weights, biases=on_device).cpu()
+    assert found[4].isnan().all()
+    clean = [row for row in range(9) if row != 4]
+    assert (found[clean].double() - expected[clean]).norm() / expected[clean].norm() < 1.5e-2
+
+
 @pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
 @pytest.mark.parametrize("width", [pytest.param(64, id="even", marks=pytest.mark.slow), pytest.param(72, id="odd")])
 def test_experts_are_close_to_float64_in_bf16(is_swapped, width, device, monkeypatch):
@@ -73,9 +115,17 @@ def test_a_row_does_not_depend_on_others(device):
 
 
 @pytest.mark.parametrize("num_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 20])
-@pytest.mark.parametrize("kind", ["int4", "int4-offset", pytest.param("int8", marks=pytest.mark.slow), "float8"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("int4", "int4-offset", "float8"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "mxfp4", "clamped-int4")),
+    ],
+)
 def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
     spec = dataclasses.replace(SPEC, expert=MlpSpec(32, "silu"))
+    if kind in ("mxfp4", "clamped-int4"):
+        spec = dataclasses.replace(CLAMPED, expert=dataclasses.replace(CLAMPED.expert, intermediate_size=32))
     x, router, *_ = make(spec, num_tokens, width=64)
     generator = torch.Generator().manual_seed(7)
     weights = []
@@ -84,7 +134,7 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
             codes = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
             weights.append(pack_float8(codes, torch.rand(rows // 32, columns // 32, generator=generator), (32, 32)))
         else:
-            low, high = (-127, 127) if kind == "int8" else (-8, 7)
+            low, high = {"int8": (-127, 127), "mxfp4": (-12, 12)}.get(kind, (-8, 7))
             codes = torch.randint(low, high + 1, (rows, columns), generator=generator, dtype=torch.int8)
             scale, offset = (torch.randn(rows, columns // 32, generator=generator) / high for _ in range(2))
             weights.append(pack_integers(codes, scale, offset if kind == "int4-offset" else None))
@@ -98,8 +148,11 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
         for weight in weights
     ]
     dense = [widen(weight, torch.float32).cpu().view(spec.num_experts, 64, -1) for weight in moved]
-    expected = mixture_ref(x, spec, router, *dense)
-    found = mixture_of_experts(x.to(device), F.linear(x, router).to(device), spec, *moved).cpu()
+    biases = make_biases(spec, 64) if spec.expert.has_bias else None
+    expected = mixture_ref(x, spec, router, *dense, biases)
+    logits = F.linear(x, router, None if biases is None else biases.router)
+    theirs = None if biases is None else ExpertBiases(biases.gate_up.to(device), biases.down.to(device))
+    found = mixture_of_experts(x.to(device), logits.to(device), spec, *moved, biases=theirs).cpu()
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
@@ -140,3 +193,6 @@ def test_experts_that_are_not_covered_are_refused(device):
         run(x, router, gate_up, down, bare, device)
     with pytest.raises(InvariantError, match="down"):
         run(x, router, gate_up, down[:, :, :8], SPEC, device)
+    biased = dataclasses.replace(SPEC, expert=dataclasses.replace(SPEC.expert, has_bias=True))
+    with pytest.raises(InvariantError, match="biases"):
+        run(x, router, gate_up, down, biased, device)
