@@ -17,7 +17,8 @@ from quire.kv.pool import KvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
-from quire.model.native_decoder import NativeDecoder, native_refusal
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_model import native_refusal
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer, quantize_parameters
 
@@ -69,7 +70,7 @@ def build_model(
         logger.warning("the native kernels do not cover %s: torch runs this model, slower", refusal)
         return _reference(spec, parameters, max_model_len, policy)
     logger.info("native CPU kernels: %s", native.isa())
-    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy)
+    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
     return NativeDecoder(native, spec, parameters, max_model_len, quantize)
 
 

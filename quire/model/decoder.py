@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from quire.kernels.reference.activation import ACTIVATIONS
+from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
 from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
-from quire.kernels.reference.moe import mixture_of_experts
+from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
 from quire.kv.pool import KvPool
@@ -97,6 +97,7 @@ class Decoder:
         *,
         keeps_all: bool = False,
         wants_best: bool = False,
+        needs_logits: bool = True,
     ) -> tuple[Tensor, list[int] | None]:
         """As `step`, of runs of tokens; None in place of the best tokens: only the native decoder finds them on the way."""
         self._kept_rows = None if keeps_all else logit_rows
@@ -205,17 +206,18 @@ class DecoderLayer:
         if angles is not None:
             q, k = rotate(q, *angles), rotate(k, *angles)
         store_kv(k, v, k_cache, v_cache, step.slots)
-        return self._linear(attend(q, k_cache, v_cache, step, spec).flatten(1), "o")
+        attended = attend(q, k_cache, v_cache, step, spec, self._parameters.get("sinks.weight"))
+        return self._linear(attended.flatten(1), "o")
 
     def _mlp(self, x: Tensor) -> Tensor:
         spec = self.spec.mlp
         if isinstance(spec, MoeSpec):
-            names = ("router.weight", "experts.gate_up.weight", "experts.down.weight")
-            return mixture_of_experts(x, spec, *(self._parameters[name] for name in names))
+            modules = ("router", "experts.gate_up", "experts.down")
+            biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in modules))
+            return mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
         return self._linear(self._activate(x, spec), "down")
 
     def _activate(self, x: Tensor, spec: MlpSpec) -> Tensor:
-        activation = ACTIVATIONS[spec.activation]
         if spec.is_gated:
-            return activation(self._linear(x, "gate")) * self._linear(x, "up")
-        return activation(self._linear(x, "up"))
+            return apply_gate(self._linear(x, "gate"), self._linear(x, "up"), spec)
+        return ACTIVATIONS[spec.activation](self._linear(x, "up"))

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.errors import InvariantError
-from quire.base.logging import get_logger
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from quire.contracts.model_spec import ModelSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.native_angles import NativeAngles
-from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form
-from quire.model.parameters import parameter_shapes
+from quire.model.native_model import NativeModelBuilder
+from quire.model.native_weights import NativeWeight
 from quire.model.token_runs import TokenRuns
-from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter, load_parameter
-from quire.quant.weight import QuantizedWeight
+from quire.quant.parameters import Narrow, Parameter, StoredParameter
 
-logger = get_logger(__name__)
-
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
-_PROGRESS_DELAY_S = 3.0
-_SHORT_FROM = 1 << 26
-"""Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
-_MAX_WINDOW = 2**31 - 1
-"""A window of so many tokens is none: positions have 32 bits."""
 _OWN_REFERENCES = 2
 """To an array that nobody else holds: the attribute, and the argument of the function that counts."""
-
-
-def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
-    """Return why the native kernels cannot run a model, or None where they can."""
-    if block_size % 16 != 0:
-        return f"a block_size of {block_size} (choose a multiple of 16)"
-    odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
-    if odd:
-        return f"heads of {min(odd)} values (an odd number)"
-    return None
 
 
 class NativeDecoder:
@@ -67,170 +43,46 @@ class NativeDecoder:
         spec: ModelSpec,
         parameters: dict[str, Parameter | StoredParameter],
         max_model_len: int,
-        quantize: Callable[[str, Tensor], Parameter] | None = None,
+        quantize: Callable[[str, Tensor], Narrow] | None = None,
     ) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._native = native
-        self._parameters = parameters
-        self._quantize = quantize
         self._max_model_len = max_model_len
-        num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
-        self._packer = WeightPacker(native, self.dtype, is_short=num_weights >= _SHORT_FROM)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         self._angles = [NativeAngles(rope, max_model_len, self.dtype) for rope in ropes]
-        self._rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
-        self._layers = self._build()
+        rope_index = {rope: index for index, rope in enumerate(ropes)}
+        self._parts = self._builder(native, self._plan, spec, parameters, rope_index, quantize).build()
+        self._extend_angles(_FIRST_POSITIONS)
         self._kv: KvPool | None = None
         self._hidden_rows: list[int] = []
         self._num_kept = 0
         self._logits = np.empty(0, np.float32)
         self._process = os.getpid()
-        if self._parameters:
-            raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
+
+    def _builder(self, *args: Any) -> NativeModelBuilder:
+        """Return what makes the plan; args: see NativeModelBuilder."""
+        return NativeModelBuilder(*args)
+
+    @property
+    def embedding(self) -> NativeWeight:
+        """The rows of the vocabulary."""
+        return self._parts.embedding
+
+    @property
+    def head(self) -> NativeWeight:
+        """What makes logits; the embedding where they are tied."""
+        return self._parts.head
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
-        return self._packer.num_bytes
+        return self._parts.weight_bytes
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the memory of the largest steps so far; `native_scratch.scratch_bytes` says how many there can be."""
         return self._plan.scratch_bytes
-
-    def _build(self) -> list[Any]:
-        spec, plan = self.spec, self._plan
-        embedding = self._parameters["embed.weight"]
-        embed = self._pack("embed")
-        self.embedding = embed
-        is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
-        head = self._pack("lm_head") if is_head_own else embed
-        self.head = head
-        if not is_head_own:
-            self._parameters.pop("lm_head.weight", None)
-        del embedding
-        scale = spec.embed_scale
-        if spec.is_embed_scale_cast:
-            scale = float(torch.tensor(scale, dtype=self.dtype))
-        plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
-        plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
-        self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
-        layers = []
-        numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
-        for index, layer_spec in numbered:
-            layers.append(self._build_layer(layer_spec, f"layers.{index}."))
-            plan.add_layer(layers[-1])
-        plan.finish()
-        # Half of it: others use it, too.
-        plan.is_near = 2 * self.weight_bytes <= largest_cache_bytes()
-        self._extend_angles(_FIRST_POSITIONS)
-        return layers
-
-    def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
-        parameter = self._parameters.pop(f"{name}.weight")
-        weight = parameter.open() if isinstance(parameter, StoredParameter) else parameter
-        packed = self._packer.pack(self._quantized(f"{name}.weight", weight), self._vector(f"{name}.bias"), dtype)
-        if isinstance(parameter, StoredParameter):
-            parameter.give_back()
-        return packed
-
-    def _quantized(self, name: str, weight: Parameter) -> Tensor | QuantizedWeight:
-        found = self._quantize(name, weight) if self._quantize is not None and isinstance(weight, Tensor) else weight
-        if isinstance(found, QuantizedStack):
-            raise TypeError(f"{name} is a stack of weights")
-        return found
-
-    def _vector(self, name: str) -> Tensor | None:
-        """Return a bias or the weight of a norm, where there is one."""
-        parameter = self._parameters.pop(name, None)
-        found = None if parameter is None else load_parameter(parameter)
-        if not isinstance(found, Tensor | None):
-            raise TypeError(f"{name} is quantised")
-        return found
-
-    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int) -> None:
-        if spec is None:
-            return
-        weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
-        if weight is None:
-            raise InvariantError(f"{name} has no weight")
-        weight = weight.float().contiguous() + spec.offset
-        bias = None if bias is None else bias.float().contiguous()
-        norm.set(spec.kind == "layer", size, spec.eps, weight.data_ptr(), 0 if bias is None else bias.data_ptr())
-
-    def _build_layer(self, spec: LayerSpec, prefix: str) -> Any:
-        layer, attention, hidden = self._native.PlanLayer(), spec.attention, self.spec.hidden_size
-        for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
-            self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
-        is_whole = attention.qk_norm_over == "all"
-        for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
-            size = attention.head_dim * (heads if is_whole else 1)
-            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size)
-        for name in ("q", "k", "v", "o"):
-            setattr(layer, name, self._pack(prefix + name))
-        layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        layer.scale, layer.window, layer.softcap = (
-            attention.scale,
-            min(attention.window or 0, _MAX_WINDOW),
-            attention.softcap or 0.0,
-        )
-        layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
-        layer.is_qk_norm_whole, layer.residual_scale = is_whole, spec.residual_scale
-        if isinstance(spec.mlp, MoeSpec):
-            self._build_experts(layer, spec.mlp, prefix)
-        else:
-            self._build_mlp(layer, spec.mlp, prefix)
-        return layer
-
-    def _build_mlp(self, layer: Any, spec: MlpSpec, prefix: str) -> None:
-        layer.set_activation(_ACTIVATIONS[spec.activation])
-        for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
-            setattr(layer, name, self._pack(prefix + name))
-
-    def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str) -> None:
-        layer.set_activation(_ACTIVATIONS[spec.expert.activation])
-        layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
-        # Routing decides which weights a token meets: it is computed in f32.
-        layer.router = self._pack(f"{prefix}router", torch.float32)
-        inner = spec.expert.intermediate_size
-        both = self._pack_experts(f"{prefix}experts.gate_up.weight", spec.num_experts, (0, inner, 2 * inner))
-        down = self._pack_experts(f"{prefix}experts.down.weight", spec.num_experts, (0, self.spec.hidden_size))
-        for parts in zip(both, down, strict=True):
-            layer.add_expert(*parts[0], *parts[1])
-
-    def _pack_experts(self, name: str, num_experts: int, cuts: tuple[int, ...]) -> list[list[NativeWeight]]:
-        """Return the weights of every expert of a stack, its rows cut into several. All read their inputs in one form:
-        where stored ones differ, they become dense."""
-        stack, bytes_before = self._parameters.pop(name), self._packer.num_bytes
-        packed: list[list[NativeWeight]] = []
-        form: InputForm | None = None
-        for index in range(num_experts):
-            weight = self._quantized(name, _expert(stack, index))
-            if index > 0 and input_form(weight) != form:
-                break
-            form = input_form(weight)
-            packed.append(self._pack_rows(stack, index, weight, cuts))
-        if len(packed) == num_experts:
-            return packed
-        logger.warning("the experts of a layer are quantised in different forms: they are kept in %s", self.spec.dtype)
-        self._packer.num_bytes = bytes_before
-        packed.clear()
-        for index in range(num_experts):
-            weight = _expert(stack, index)
-            dense = weight if isinstance(weight, Tensor) else weight.dequantize(self.dtype)
-            packed.append(self._pack_rows(stack, index, dense, cuts))
-        return packed
-
-    def _pack_rows(
-        self, stack: Parameter | StoredParameter, index: int, weight: Tensor | QuantizedWeight, cuts: tuple[int, ...]
-    ) -> list[NativeWeight]:
-        # Gate and up of an expert are one job, which takes them to be alike.
-        packed = [self._packer.pack(_rows(weight, start, stop), may_be_short=False) for start, stop in pairwise(cuts)]
-        if isinstance(stack, StoredParameter):
-            stack.give_back(index)
-        return packed
 
     def _extend_angles(self, count: int) -> None:
         for index, angles in enumerate(self._angles):
@@ -240,7 +92,7 @@ class NativeDecoder:
     def _bind(self, kv: KvPool) -> None:
         if self._kv is kv:
             return
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._parts.layers):
             scales = kv.scales[index] if kv.scales else (None, None)
             addresses = (0 if scale is None else scale.data_ptr() for scale in scales)
             layer.set_cache(
@@ -321,12 +173,17 @@ class NativeDecoder:
         *,
         keeps_all: bool = False,
         wants_best: bool = False,
+        needs_logits: bool = True,
     ) -> tuple[Tensor, list[int] | None]:
-        """As `step`, of runs of tokens; with wants_best also the best token of every row of logits, -1 where there is none."""
+        """As `step`, of runs of tokens; with wants_best also the best token of every row of logits, -1 where there is none.
+
+        needs_logits  False, beside wants_best: the logits may be empty where every row has a best token
+        """
         self.prepare(kv, max(runs.ends))
         wanted = logit_rows if not hidden_rows else logit_rows + hidden_rows
         self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
-        logits, trees = self._new_logits(len(logit_rows)), runs.trees
+        is_best_alone = wants_best and not needs_logits and self._plan.has_plain_logits
+        logits, trees = self._new_logits(0 if is_best_alone else len(logit_rows)), runs.trees
         places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))
         best = self._plan.run(
             runs.token_ids,
@@ -338,9 +195,11 @@ class NativeDecoder:
             len(logit_rows),
             keeps_all,
             wants_best,
-            logits.data_ptr(),
+            0 if is_best_alone else logits.data_ptr(),
             *places,
         )
+        if is_best_alone and min(best, default=0) < 0:
+            return self._logits_of(logit_rows if keeps_all else range(len(logit_rows))), best
         return logits, best if wants_best else None
 
     def _note_hidden_rows(self, rows: list[int] | None, num_logit_rows: int, keeps_all: bool) -> None:
@@ -374,9 +233,12 @@ class NativeDecoder:
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""
-        rows = torch.arange(first, last, dtype=torch.int32)
-        logits = torch.empty(last - first, self.spec.vocab_size)
-        self._plan.logits(rows.data_ptr(), len(rows), logits.data_ptr())
+        return self._logits_of(range(first, last))
+
+    def _logits_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the logits of places in what the last step kept."""
+        places, logits = _int32(rows), torch.empty(len(rows), self.spec.vocab_size)
+        self._plan.logits(places.data_ptr(), len(places), logits.data_ptr())
         return logits
 
     def hidden_states(self, first: int, last: int) -> Tensor:
@@ -394,15 +256,3 @@ class NativeDecoder:
 def _int32(values: Sequence[int]) -> Tensor:
     """Return a list as an i32 tensor; by way of numpy, which takes a quarter of the time of torch.tensor."""
     return torch.from_numpy(np.array(values, dtype=np.int32))
-
-
-def _expert(stack: Parameter | StoredParameter, index: int) -> Tensor | QuantizedWeight:
-    if isinstance(stack, StoredParameter):
-        return stack.open_expert(index)
-    if isinstance(stack, QuantizedStack):
-        return stack.weights[index]
-    return stack[index] if isinstance(stack, Tensor) else stack
-
-
-def _rows(weight: Tensor | QuantizedWeight, start: int, stop: int) -> Tensor | QuantizedWeight:
-    return weight.rows(start, stop) if isinstance(weight, QuantizedWeight) else weight[start:stop]

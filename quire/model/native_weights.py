@@ -10,7 +10,9 @@ from torch import Tensor
 
 from quire.base.logging import get_logger
 from quire.kernels.cpu.pages import SpentPages, is_file_view
-from quire.quant.weight import QuantizedWeight
+from quire.quant.float8 import Float8Weight
+from quire.quant.parameters import Narrow
+from quire.quant.weight import QuantizedWeight, StoredWeight
 
 logger = get_logger(__name__)
 
@@ -20,6 +22,11 @@ _CONVERTED_WEIGHTS = 1 << 22
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INPUT_GROUP = 256
 """Inputs that share a scale when they are quantised, unless the checkpoint says so or groups of the weight are larger."""
+
+_STEP = 4
+"""Columns of a byte each are packed by so many."""
+_MAX_COLUMNS = 60000
+"""Of a weight of integers, whose sums must be exact."""
 
 _MAX_OFFSET = 32768.0
 """The largest offset of a group, in units of its row's scale."""
@@ -46,26 +53,36 @@ class WeightPacker:
 
     def pack(
         self,
-        weight: Tensor | QuantizedWeight,
+        weight: Narrow,
         bias: Tensor | None = None,
         dtype: torch.dtype | None = None,
         may_be_short: bool = True,
     ) -> NativeWeight:
         """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way.
 
+        dtype         of a weight that is not packed as integers, where that is not the model's
         may_be_short  False: plain bfloat16, for weights that are run as a pair and must be alike
         """
         if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
-            if not self._has_warned:
-                logger.warning("some quantised weights do not fit the native layouts and are kept in %s", self._dtype)
-            self._has_warned = True
+            self._warn_once("quantised")
             weight = weight.dequantize(self._dtype)
+        if isinstance(weight, Float8Weight) and (dtype is not None or not self._is_float8_packable(weight)):
+            if dtype is None:
+                self._warn_once("float8")
+            weight = weight.dequantize(dtype or self._dtype)
         if isinstance(weight, QuantizedWeight):
             packed = self._pack_codes(weight, bias)
+        elif isinstance(weight, Float8Weight):
+            packed = self._pack_float8(weight, bias)
         else:
             packed = self._pack_dense(weight, bias, dtype or self._dtype, may_be_short)
         self.num_bytes += packed.num_bytes
         return packed
+
+    def _warn_once(self, kind: str) -> None:
+        if not self._has_warned:
+            logger.warning("some %s weights do not fit the native layouts and are kept in %s", kind, self._dtype)
+        self._has_warned = True
 
     def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, may_be_short: bool) -> NativeWeight:
         num_rows, num_columns = weight.shape
@@ -93,6 +110,23 @@ class WeightPacker:
         if is_short and self._native.suits_bf12(rows.data_ptr(), num_columns, count, num_columns):
             return "bf12"
         return _FORMATS[rows.dtype]
+
+    def _is_float8_packable(self, weight: Float8Weight) -> bool:
+        """Whether the kernels can run it as it is: blocks of whole steps, and scales that f32 holds as they are kept."""
+        is_whole = _are_whole_blocks(weight.shape[1], weight.block[1])
+        return is_whole and bool(torch.isfinite(weight.scale * self._native.float8_divisor()).all())
+
+    def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> NativeWeight:
+        num_rows, num_columns = weight.shape
+        block = weight.block[1] if weight.block[1] < num_columns else 0
+        # Inputs are what they would be beside a weight that is not quantised.
+        name = "f8" if self._dtype == torch.bfloat16 else "f8_wide"
+        packed = self._native.Weight(name, num_rows, num_columns, block)
+        codes = weight.codes.view(torch.uint8).contiguous()
+        packed.pack(codes.data_ptr(), num_columns, 0, num_rows, num_threads=torch.get_num_threads())
+        scale = weight.by_row().scale * self._native.float8_divisor()
+        self._set_extras(packed, bias=bias, **{"block_scale" if block else "column_scale": scale if block else scale[:, 0]})
+        return packed
 
     def _pack_codes(self, weight: QuantizedWeight, bias: Tensor | None) -> NativeWeight:
         num_rows, num_columns = weight.shape
@@ -135,6 +169,7 @@ class WeightPacker:
         column_scale: Tensor | None = None,
         bias: Tensor | None = None,
         columns: Tensor | None = None,
+        block_scale: Tensor | None = None,
     ) -> None:
         tensors = (
             None if scales is None else _panels(scales),
@@ -142,17 +177,46 @@ class WeightPacker:
             None if column_scale is None else _padded(column_scale.float()),
             None if bias is None else _padded(bias.float()),
             None if columns is None else columns.to(torch.int32).contiguous(),
+            None if block_scale is None else _panels(block_scale),
         )
         packed.set_extras(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+def packed_bytes_of(weight: StoredWeight, float_bytes: int) -> int:
+    """Return what a stored weight takes once it is packed, or a little more: offsets that turn out to be needless are counted.
+
+    float_bytes  of a number of the model's dtype, in which is kept what the kernels do not run as it is stored
+    """
+    (num_rows, num_columns), codes = weight.shape, weight.codes
+    dense, padded_rows = num_rows * num_columns * float_bytes, -(-num_rows // 16) * 16
+    if codes is None:
+        return dense
+    num_groups = -(-num_columns // codes.group_size)
+    if codes.kind == "float8":
+        return padded_rows * (num_columns + 4 * num_groups) if _are_whole_blocks(num_columns, codes.group_size) else dense
+    if not _has_whole_steps(num_columns, codes.group_size):
+        return dense
+    is_nibble = codes.kind == "nibbles" and (codes.group_size % 8 == 0 or num_groups == 1)
+    code_bytes = -(-num_columns // 8) * (4 if is_nibble else 8)
+    scale_bytes = 2 * num_groups * (codes.has_offset + (codes.has_offset or num_groups > 1))
+    return padded_rows * (code_bytes + scale_bytes + 4) + 4 * num_columns * codes.has_order
+
+
+def _has_whole_steps(num_columns: int, group_size: int) -> bool:
+    return num_columns <= _MAX_COLUMNS and (group_size % _STEP == 0 or group_size >= num_columns)
+
+
+def _are_whole_blocks(num_columns: int, wide: int) -> bool:
+    return num_columns % _STEP == 0 and (wide % _STEP == 0 or wide >= num_columns)
 
 
 InputForm = tuple[int, tuple[int, ...] | None, bool, bool, bytes]
 """What weights that read the same packed inputs have in common."""
 
 
-def input_form(weight: Tensor | QuantizedWeight) -> InputForm | None:
-    """Return the form in which a packed weight reads its inputs; None: dense."""
-    if isinstance(weight, Tensor) or not _is_packable(weight):
+def input_form(weight: Narrow) -> InputForm | None:
+    """Return the form in which a packed weight reads its inputs; None: not quantised."""
+    if not isinstance(weight, QuantizedWeight) or not _is_packable(weight):
         return None
     order = b"" if weight.columns is None else weight.columns.numpy().tobytes()
     return weight.group_size, weight.levels, weight.offset is None, weight.is_token_quantized, order
@@ -160,8 +224,7 @@ def input_form(weight: Tensor | QuantizedWeight) -> InputForm | None:
 
 def _is_packable(weight: QuantizedWeight) -> bool:
     """Whether the kernels can run it as it is: groups of whole 4-byte steps, and scales that f16 holds beside their row's."""
-    num_columns, group = weight.shape[1], weight.group_size
-    if num_columns > 60000 or (group % 4 != 0 and group != num_columns):
+    if not _has_whole_steps(weight.shape[1], weight.group_size):
         return False
     values = weight.scale if weight.offset is None else torch.cat((weight.scale, weight.offset), 1)
     return bool(torch.isfinite(values).all())

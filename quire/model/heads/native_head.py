@@ -15,10 +15,38 @@ from quire.kernels.reference.attention import AttentionInput
 from quire.kv.pool import KvPool
 from quire.model.heads.head_spec import LayerHead
 from quire.model.native_decoder import NativeDecoder
+from quire.model.native_model import NativeModelBuilder, NativeParts
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Parameter
 
 _ENTRIES = {"joined": 1, "beside": 2}
+_SPARE_POSITIONS = 64
+"""Of drafts behind the longest sequence."""
+
+
+class _NativeHeadBuilder(NativeModelBuilder):
+    """Builds the plan of a head; what it has not is the target's."""
+
+    def __init__(self, head: LayerHead, target: NativeDecoder, *args: Any) -> None:
+        super().__init__(*args)
+        self._head = head
+        self._target = target
+
+    def build(self) -> NativeParts:
+        """See NativeModelBuilder."""
+        head, plan, body = self._head, self._plan, self._spec
+        embedding = self._pack("embed") if "embed.weight" in self._parameters else self._target.embedding
+        output = self._pack("lm_head") if "lm_head.weight" in self._parameters else self._target.head
+        plan.set_embedding(embedding, None, body.embed_scale)
+        plan.set_head(output, body.logit_scale, body.final_softcap or 0.0)
+        for norm, spec, name in (
+            (plan.final_norm, body.final_norm if head.has_final_norm else None, "final_norm"),
+            (plan.embed_norm, head.embed_norm, "embed_norm"),
+            (plan.feature_norm, head.feature_norm, "feature_norm"),
+        ):
+            self._set_norm(norm, spec, name, body.hidden_size)
+        plan.set_entry(_ENTRIES[head.entry], self._pack("fuse"), head.is_residual_normed, head.recycles_normed)
+        return self._complete(embedding, output, [self._build_layer(body.layers[0], "layers.0.")])
 
 
 class NativeHead(NativeDecoder):
@@ -40,26 +68,11 @@ class NativeHead(NativeDecoder):
         self._target = target
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.contiguous()
         super().__init__(native, head.body, dict(head.parameters), max_model_len, quantize)
+        self._extend_angles(max_model_len + _SPARE_POSITIONS)
         self.head_spec = replace(head, parameters={})  # they are packed
 
-    def _build(self) -> list[Any]:
-        head, plan, body = self.head_spec, self._plan, self.spec
-        self.embedding = self._pack("embed") if "embed.weight" in self._parameters else self._target.embedding
-        self.head = self._pack("lm_head") if "lm_head.weight" in self._parameters else self._target.head
-        plan.set_embedding(self.embedding, None, body.embed_scale)
-        plan.set_head(self.head, body.logit_scale, body.final_softcap or 0.0)
-        for norm, spec, name in (
-            (plan.final_norm, body.final_norm if head.has_final_norm else None, "final_norm"),
-            (plan.embed_norm, head.embed_norm, "embed_norm"),
-            (plan.feature_norm, head.feature_norm, "feature_norm"),
-        ):
-            self._set_norm(norm, spec, name, body.hidden_size)
-        plan.set_entry(_ENTRIES[head.entry], self._pack("fuse"), head.is_residual_normed, head.recycles_normed)
-        layer = self._build_layer(body.layers[0], "layers.0.")
-        plan.add_layer(layer)
-        plan.finish()
-        self._extend_angles(max(self._max_model_len + 64, 1))
-        return [layer]
+    def _builder(self, *args: Any) -> NativeModelBuilder:
+        return _NativeHeadBuilder(self.head_spec, self._target, *args)
 
     def enter(
         self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, rows: list[int]

@@ -1,0 +1,254 @@
+"""NativeModelBuilder: packs the weights of a model and makes the native plan of its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.base.cpu_caches import largest_cache_bytes
+from quire.base.errors import InvariantError
+from quire.base.logging import get_logger
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form
+from quire.model.parameters import parameter_shapes
+from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter, load_parameter
+
+logger = get_logger(__name__)
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_PROGRESS_DELAY_S = 3.0
+_SHORT_FROM = 1 << 26
+"""Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
+_MAX_WINDOW = 2**31 - 1
+"""A window of so many tokens is none: positions have 32 bits."""
+
+
+def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
+    """Return why the native kernels cannot run a model, or None where they can."""
+    if block_size % 16 != 0:
+        return f"a block_size of {block_size} (choose a multiple of 16)"
+    odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}
+    if odd:
+        return f"heads of {min(odd)} values (an odd number)"
+    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
+        return "a clamped gate outside of a mixture of experts"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeParts:
+    """What the plan refers to: it lives no longer than these.
+
+    layers        native layers, to which the cache is still to be told
+    weight_bytes  of all packed weights
+    """
+
+    embedding: NativeWeight
+    head: NativeWeight
+    layers: list[Any]
+    weight_bytes: int
+
+
+class NativeModelBuilder:
+    """Builds a plan once.
+
+    plan        native, and empty
+    parameters  as `open_parameters` or `load_parameters` return them; emptied on the way, so that what is packed can go
+    ropes       the number of each rope in the plan
+    quantize    applied to every weight by its name just before it is packed, to an expert's on its own
+    """
+
+    def __init__(
+        self,
+        native: ModuleType,
+        plan: Any,
+        spec: ModelSpec,
+        parameters: dict[str, Parameter | StoredParameter],
+        ropes: Mapping[RopeSpec, int],
+        quantize: Callable[[str, Tensor], Narrow] | None = None,
+    ) -> None:
+        self._native = native
+        self._plan = plan
+        self._spec = spec
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._parameters = parameters
+        self._rope_index = ropes
+        self._quantize = quantize
+        num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
+        self._packer = WeightPacker(native, self._dtype, is_short=num_weights >= _SHORT_FROM)
+
+    def build(self) -> NativeParts:
+        """Pack all weights and complete the plan. Raises InvariantError when parameters are left that nothing reads."""
+        spec, plan = self._spec, self._plan
+        embedding = self._parameters["embed.weight"]
+        embed = self._pack("embed")
+        is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
+        head = self._pack("lm_head") if is_head_own else embed
+        if not is_head_own:
+            self._parameters.pop("lm_head.weight", None)
+        del embedding
+        scale = spec.embed_scale
+        if spec.is_embed_scale_cast:
+            scale = float(torch.tensor(scale, dtype=self._dtype))
+        plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
+        plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
+        self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
+        numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
+        return self._complete(embed, head, (self._build_layer(layer, f"layers.{index}.") for index, layer in numbered))
+
+    def _complete(self, embedding: NativeWeight, head: NativeWeight, layers: Iterable[Any]) -> NativeParts:
+        """Put the layers into the plan and end it."""
+        kept = []
+        for layer in layers:
+            kept.append(layer)
+            self._plan.add_layer(layer)
+        self._plan.finish()
+        if self._parameters:
+            raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
+        # Half of it: others use it, too.
+        self._plan.is_near = 2 * self._packer.num_bytes <= largest_cache_bytes()
+        return NativeParts(embedding, head, kept, self._packer.num_bytes)
+
+    def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
+        parameter = self._parameters.pop(f"{name}.weight")
+        weight = self._open(parameter) if isinstance(parameter, StoredParameter) else parameter
+        packed = self._packer.pack(self._quantized(f"{name}.weight", weight), self._vector(f"{name}.bias"), dtype)
+        if isinstance(parameter, StoredParameter):
+            parameter.give_back()
+        return packed
+
+    def _open(self, parameter: StoredParameter, index: int | None = None) -> Narrow:
+        """Return a stored weight, or that of one expert: as it is stored, or as numbers where it will be quantised."""
+        if self._quantize is None:
+            return parameter.open_narrow(index)
+        return parameter.open() if index is None else parameter.open_expert(index)
+
+    def _quantized(self, name: str, weight: Parameter | Narrow) -> Narrow:
+        found = self._quantize(name, weight) if self._quantize is not None and isinstance(weight, Tensor) else weight
+        if isinstance(found, QuantizedStack):
+            raise TypeError(f"{name} is a stack of weights")
+        return found
+
+    def _vector(self, name: str) -> Tensor | None:
+        """Return a bias or the weight of a norm, where there is one."""
+        parameter = self._parameters.pop(name, None)
+        found = None if parameter is None else load_parameter(parameter)
+        if not isinstance(found, Tensor | None):
+            raise TypeError(f"{name} is quantised")
+        return found
+
+    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int) -> None:
+        if spec is None:
+            return
+        weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
+        if weight is None:
+            raise InvariantError(f"{name} has no weight")
+        weight = weight.float().contiguous() + spec.offset
+        bias = None if bias is None else bias.float().contiguous()
+        norm.set(spec.kind == "layer", size, spec.eps, weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+
+    def _build_layer(self, spec: LayerSpec, prefix: str) -> Any:
+        layer, attention, hidden = self._native.PlanLayer(), spec.attention, self._spec.hidden_size
+        for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+            self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
+        is_whole = attention.qk_norm_over == "all"
+        for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+            size = attention.head_dim * (heads if is_whole else 1)
+            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size)
+        for name in ("q", "k", "v", "o"):
+            setattr(layer, name, self._pack(prefix + name))
+        layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        layer.scale, layer.window, layer.softcap = (
+            attention.scale,
+            min(attention.window or 0, _MAX_WINDOW),
+            attention.softcap or 0.0,
+        )
+        sinks = self._vector(f"{prefix}sinks.weight")
+        layer.sinks = [] if sinks is None else sinks.float().tolist()
+        layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
+        layer.is_qk_norm_whole, layer.residual_scale = is_whole, spec.residual_scale
+        if isinstance(spec.mlp, MoeSpec):
+            self._build_experts(layer, spec.mlp, prefix)
+        else:
+            self._build_mlp(layer, spec.mlp, prefix)
+        return layer
+
+    def _build_mlp(self, layer: Any, spec: MlpSpec, prefix: str) -> None:
+        layer.set_activation(_ACTIVATIONS[spec.activation])
+        for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
+            setattr(layer, name, self._pack(prefix + name))
+
+    def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str) -> None:
+        layer.set_activation(_ACTIVATIONS[spec.expert.activation])
+        layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
+        if spec.expert.clamp is not None:
+            layer.gate_limit, layer.gate_slope = spec.expert.clamp.limit, spec.expert.clamp.slope
+        # Routing decides which weights a token meets: it is computed in f32.
+        layer.router = self._pack(f"{prefix}router", torch.float32)
+        inner = spec.expert.intermediate_size
+        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (0, inner, 2 * inner))
+        down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (0, self._spec.hidden_size))
+        for parts in zip(both, down, strict=True):
+            layer.add_expert(*parts[0], *parts[1])
+
+    def _pack_experts(self, module: str, num_experts: int, cuts: tuple[int, ...]) -> list[list[NativeWeight]]:
+        """Return the weights of every expert of a stack, its rows cut into several. All read their inputs in one form:
+        where stored ones differ, they become dense."""
+        name = f"{module}.weight"
+        stack, bytes_before = self._parameters.pop(name), self._packer.num_bytes
+        biases = self._vector(f"{module}.bias")
+        packed: list[list[NativeWeight]] = []
+        form: InputForm | None = None
+        for index in range(num_experts):
+            weight = self._quantized(name, self._expert(stack, index))
+            if index > 0 and input_form(weight) != form:
+                break
+            form = input_form(weight)
+            packed.append(self._pack_rows(stack, index, weight, biases, cuts))
+        if len(packed) == num_experts:
+            return packed
+        logger.warning("the experts of a layer are quantised in different forms: they are kept in %s", self._spec.dtype)
+        self._packer.num_bytes = bytes_before
+        packed.clear()
+        for index in range(num_experts):
+            weight = self._expert(stack, index)
+            dense = weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
+            packed.append(self._pack_rows(stack, index, dense, biases, cuts))
+        return packed
+
+    def _expert(self, stack: Parameter | StoredParameter, index: int) -> Narrow:
+        if isinstance(stack, StoredParameter):
+            return self._open(stack, index)
+        if isinstance(stack, QuantizedStack):
+            return stack.weights[index]
+        return stack[index] if isinstance(stack, Tensor) else stack
+
+    def _pack_rows(
+        self,
+        stack: Parameter | StoredParameter,
+        index: int,
+        weight: Narrow,
+        biases: Tensor | None,
+        cuts: tuple[int, ...],
+    ) -> list[NativeWeight]:
+        bias = None if biases is None else biases[index]
+        # Gate and up of an expert are one job, which takes them to be alike.
+        packed = [
+            self._packer.pack(_rows(weight, start, stop), None if bias is None else bias[start:stop], may_be_short=False)
+            for start, stop in pairwise(cuts)
+        ]
+        if isinstance(stack, StoredParameter):
+            stack.give_back(index)
+        return packed
+
+
+def _rows(weight: Narrow, start: int, stop: int) -> Narrow:
+    return weight[start:stop] if isinstance(weight, Tensor) else weight.rows(start, stop)
