@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.moving import move_tokens_launch
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -40,3 +41,8 @@ class DeviceKvPool:
                     # Seen as bytes: not every operation knows float8.
                     seen = part.view(torch.uint8) if part.itemsize == 1 else part
                     seen[targets] = seen[sources]
+
+    def move_tokens(self, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
+        """Move single tokens from slot to slot in every layer, all on the device; see move_tokens_launch."""
+        for cache in self.caches:
+            move_tokens_launch(cache, sources, targets, starts).run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base.errors import InvariantError, UnsupportedError
 from quire.base.logging import get_logger
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.heads import Projections, Rope, place_heads, rope_table
-from quire.kernels.triton.moe import mixture_of_experts
+from quire.kernels.triton.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.step import DeviceStep
 from quire.kv.device_pool import DeviceKvPool
@@ -45,6 +46,7 @@ class DeviceDecoder:
     Raises ConfigError where a policy is given and weights are quantised already.
 
     is_fused, which may be changed between steps, says whether layers that can be are five launches where they may be.
+    embedding, head  what heads that draft share where they have none
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class DeviceDecoder:
         weights = load_on_device(parameters, spec, device, quantize)
         own = weights.tensors
         self._positions = own.get("pos.weight")
-        self._embedding = DeviceLinear(weights.linears["embed.weight"])
-        self._head = DeviceLinear(weights.linears.get("lm_head.weight", self._embedding.parts), None, is_in_order)
+        self.embedding = DeviceLinear(weights.linears["embed.weight"])
+        self.head = DeviceLinear(weights.linears.get("lm_head.weight", self.embedding.parts), None, is_in_order)
         scale = spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
         self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
@@ -75,9 +77,11 @@ class DeviceDecoder:
             for rope in ropes
         }
         self._layers = [
-            _DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order) for index, layer in enumerate(spec.layers)
+            DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order) for index, layer in enumerate(spec.layers)
         ]
         self.is_fused = True
+        self._tapped: dict[int, int] = {}
+        self._features: Tensor | None = None
         most_kv_heads = max((layer.attention.num_kv_heads for layer in spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived)) is not None)
@@ -93,6 +97,24 @@ class DeviceDecoder:
         """Launch on the model's device meanwhile; which device is the current one is a matter of each thread."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
+    def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
+        """Keep what a head reads of every step from now on, at a fixed place, so that recorded steps keep it, too.
+
+        layers       whose inputs these are, low to high; none: the hidden states after the final norm
+        most_tokens  of a step, padding included
+        """
+        width = self.spec.hidden_size
+        self._tapped = {layer: place * width for place, layer in enumerate(layers)}
+        shape = most_tokens, width * max(1, len(layers))
+        self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def features_at(self, rows: Sequence[int]) -> Tensor:
+        """Return what was kept [R, F] of tokens of the last step that was launched, by their places in it; a copy."""
+        if self._features is None:
+            raise InvariantError("features of a step are asked for, and none are kept")
+        return self._features.index_select(0, torch.tensor(rows, dtype=torch.int64).to(self.device))
+
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceStep, pool: DeviceKvPool) -> Tensor:
         """Compute the tokens of one step and store their KV.
@@ -100,7 +122,7 @@ class DeviceDecoder:
         token_ids, positions  [T] i64, the sequences of the step one after the other
         Returns               [T, hidden_size], after the final norm
         """
-        x = self._embedding.lookup(token_ids, self.dtype)
+        x = self.embedding.lookup(token_ids, self.dtype)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
         if self._positions is not None:
@@ -108,6 +130,7 @@ class DeviceDecoder:
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode
         y = None
         for index, layer in enumerate(self._layers):
+            self._keep(x, self._tapped.get(index))
             if is_few and layer.fused is not None:
                 layer.fused.forward(x, positions, step, pool.caches[index])
                 y = None
@@ -117,12 +140,22 @@ class DeviceDecoder:
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].attn_in
             y = layer.forward(x, y, positions, step, pool.caches[index], following)
-        return normalize(x, self._final_norm) if y is None else y
+        hidden = normalize(x, self._final_norm) if y is None else y
+        self._keep(hidden, None if self._tapped else 0)
+        return hidden
+
+    def _keep(self, rows: Tensor, column: int | None) -> None:
+        """Copy rows [T, hidden_size] to a column of the features; None: nobody reads them."""
+        if self._features is not None and column is not None:
+            self._features[: len(rows), column : column + rows.shape[1]].copy_(rows)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype; in `out` if that is given."""
-        logits = self._head(hidden, out)
+        return self.finish_logits(self.head(hidden, out))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Scale and cap logits as the model does, in place, and return them."""
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         if self.spec.final_softcap is not None:
@@ -130,10 +163,12 @@ class DeviceDecoder:
         return logits
 
 
-class _DeviceLayer:
+class DeviceLayer:
     def __init__(
         self, spec: LayerSpec, prefix: str, weights: DeviceWeights, ropes: Mapping[RopeSpec, Rope], is_in_order: bool
     ) -> None:
+        if isinstance(spec.mlp, MlpSpec) and spec.mlp.clamp is not None:
+            raise UnsupportedError("a clamped gate outside of a mixture of experts is not supported on a GPU; use device cpu")
         own = _under(weights.tensors, prefix)
         self._spec, self._is_in_order = spec, is_in_order
         self._linears = {
@@ -141,7 +176,10 @@ class _DeviceLayer:
             for name, parts in _under(weights.linears, prefix).items()
         }
         self._experts = _under(weights.experts, prefix)
-        self._router = DeviceLinear((own["router.weight"],), None, is_in_order) if self._experts else None
+        self._router = DeviceLinear((own["router.weight"],), own.get("router.bias"), is_in_order) if self._experts else None
+        biases = own.get("experts.gate_up.bias"), own.get("experts.down.bias")
+        self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
+        self._sinks = own.get("sinks.weight")
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
         self._sizes = [attention.num_heads * attention.head_dim, *([attention.num_kv_heads * attention.head_dim] * 2)]
@@ -177,13 +215,13 @@ class _DeviceLayer:
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
         q = place_heads(heads, cache, step.slots, positions, self._rope, norms, self._is_in_order)
-        return self._linears["o"](attend(q, cache, step, spec, None, self._is_in_order).flatten(1))
+        return self._linears["o"](attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
 
     def _mlp(self, y: Tensor) -> Tensor:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-            return mixture_of_experts(y, self._router(y), spec, *weights, is_in_order=self._is_in_order)
+            return mixture_of_experts(y, self._router(y), spec, *weights, self._is_in_order, self._expert_biases)
         both = self._linears["gate_up"](y)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)

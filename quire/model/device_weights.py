@@ -61,6 +61,7 @@ def load_on_device(
     spec: ModelSpec,
     device: torch.device,
     quantize: ParameterQuantizer | None = None,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> DeviceWeights:
     """Return every parameter on a device, narrow where it is stored so, else in the model's dtype; `parameters` is emptied.
 
@@ -68,8 +69,9 @@ def load_on_device(
     of one parameter stay one. What no kernel runs narrow is made dense, which is said in the log.
 
     quantize  applied on the device to every weight that is dense in the checkpoint, to an expert's on its own
+    shapes    of the parameters, q before k before v and gate before up; None: those of the spec
     """
-    return _Loader(parameters, spec, device, quantize).load()
+    return _Loader(parameters, spec, device, quantize, shapes).load()
 
 
 class _Loader:
@@ -79,11 +81,12 @@ class _Loader:
         spec: ModelSpec,
         device: torch.device,
         quantize: ParameterQuantizer | None,
+        shapes: Mapping[str, Shape] | None,
     ) -> None:
         self._parameters, self._device, self._quantize = parameters, device, quantize
         self._copies = DeviceCopies.to(device)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        shapes = parameter_shapes(spec)
+        shapes = dict(parameter_shapes(spec) if shapes is None else shapes)
         shapes |= {name: shapes["embed.weight"] for name in _ENDS[1:] if name in parameters and name not in shapes}
         self._shapes, self._places = shapes, _places(shapes)
         self._sizes: dict[str, int] = {}
@@ -114,7 +117,10 @@ class _Loader:
                 if place.start + place.count == self._sizes[place.name]:
                     found.linears[place.name] = self._finish(place.name)
             else:
-                opened = parameter.open() if isinstance(parameter, StoredParameter) else parameter
+                # Biases of experts are joined from those of each: no view of what is stored.
+                is_stack = isinstance(parameter, StoredParameter) and ".experts." in name
+                opened = parameter.load() if is_stack else parameter
+                opened = opened.open() if isinstance(opened, StoredParameter) else opened
                 if isinstance(opened, QuantizedStack):
                     raise InvariantError(f"{name} is a stack of weights")
                 self._copy(opened, place, name)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from quire.contracts.step import StepPlan
 from quire.kv.pool import KvPool
-from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import draft_greedily
 from quire.model.token_runs import TokenRuns, address_of
 from quire.sampling.drafting import draw_drafts
+from quire.speculate.chain_drafter import ChainDrafter, ChainOrder
 from quire.speculate.chains import Chain, extend_chains
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.filled_blocks import FilledBlocks
@@ -24,7 +24,7 @@ from quire.speculate.proposer import Proposer
 from quire.speculate.target import Target
 
 MAX_CATCH_UP = 512
-"""Known tokens of one sequence that are computed in a step at most, before it is drafted."""
+"""Known tokens of one sequence that are computed in a step at most, before it is drafted, where nobody says."""
 
 
 @dataclass(slots=True)
@@ -50,16 +50,19 @@ class _Feed:
 class DraftModelProposer(Proposer):
     """Drafts by a model, a token a pass, all sequences together.
 
-    kv         the pool, of as many blocks as the target's
-    max_len    tokens that a sequence may have for it
-    min_share  a greedy draft by the native kernels ends before the first token with which all of it is less likely
+    drafter       the model and a pool of as many blocks as the target's; or what drafts with them where they are
+    max_len       tokens that a sequence may have for it
+    min_share     a greedy draft ends before the first token with which all of it is less likely; not by torch on the CPU
+    max_catch_up  known tokens of one sequence that are computed in a step at most, before it is drafted
     """
 
-    def __init__(self, model: Model, kv: KvPool, max_len: int, min_share: float = 0.0) -> None:
+    def __init__(
+        self, drafter: Target | ChainDrafter, max_len: int, min_share: float = 0.0, max_catch_up: int = MAX_CATCH_UP
+    ) -> None:
         self._min_share, self.stops_early = min_share, min_share > 0
-        self._drafter, self._max_len = Target(model, kv), max_len
-        self._block_size = kv.spec.block_size
-        self._filled = FilledBlocks(kv)
+        self._drafter, self._max_len, self._max_catch_up = drafter, max_len, max_catch_up
+        self._block_size = drafter.kv.spec.block_size
+        self._filled = FilledBlocks(drafter.kv)
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""
@@ -80,37 +83,51 @@ class DraftModelProposer(Proposer):
         going: list[int] = []
         for index, (sequence, _) in enumerate(wanted):
             first = self._note_accepted(sequence)
-            tokens = sequence.token_ids[first : first + MAX_CATCH_UP]
+            tokens = sequence.token_ids[first : first + self._max_catch_up]
             feeds.append(_Feed(sequence, tokens, first))
             if first + len(tokens) == len(sequence.token_ids):
                 going.append(index)
+        drafter = self._drafter
+        if not isinstance(drafter, Target):
+            goes_on = set(going)
+            counts = [count if index in goes_on else 0 for index, (_, count) in enumerate(wanted)]
+            return self._draft_there(drafter, feeds, counts)
         is_greedy = all(sequence.sampling.is_greedy for sequence, _ in wanted)
-        model = self._drafter.model
+        model = drafter.model
         if isinstance(model, NativeDecoder) and is_greedy and len(going) == len(wanted):
-            return self._draft_at_once(model, feeds, [count for _, count in wanted])
+            return self._draft_at_once(model, drafter.kv, feeds, [count for _, count in wanted])
         if any(len(feed.tokens) > 1 for feed in feeds):
-            found = self._catch_up(feeds, going)
+            found = self._catch_up(drafter, feeds, going)
             for index, token_id in zip(going, found, strict=True):
                 drafts[index].append(token_id)
         chains: list[Chain] = [(wanted[index][0], drafts[index], wanted[index][1]) for index in going]
-        extend_chains(self._drafter, chains, note_fed=self._note_fed)
+        extend_chains(drafter, chains, note_fed=self._note_fed)
         return [Draft.chain(tuple(tokens)) for tokens in drafts]
 
-    def _draft_at_once(self, model: NativeDecoder, feeds: list[_Feed], counts: list[int]) -> list[Draft]:
+    def _draft_there(self, drafter: ChainDrafter, feeds: list[_Feed], counts: list[int]) -> list[Draft]:
+        runs, sequences = _runs(feeds), [feed.sequence for feed in feeds]
+        rows = [sequence.sampling for sequence in sequences]
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        drafts = drafter.draft_chains(ChainOrder(runs, [0] * len(feeds), counts, rows, lengths, self._min_share))
+        return self._take(feeds, runs, drafts, counts)
+
+    def _draft_at_once(self, model: NativeDecoder, kv: KvPool, feeds: list[_Feed], counts: list[int]) -> list[Draft]:
         runs = _runs(feeds)
-        drafts = draft_greedily(model, self._drafter.kv, runs, counts, self._min_share)
+        return self._take(feeds, runs, draft_greedily(model, kv, runs, counts, self._min_share), counts)
+
+    def _take(self, feeds: list[_Feed], runs: TokenRuns, drafts: list[list[int]], counts: list[int]) -> list[Draft]:
         for feed, end, tokens, count in zip(feeds, runs.ends, drafts, counts, strict=True):
             self._note_done(feed.sequence, end)
             # What ended a draft was said behind its last token, which has been computed then.
-            feed.sequence.memo.ahead = tokens[: count - 1]
+            feed.sequence.memo.ahead = tokens[: max(0, count - 1)]
         return [Draft.chain(tuple(tokens)) for tokens in drafts]
 
-    def _catch_up(self, feeds: list[_Feed], going: list[int]) -> list[int]:
+    def _catch_up(self, drafter: Target, feeds: list[_Feed], going: list[int]) -> list[int]:
         """Compute the known tokens of all, and return the first drafts of those whose last one was among them."""
-        runs, kv = _runs(feeds), self._drafter.kv
+        runs, kv = _runs(feeds), drafter.kv
         token_ids, positions, attention = runs.tensors(self._block_size)
         last = [runs.starts[index + 1] - 1 for index in going]
-        logits = self._drafter.model.step(token_ids, positions, attention, kv, last)
+        logits = drafter.model.step(token_ids, positions, attention, kv, last)
         for feed in feeds:
             self._note_done(feed.sequence, feed.first + len(feed.tokens))
         rows = [feeds[index].sequence for index in going]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.step import StepPlan
-from quire.kv.pool import KvPool
+from quire.speculate.chain_drafter import BlockCache
 
 
 class FilledBlocks:
@@ -16,7 +16,7 @@ class FilledBlocks:
     counts  [num_blocks] i64
     """
 
-    def __init__(self, kv: KvPool) -> None:
+    def __init__(self, kv: BlockCache) -> None:
         self._kv, self._block_size = kv, kv.spec.block_size
         self.counts = np.zeros(kv.num_blocks, dtype=np.int64)
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.kernels.reference.attention import AttentionInput
-from quire.kv.pool import KvPool
 from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
 from quire.model.token_runs import TokenRuns, address_of
 from quire.sampling.drafting import draw_drafts
+from quire.speculate.chain_drafter import BlockCache, ChainOrder, HeadDrafter
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.features import FeatureRun, join
 from quire.speculate.filled_blocks import FilledBlocks
@@ -64,11 +64,14 @@ class Shape:
 class HeadProposer(Proposer):
     """Drafts by a head, all sequences together: chains, a token a pass, or trees, a level a pass.
 
+    model    the head, by the CPU's kernels, or where it is
     kv       the pool, of as many blocks as the target's
     max_len  tokens that a sequence may have for it
     """
 
-    def __init__(self, model: HeadModel, head: LayerHead, kv: KvPool, max_len: int, shape: Shape | None = None) -> None:
+    def __init__(
+        self, model: HeadModel | HeadDrafter, head: LayerHead, kv: BlockCache, max_len: int, shape: Shape | None = None
+    ) -> None:
         shape = shape or Shape()
         top_k, depth = shape.top_k, shape.depth
         self._min_share = shape.min_share if top_k == 1 else 0.0
@@ -79,7 +82,8 @@ class HeadProposer(Proposer):
         self._vocab_size = head.body.vocab_size if head.vocabulary is None else int(head.vocabulary.max()) + 1
         self._block_size = kv.spec.block_size
         self._filled = FilledBlocks(kv)
-        self._trees = HeadTrees(model, kv, self._vocabulary, top_k, depth) if top_k > 1 else None
+        said = None if isinstance(model, HeadDrafter) else self._vocabulary  # whose logits are the target's tokens'
+        self._trees = HeadTrees(model, kv, said, top_k, depth) if top_k > 1 else None
         self._most = depth if self._trees is None else self._trees.max_tokens
         if self._trees is not None:
             self.record = TreeRecord
@@ -90,12 +94,17 @@ class HeadProposer(Proposer):
 
     def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
+        if isinstance(self._model, HeadDrafter):
+            features = self._model.narrow(features)
         row = 0
         for sequence, first, count in fed:
             self._take_in(sequence, first, FeatureRun(features, row, count))
             row += count
 
     def _take_in(self, sequence: DraftedSequence, first: int, run: FeatureRun) -> None:
+        if len(sequence.token_ids) >= self._max_len:
+            sequence.memo = None  # nothing is drafted behind so many tokens: what waited would do so for ever
+            return
         memo: _Memo | None = sequence.memo
         if memo is None or memo.done + memo.num_waiting != first:
             start, done = self._filled.run_before(sequence.table, first)
@@ -147,18 +156,26 @@ class HeadProposer(Proposer):
         if self._trees is not None:
             first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
             drafts = self._trees.draft(sequences, counts, first)
-        elif all(sequence.sampling.is_greedy for sequence in sequences):
-            drafted = self._model.draft(runs, origins, self._kv, features, counts, self._min_share)
-            drafts = [Draft.chain(tuple(tokens)) for tokens in drafted]
         else:
-            first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
-            drafts = [Draft.chain(tuple(tokens)) for tokens in self._draw(sequences, counts, first)]
+            drafts = [Draft.chain(tuple(tokens)) for tokens in self._draft_chains(sequences, counts, runs, features)]
         for sequence, memo, end in zip(sequences, memos, runs.ends, strict=True):
             self._filled.note(sequence.table, memo.done, end)
             memo.done, memo.waiting, memo.num_waiting = end, [], 0
         return drafts
 
-    def _draw(self, sequences: list[DraftedSequence], counts: list[int], first: HeadPass) -> list[list[int]]:
+    def _draft_chains(
+        self, sequences: list[DraftedSequence], counts: list[int], runs: TokenRuns, features: Tensor
+    ) -> list[list[int]]:
+        model, origins = self._model, [sequence.memo.start for sequence in sequences]
+        if isinstance(model, HeadDrafter):
+            rows, lengths = [one.sampling for one in sequences], [len(one.token_ids) for one in sequences]
+            return model.draft_chains(ChainOrder(runs, origins, counts, rows, lengths, self._min_share), features)
+        if all(sequence.sampling.is_greedy for sequence in sequences):
+            return model.draft(runs, origins, self._kv, features, counts, self._min_share)
+        first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
+        return self._draw(model, sequences, counts, first)
+
+    def _draw(self, model: HeadModel, sequences: list[DraftedSequence], counts: list[int], first: HeadPass) -> list[list[int]]:
         """Draft with the noise that the verifier will use, a pass at a time."""
         origins = [sequence.memo.start for sequence in sequences]
         step, features, token_ids, positions = first.attention, first.features, first.token_ids, first.positions
@@ -167,7 +184,7 @@ class HeadProposer(Proposer):
         going = list(range(len(sequences)))
         size = self._block_size
         while True:
-            logits = self._widen(self._model.enter(token_ids, positions, step, self._kv, features, rows))
+            logits = self._widen(model.enter(token_ids, positions, step, self._kv, features, rows))
             places = [len(sequences[index].token_ids) + len(found[index]) for index in going]
             drawn = draw_drafts(logits, [sequences[index].sampling for index in going], places)
             for index, token_id in zip(going, drawn, strict=True):
@@ -175,7 +192,7 @@ class HeadProposer(Proposer):
             kept = [row for row, index in enumerate(going) if len(found[index]) < counts[index]]
             if not kept:
                 return found
-            features = self._model.recycled(len(going))[kept].contiguous()
+            features = model.recycled(len(going))[kept].contiguous()
             going = [going[row] for row in kept]
             ends = [len(sequences[index].token_ids) - 1 + len(found[index]) - 1 for index in going]
             token_ids, positions = index_tensor([found[index][-1] for index in going]), index_tensor(ends)

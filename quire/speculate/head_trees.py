@@ -7,6 +7,7 @@ stand behind the known places, where the sequence has room for its drafts anyway
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from quire.kernels.reference.attention import AttentionInput, TreeInput
 from quire.kernels.reference.noise import gumbel_noise_at
-from quire.kv.pool import KvPool
 from quire.model.heads.build import HeadModel
+from quire.speculate.chain_drafter import BlockCache, HeadDrafter
 from quire.speculate.draft import ROOT, Draft, DraftedSequence, best_draft
 from quire.speculate.head_pass import HeadPass, index_tensor
 
@@ -80,7 +81,9 @@ class HeadTrees:
     depth       levels at most
     """
 
-    def __init__(self, model: HeadModel, kv: KvPool, vocabulary: Tensor | None, top_k: int, depth: int) -> None:
+    def __init__(
+        self, model: HeadModel | HeadDrafter, kv: BlockCache, vocabulary: Tensor | None, top_k: int, depth: int
+    ) -> None:
         self._model, self._kv, self._vocabulary = model, kv, vocabulary
         self._top_k, self._depth = top_k, depth
 
@@ -130,13 +133,13 @@ class HeadTrees:
         rows = [sequence.sampling for sequence in sequences]
         if all(row.is_greedy for row in rows):
             best = logits.topk(count)
-            ids, values = self._widen(best.indices), best.values - logits.logsumexp(-1, keepdim=True)
+            ids, values = self._widen(best.indices), (best.values - logits.logsumexp(-1, keepdim=True)).cpu()
         else:
             some = logits.topk(min(max(_NOISY_TOKENS, count), logits.shape[1]))
-            ids = self._widen(some.indices)
+            ids, found = self._widen(some.indices.cpu()), some.values.cpu()
             noise = gumbel_noise_at([row.seed for row in rows], positions, ids)
             factors = torch.tensor([[1.0 if row.is_greedy else row.inverse_temperature] for row in rows])
-            scores = some.values * factors + noise * torch.tensor([[not row.is_greedy] for row in rows])
+            scores = found * factors + noise * torch.tensor([[not row.is_greedy] for row in rows])
             best = scores.topk(count)
             ids, values = ids.gather(1, best.indices), best.values - scores.logsumexp(-1, keepdim=True)
         return ids.tolist(), torch.nan_to_num(values, nan=_NEVER, neginf=_NEVER).tolist()
@@ -147,12 +150,13 @@ class HeadTrees:
     def _pass(self, trees: list[_Tree], rows: list[tuple[int, int]], level: int, tables: Tensor, features: Tensor) -> HeadPass:
         """Return the pass of the tokens `rows`, (tree, token) in order of the trees; they are the last computed of each."""
         size = self._kv.spec.block_size
-        going = sorted({index for index, _ in rows})
+        row_counts = Counter(index for index, _ in rows)
+        going = sorted(row_counts)
         starts, lengths, slots = [0], [], []
         for index in going:
             tree = trees[index]
             lengths.append(tree.start + tree.num_computed)
-            num_rows = sum(other == index for other, _ in rows)
+            num_rows = row_counts[index]
             starts.append(starts[-1] + num_rows)
             for place in range(lengths[-1] - num_rows, lengths[-1]):
                 slots.append(int(tables[index, place // size]) * size + place % size)

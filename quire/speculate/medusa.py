@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quire.base.errors import ConfigError
 from quire.contracts.medusa_choices import Choices
+from quire.contracts.speculative import SpeculativeConfig
+from quire.model.heads.head_spec import ParallelHead
 from quire.model.heads.parallel_model import ParallelModel
 from quire.speculate.draft import ROOT, Draft, DraftedSequence
 from quire.speculate.features import FeatureRun, join
@@ -106,6 +108,11 @@ class MedusaProposer(Proposer):
         """Return the first paths of the chosen tree, none of which reads a head that was not asked."""
         paths = (self._choices or ())[:limit]
         return Draft(tuple(tokens[len(path) - 1][path[-1]] for path in paths), self._parents[: len(paths)])
+
+
+def medusa_tree(config: SpeculativeConfig, head: ParallelHead) -> Choices | None:
+    """Return the paths that a configuration has of a head's drafts; None: the likeliest."""
+    return config.medusa_choices or (head.choices if config.draft_top_k is None else None)
 
 
 def _check_choices(choices: Choices, model: ParallelModel) -> None:

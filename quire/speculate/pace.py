@@ -33,6 +33,9 @@ _FED_STEPS = 2
 """Steps in which the proposer is fed, before it is asked again: what it needs of the others it guesses."""
 _DEAF_STEPS, _PROBE_STEPS = _STEPS_TO_SETTLE + 6 + _FED_STEPS, 4
 _STEPS_IN_CONTRAST = 12
+_FIRST_CONTRAST, _CONTRAST_GROWTH = 48, 4
+"""Steps of several sequences with drafts after which some without are taken, and how much longer it is every time to the next:
+a machine that changed its speed in the first trials made drafts seem cheaper than they are, and nothing else would tell."""
 _STEPS_BETWEEN_NOTES = 4
 """While asleep: what a step takes is then noted less often, for that costs time too."""
 _STEPS_OF_NAP, _NAPS_END = 32, 96
@@ -74,6 +77,7 @@ class Pace:
         self._will_explore: _Exploring = None
         self._probes_left, self._num_probes = 0, 0
         self._num_drafted = 0  # steps with drafts since one without was noted
+        self._contrast_due = _FIRST_CONTRAST  # after so many of them
         self._deaf_left = 0  # steps of a probe without drafts
         self._num_accepted = 0  # in the step that is computed
         self._num_undrafted = _STEPS_TO_FORGET  # steps since one had drafts
@@ -172,6 +176,7 @@ class Pace:
         if self._account.earn(gained, took):
             self._best = self._probes_left = 0
             self._trials_left = self._num_trials
+            self._contrast_due = _FIRST_CONTRAST
 
     def _kind(self, num_sequences: int, num_drafts: int, num_made: int) -> Kind:
         """Return the kind of a step; drafts of several are told by DraftCost."""
@@ -244,6 +249,10 @@ class Pace:
         if num_sequences == 1 and not is_due and offers[0][1] <= self._num_offered:
             # Nobody to compare with: what its shares are in this very step says little.
             return [min(offers[0][1], self._best)]
+        if num_sequences > 1 and self._num_drafted >= self._contrast_due:
+            self._contrast_due *= _CONTRAST_GROWTH
+            self._deaf_left = 1 + _DEAF_STEPS
+            return [0] * num_sequences
         prior = self._ever.rates()
         shares = [record.shares(prior)[:count] for record, count in offers]
         if self._trials_left > 0:

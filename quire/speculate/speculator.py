@@ -23,6 +23,11 @@ MAX_DRAFT_LOGITS = 1 << 24
 _NONE = Draft()
 
 
+def most_drafts(max_tokens: int, vocab_size: int) -> int:
+    """Return how many drafts there are in a step at most; max_tokens of a sequence."""
+    return max(max_tokens, MAX_DRAFT_LOGITS // vocab_size)
+
+
 @dataclass(frozen=True, slots=True)
 class _Followed:
     sequence: DraftedSequence
@@ -53,7 +58,7 @@ class Speculator:
         self._stops_early = proposer is not None and proposer.stops_early
         self._record = AcceptanceRecord if proposer is None else proposer.record
         self._pace = Pace(config.max_tokens, self._record) if config is not None and config.adaptive else None
-        self._max_drafts = max(self._max_tokens, MAX_DRAFT_LOGITS // vocab_size)
+        self._max_drafts = most_drafts(self._max_tokens, vocab_size)
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
         self._constrained: set[SequenceId] = set()
@@ -67,6 +72,7 @@ class Speculator:
         self._has_ended = False  # a step of which the pace was not told yet
         self._nap_left = self._num_napped = 0  # steps of which it need not be told, and those of them that are over
         self._num_napping = 0  # sequences then
+        self._idle_s = 0.0  # of the step that runs, see note_idle
 
     def naps(self, plan: StepPlan) -> bool:
         """Whether nothing is drafted, read or learnt in the step that begins: then nothing else is called in it."""
@@ -89,6 +95,25 @@ class Speculator:
             self._pace.sleep_through(self._num_napped)
         self._nap_left = self._num_napped = 0
 
+    @property
+    def lets_next_begin(self) -> bool:
+        """Whether the next step may begin before the one that runs has ended, of which nothing else is called then: nothing
+        is drafted in the next one. To be asked once the one that runs has begun."""
+        if self._proposer is None:
+            return not (self._followed and self.drafts_forced)
+        return self._nap_left > 0
+
+    def note_idle(self, idle_s: float) -> None:
+        """Take in how long the device had nothing to do before the step that has begun, as that waited for the one before.
+
+        Were nothing drafted, the step would have begun meanwhile: it is no part of what a step without drafts takes.
+        """
+        self._idle_s = idle_s
+
+    def restart_clock(self) -> None:
+        """Take in that the step that has begun had to wait for the one before, which ends now."""
+        self._begun_s = time.perf_counter()
+
     def begin(self, plan: StepPlan) -> None:
         """Forget sequences that ended; to be called before the step's sequences are followed."""
         self._end_nap()
@@ -96,7 +121,7 @@ class Speculator:
         # What is done between two steps counts too; but not that there was nothing to do.
         goes_on = any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1])
         self._tell_pace(now_s - self._begun_s if goes_on else None)
-        self._begun_s = now_s
+        self._begun_s, self._idle_s = now_s, 0.0
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
@@ -112,6 +137,8 @@ class Speculator:
             if duration_s is None:
                 self._pace.pass_step(self._num_drafts)
             else:
+                if self._idle_s > 0 and self._num_drafts == 0 and self._pace.is_asleep:
+                    duration_s = max(duration_s - self._idle_s, self._idle_s)
                 self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made)
         self._has_ended, self._decoded = False, ()
 
@@ -244,7 +271,9 @@ class Speculator:
         self._has_ended = True
         if pace is not None:
             for sequence_id, made in self._drafted.items():
-                path = paths.get(sequence_id, ()) if made.is_in else ()
+                if sequence_id not in paths:  # it is late, or has failed: nothing was verified
+                    continue
+                path = paths[sequence_id] if made.is_in else ()
                 pace.note_verified(self._followed[sequence_id].record, made.num_asked, path, made.count)
             is_usual = self._drafts.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
             if is_usual and len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):

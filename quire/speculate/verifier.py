@@ -7,7 +7,7 @@ logits are there already. Hence the tokens are those of plain decoding for any d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,12 +15,15 @@ from torch import Tensor
 from quire.contracts.request import Request
 from quire.contracts.step import TokenLogprobs
 from quire.sampling.row_state import SamplingRow
-from quire.sampling.sampler import Sampled, sample, sample_ahead, with_logprobs
+from quire.sampling.sampler import Draw, Sampled, sample, sample_ahead, with_logprobs
 from quire.speculate.draft import ROOT, Draft
 from quire.speculate.typical import TypicalAcceptance
 
 _MAX_DRAWN_ELEMENTS = 1 << 18
 """Logits up to which tokens are drawn that may not be needed: a call for each level takes longer."""
+
+
+_NO_ERRORS: Mapping[int, str | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +68,25 @@ def verify(
     candidates: Sequence[Candidate],
     typical: TypicalAcceptance | None = None,
     best: Sequence[int] | None = None,
+    draw: Draw | None = None,
 ) -> list[Walk]:
     """Sample the next tokens of every candidate, and append them to its sampling state.
 
     logits   [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these
     typical  None: tokens are those of plain decoding; else it may take drafts that were not sampled
     best     [R] the best tokens, where it is known that these are what would be sampled
+    draw     draws from logits on a device; see sampling.sampler.sample
     """
-    walks = [Walk() for _ in candidates]
-    if best is None and typical is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
+    if best is None and draw is None and typical is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
         best = _draw_all(logits, candidates)
     if best is not None:
-        _walk_drawn(best, candidates, walks)
-        return walks
+        return walk_drawn(best, candidates, range(len(candidates)))
+    walks = [Walk() for _ in candidates]
     active = list(range(len(candidates)))
     part = logits[: len(candidates)]
     while active:
         going: list[int] = []
-        sampled = sample(part, [candidates[index].sampling for index in active])
+        sampled = sample(part, [candidates[index].sampling for index in active], draw)
         for row, (index, found) in enumerate(zip(active, sampled, strict=True)):
             walk, candidate = walks[index], candidates[index]
             error = candidate.sampling.grammar_error or found.error
@@ -129,11 +133,24 @@ def _draw_all(logits: Tensor, candidates: Sequence[Candidate]) -> list[int] | No
     return sample_ahead(logits, rows, positions)
 
 
-def _walk_drawn(drawn: Sequence[int], candidates: Sequence[Candidate], walks: list[Walk]) -> None:
-    for index, (candidate, walk) in enumerate(zip(candidates, walks, strict=True)):
+def walk_drawn(
+    drawn: Sequence[int], candidates: Sequence[Candidate], rows: Sequence[int], errors: Mapping[int, str | None] = _NO_ERRORS
+) -> list[Walk]:
+    """Take the next tokens of every candidate from what was drawn behind all of them and their drafts; see verify.
+
+    drawn   [R]
+    rows    of each candidate that behind its last known token
+    errors  of rows where nothing could be drawn
+    """
+    walks = [Walk() for _ in candidates]
+    for first_row, candidate, walk in zip(rows, candidates, walks, strict=True):
         tokens, path, draft, sampling = walk.tokens, walk.path, candidate.draft, candidate.sampling
-        token_id, node = drawn[index], ROOT
+        node, row = ROOT, first_row
         while True:
+            if row in errors:
+                _fail(walk, errors[row])
+                break
+            token_id = drawn[row]
             tokens.append(token_id)
             sampling.append(token_id)
             child = draft.child(node, token_id)
@@ -141,7 +158,8 @@ def _walk_drawn(drawn: Sequence[int], candidates: Sequence[Candidate], walks: li
                 break
             path.append(child)
             node = child
-            token_id = drawn[candidate.first_draft_row + node]
+            row = candidate.first_draft_row + node
+    return walks
 
 
 def _fail(walk: Walk, error: str | None) -> None:

@@ -41,6 +41,7 @@ def _beyond_training(spec: ModelSpec, layer: LayerSpec) -> str | None:
         "norms other than RMSNorm": any(norm is not None and (norm.kind != "rms" or norm.offset) for norm in norms),
         "scaled or partial rope": rope is None or rope.kind != "default" or rope.dim != attention.head_dim,
         "biases of the attention's output or the feed-forward block": attention.has_o_bias or getattr(mlp, "has_bias", False),
+        "attention sinks": attention.has_sinks,
         "queries and keys that are normed together": attention.qk_norm is not None and attention.qk_norm_over != "head",
         "scaled attention, residuals or logits": (
             attention.scale != attention.head_dim**-0.5

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +105,14 @@ class StepInput:
         return found
 
 
+class Moves(NamedTuple):
+    """Slots whose KV is to be moved, and where to; of each sequence starts[i] is its first, and one more is their number."""
+
+    sources: list[int]
+    targets: list[int]
+    starts: list[int]
+
+
 class InputBatch:
     """Keeps the rows in step with the scheduler's plans.
 
@@ -119,6 +128,7 @@ class InputBatch:
         self._free_tables = list(range(max_num_seqs - 1, -1, -1))
         self._sources: list[int] = []
         self._targets: list[int] = []
+        self._move_starts: list[int] = []  # of each sequence's first one
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan changes: sequences that ended or start, and their block tables."""
@@ -216,10 +226,13 @@ class InputBatch:
 
     def accept(self, row: Row, path: Sequence[int]) -> None:
         """Count drafts as computed, those with the indices `path`, in rising order: what take_moves returns must follow."""
+        first = len(self._sources)
         for place, index in enumerate(path):
             if place != index:
                 self._sources.append(self._slot(row, row.num_computed_tokens + index))
                 self._targets.append(self._slot(row, row.num_computed_tokens + place))
+        if len(self._sources) > first:
+            self._move_starts.append(first)
         row.num_computed_tokens += len(path)
 
     def _slot(self, row: Row, position: int) -> int:
@@ -230,11 +243,37 @@ class InputBatch:
 
         In order, no source is written before it is read: a target is never behind its source, nor behind the one before.
         """
+        moves = self.take_move_lists()
+        return None if moves is None else (torch.tensor(moves.sources), torch.tensor(moves.targets))
+
+    def take_move_lists(self) -> Moves | None:
+        """Return what take_moves does, sequence by sequence."""
         if not self._sources:
             return None
-        moves = torch.tensor(self._sources), torch.tensor(self._targets)
-        self._sources, self._targets = [], []
+        moves = Moves(self._sources, self._targets, [*self._move_starts, len(self._sources)])
+        self._sources, self._targets, self._move_starts = [], [], []
         return moves
+
+    def leave_out(self, step: StepInput, late: Set[SequenceId]) -> tuple[list[Row], list[int]]:
+        """Count the last known tokens of late sequences as not computed, behind `advance`.
+
+        Returns the other rows that get a token, and which of the step's logits are theirs: those behind drafts come last.
+        """
+        rows: list[Row] = []
+        kept: list[int] = []
+        drafted: list[int] = []
+        next_draft = len(step.ready)
+        for index, row in enumerate(step.ready):
+            draft = step.drafts.get(row.start.sequence_id, _NONE)
+            behind = range(next_draft, next_draft + len(draft))
+            next_draft = behind.stop
+            if row.start.sequence_id in late:
+                row.num_computed_tokens -= 1
+                continue
+            rows.append(row)
+            kept.append(index)
+            drafted += behind
+        return rows, kept + drafted
 
     def advance(self, step: StepInput) -> None:
         """Count the known tokens of the step as computed; whoever accepts drafts counts them."""

@@ -16,10 +16,11 @@ from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.build import runs_natively
+from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
 from quire.model.native_scratch import scratch_bytes
+from quire.model.native_weights import packed_bytes_of
 from quire.model.stored_tensors import stored_bytes
-from quire.quant.config import has_integer_form
 from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
 from quire.speculate.memory import DraftBytes
@@ -110,9 +111,11 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
         return quantized_bytes(shapes, spec, POLICIES[config.quantization])
     if is_gguf(folder):
         return min(dense, packed_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
-    quantization = read_quantization_config(folder)
-    # What has no integer form is made dense when it is loaded.
-    return min(dense, stored_bytes(folder)) if quantization is not None and has_integer_form(quantization) else dense
+    if read_quantization_config(folder) is None or not stored_bytes(folder):
+        return dense
+    width = DTYPE_BYTES[spec.dtype]
+    quantized = quantized_weights(folder, spec)
+    return dense + sum(packed_bytes_of(weight, width) - math.prod(weight.shape) * width for weight in quantized)
 
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:

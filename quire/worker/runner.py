@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,6 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.step import Runner, StepPlan, StepResult, TokenLogprobs
-from quire.grammar.masks import MaskFiller
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
@@ -32,23 +31,22 @@ from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES
 from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator, count_drafts
-from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.memory import StepLimits
 from quire.speculate.proposer import Reads
+from quire.speculate.sources import check_sources
 from quire.speculate.speculator import Speculator
 from quire.speculate.target import Target
-from quire.speculate.verifier import Candidate, Walk, verify
-from quire.worker.constrained import ConstrainedRows
+from quire.speculate.verifier import verify
+from quire.worker.constrained import LATE_WAIT_S, ConstrainedRows
 from quire.worker.device.choice import choose_device
 from quire.worker.device.memory import estimate_memory
+from quire.worker.drafting import DraftingRunner, candidates_of, known_tokens, last_tokens, propose_drafts
 from quire.worker.input_batch import NO_DRAFTS, InputBatch, Row, StepInput
 from quire.worker.memory import check_fits, cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
-from quire.worker.sampled_results import take_best, take_sampled
+from quire.worker.sampled_results import take_best, take_sampled, take_walks
 
 logger = get_logger(__name__)
-
-_NO_DRAFT = Draft()
 
 
 class EngineRunner(Runner, Protocol):
@@ -99,6 +97,9 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
     if config.speculative_config is None:
         return report
+    if device is not None:
+        check_sources(config.speculative_config, report)
+        return report  # what a device has left for the cache is measured, with drafts
     drafts = count_drafts(config.speculative_config, report, _step_limits(config))
     return replace(report, memory=leave_room(config, memory, drafts))
 
@@ -159,23 +160,22 @@ def _build_runner(config: EngineConfig, report: ModelReport) -> tuple[EngineRunn
     return runner, report
 
 
-class ModelRunner:
+class ModelRunner(DraftingRunner):
     """Runs the model over the plans of one scheduler; implements contracts.step.Runner.
 
     What a constraint forces is drafted, and verified; more only if there is a speculator that drafts, see draft_with.
     """
 
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
+        super().__init__(decoder.spec.vocab_size, decoder.keep_inputs)
         self._decoder = decoder
-        self._speculator = Speculator(None, None, decoder.spec.vocab_size)
-        self._paused: Speculator | None = None  # that will draft again
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
         self._pages = PageSupply(self._kv)
         self._pages.start()
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
-        self._masks = MaskFiller()
+        self._constrained = ConstrainedRows()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -187,30 +187,30 @@ class ModelRunner:
             self._pages.end_step()
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        self._constrained.forget(plan.ended)
         self._batch.apply(plan)
         if plan.block_copies:
             self._kv.copy_blocks(plan.block_copies)
         is_napping = self._speculator.naps(plan)
-        drafts = NO_DRAFTS if is_napping else self._propose(self._speculator, plan)
+        drafts = NO_DRAFTS if is_napping else propose_drafts(self._speculator, self._batch, plan)
         if not plan.num_scheduled_tokens:
-            return StepResult(plan.step_id, {}, {}, {}, {})
+            return StepResult(plan.step_id, {}, {}, {}, {}, caught_up=self._constrained.take_caught_up(LATE_WAIT_S))
         step = self._batch.build(plan, drafts)
         rows, reads = step.ready, None if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
         hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
-        constrained = ConstrainedRows(rows, drafts, self._masks)
-        try:
-            logits, best = self._decoder.run(
-                step.runs,
-                self._kv,
-                step.logit_rows,
-                hidden_rows,
-                keeps_all=has_prompt_logprobs or reads == "final",
-                wants_best=all(row.sampling.is_plain for row in rows),
-            )
-        finally:
-            constrained.wait()
+        masks = self._constrained.start(rows, drafts, len(step.rows))
+        logits, best = self._decoder.run(
+            step.runs,
+            self._kv,
+            step.logit_rows,
+            hidden_rows,
+            keeps_all=has_prompt_logprobs or reads == "final",
+            wants_best=all(row.sampling.is_plain for row in rows),
+            needs_logits=bool(drafts),
+        )
+        late = masks.wait()
         if best is not None and min(best, default=0) < 0:
             best = None  # the sampler says what is wrong with the logits
         vocab_size, logits_at = self._decoder.spec.vocab_size, self._decoder.logits_at
@@ -218,19 +218,29 @@ class ModelRunner:
         pooled, errors = pool_hidden_states(pooled_runs, self._decoder.hidden_states)
         self._batch.advance(step)
         paths: dict[SequenceId, tuple[int, ...]] = {}
+        sampled = logits
+        if late:
+            rows, kept = self._batch.leave_out(step, late)
+            sampled = logits[kept]
         if drafts:
-            walks = verify(logits, _candidates(rows, drafts, constrained), self._speculator.typical, best)
-            result = self._take_walks(plan, step, walks, found_logprobs, paths)
+            walks = verify(sampled, candidates_of(rows, drafts, masks), self._speculator.typical, best)
+            result = take_walks(plan.step_id, self._batch, step, rows, walks, found_logprobs, paths)
+            moves = self._batch.take_moves()
+            if moves is not None:
+                self._decoder.move_tokens(self._kv, *moves)
         else:
-            result = self._sample(plan, rows, logits, best, found_logprobs)
+            result = self._sample(plan, rows, sampled, best, found_logprobs)
             paths = {} if is_napping else dict.fromkeys(result.sampled, ())
         if reads is not None:
-            self._feed(reads, step, paths, has_prompt_logprobs)
+            self._feed(reads, step, paths, late, has_prompt_logprobs)
         if not is_napping:
             if self._speculator.observes:
-                self._speculator.observe(paths, [row.start.sequence_id for row in rows], logits)
+                self._speculator.observe(paths, [row.start.sequence_id for row in step.ready], logits)
             result.draft_wishes.update(self._speculator.end(plan, paths))
-        return replace(result, pooled=pooled, errors={**result.errors, **errors}) if pooled_runs else result
+        if pooled_runs:
+            result = replace(result, pooled=pooled, errors={**result.errors, **errors})
+        caught_up = self._constrained.take_caught_up()
+        return replace(result, late=late, caught_up=caught_up) if late or caught_up else result
 
     def _sample(
         self,
@@ -246,115 +256,32 @@ class ModelRunner:
         outcomes = sample(logits, [row.sampling for row in rows]) if rows else []
         return take_sampled(plan.step_id, rows, outcomes, prompt_logprobs)
 
-    def _propose(self, speculator: Speculator, plan: StepPlan) -> Mapping[SequenceId, Draft]:
-        """Return the drafts of the step."""
-        speculator.begin(plan)
-        for start in plan.starts:
-            if start.request.pooling is None:
-                row = self._batch.row(start.sequence_id)
-                speculator.follow(
-                    DraftedSequence(
-                        start.sequence_id, start.request, start.choice, row.token_ids, row.sampling, row.block_table
-                    )
-                )
-        return speculator.propose(plan)
+    def _feed(
+        self,
+        reads: Reads,
+        step: StepInput,
+        paths: Mapping[SequenceId, tuple[int, ...]],
+        late: Set[SequenceId],
+        has_kept_all: bool,
+    ) -> None:
+        """Hand the proposer what it reads of the tokens that this step computed: the known ones and the accepted drafts.
 
-    def _feed(self, reads: Reads, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], has_kept_all: bool) -> None:
-        """Hand the proposer what it reads of the tokens that this step computed: the known ones and the accepted drafts."""
+        The last known ones of late sequences are computed once more, and handed over then.
+        """
         if reads == "last":
-            self._feed_last(step, paths, has_kept_all)
+            fed, places = last_tokens(step, paths)
+            if fed:
+                rows = [step.logit_rows[place] for place in places] if has_kept_all else places
+                self._speculator.feed(fed, self._decoder.final_states(rows))
             return
-        rows: list[int] = []
-        fed: list[tuple[SequenceId, int, int]] = []
-        starts, ends = step.runs.starts, step.runs.ends
-        for index, row in enumerate(step.rows):
-            if row.pooler is not None:
-                continue
-            sequence_id = row.start.sequence_id
-            begin, first_draft = starts[index], starts[index + 1]
-            path = paths.get(sequence_id, ())
-            if sequence_id in step.drafts:
-                first_draft -= len(step.drafts[sequence_id].tokens)
-            fed.append((sequence_id, ends[index] - (starts[index + 1] - begin), first_draft - begin + len(path)))
-            rows += range(begin, first_draft)
-            rows += [first_draft + node for node in path]
+        fed, rows = known_tokens(step, paths, late)
         features = self._decoder.layer_inputs(rows) if reads == "layers" else self._decoder.final_states(rows)
         self._speculator.feed(fed, features)
-
-    def _feed_last(self, step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], has_kept_all: bool) -> None:
-        """Hand over the hidden states of the last computed token of every sequence that got tokens."""
-        places: list[int] = []
-        fed: list[tuple[SequenceId, int, int]] = []
-        next_draft = len(step.ready)
-        for index, row in enumerate(step.ready):
-            sequence_id = row.start.sequence_id
-            path = paths.get(sequence_id)
-            if path is not None:
-                places.append(next_draft + path[-1] if path else index)
-                fed.append((sequence_id, row.num_computed_tokens - 1, 1))
-            if sequence_id in step.drafts:
-                next_draft += len(step.drafts[sequence_id].tokens)
-        if fed:
-            rows = [step.logit_rows[place] for place in places] if has_kept_all else places
-            self._speculator.feed(fed, self._decoder.final_states(rows))
-
-    def _take_walks(
-        self,
-        plan: StepPlan,
-        step: StepInput,
-        walks: list[Walk],
-        prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]],
-        paths: dict[SequenceId, tuple[int, ...]],
-    ) -> StepResult:
-        """Take in what was sampled along drafts; `paths` gets the drafts that were accepted of every sequence."""
-        result = StepResult(plan.step_id, {}, {}, prompt_logprobs, {})
-        completed: list[SequenceId] = []
-        for row, walk in zip(step.ready, walks, strict=True):
-            sequence_id = row.start.sequence_id
-            if walk.error is not None:
-                result.errors[sequence_id] = walk.error
-                continue
-            row.token_ids += walk.tokens
-            self._batch.accept(row, walk.path)
-            paths[sequence_id] = tuple(walk.path)
-            if row.sampling.is_grammar_complete:
-                completed.append(sequence_id)
-            result.sampled[sequence_id] = tuple(walk.tokens)
-            if walk.logprobs:
-                result.logprobs[sequence_id] = tuple(walk.logprobs)
-            if sequence_id in step.drafts:
-                result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(walk.path))
-        moves = self._batch.take_moves()
-        if moves is not None:
-            self._decoder.move_tokens(self._kv, *moves)
-        return replace(result, completed=frozenset(completed)) if completed else result
 
     @property
     def target(self) -> Target:
         """The model and its cache, for who drafts with them."""
         return Target(self._decoder, self._kv)
-
-    def draft_with(self, speculator: Speculator) -> None:
-        """Draft with a speculator from now on; the one that was there before must follow no sequence."""
-        speculator.drafts_forced = self._speculator.drafts_forced
-        self._speculator, self._paused = speculator, None
-
-    def pause_drafts(self, is_wanted: bool) -> None:
-        """Draft nothing at all, as if there never had been a speculator, or go on; no sequence may be followed."""
-        if is_wanted == (self._paused is not None):
-            return
-        if self._paused is None:
-            self._speculator.leave()
-            self._paused, self._speculator = self._speculator, Speculator(None, None, self._decoder.spec.vocab_size)
-            self._speculator.drafts_forced = self._paused.drafts_forced
-        else:
-            self._paused.drafts_forced = self._speculator.drafts_forced
-            self._speculator, self._paused = self._paused, None
-        self._decoder.keep_inputs(self._speculator.tap_layers)
-
-    def draft_forced(self, is_wanted: bool) -> None:
-        """Say whether the tokens that constraints force are drafted; no sequence may be followed."""
-        self._speculator.drafts_forced = is_wanted
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
@@ -363,17 +290,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the weights and the KV pool."""
-        self._masks.close()
+        self._constrained.close()
         self._pages.close()
-        del self._decoder, self._kv
-
-
-def _candidates(rows: list[Row], drafts: Mapping[SequenceId, Draft], constrained: ConstrainedRows) -> list[Candidate]:
-    """Return what is to be verified, where the logits behind the drafts come after those of the rows, in their order."""
-    found: list[Candidate] = []
-    next_row = len(rows)
-    for row in rows:
-        draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
-        found.append(Candidate(row.start.request, row.sampling, draft, next_row, constrained.masks_of(row)))
-        next_row += len(draft)
-    return found
+        del self._decoder, self._kv, self._keep_inputs

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult, TokenLogprobs
 from quire.sampling.sampler import Sampled
-from quire.worker.input_batch import UNKNOWN, Row
+from quire.speculate.verifier import Walk
+from quire.worker.input_batch import UNKNOWN, InputBatch, Row, StepInput
 
 PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
 
@@ -76,3 +78,36 @@ def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], pr
         if outcome.logprobs is not None:
             logprobs[sequence_id] = (outcome.logprobs,)
     return StepResult(step_id, sampled, logprobs, dict(prompt_logprobs), errors, completed=frozenset(completed))
+
+
+def take_walks(
+    step_id: int,
+    batch: InputBatch,
+    step: StepInput,
+    rows: Sequence[Row],
+    walks: Sequence[Walk],
+    prompt_logprobs: PromptLogprobs,
+    paths: dict[SequenceId, tuple[int, ...]],
+) -> StepResult:
+    """Give rows of a step what was sampled along their drafts; `paths` gets the drafts that were accepted of every sequence.
+
+    What the batch then says of moves must follow.
+    """
+    result = StepResult(step_id, {}, {}, dict(prompt_logprobs), {})
+    completed: list[SequenceId] = []
+    for row, walk in zip(rows, walks, strict=True):
+        sequence_id = row.start.sequence_id
+        if walk.error is not None:
+            result.errors[sequence_id] = walk.error
+            continue
+        row.token_ids += walk.tokens
+        batch.accept(row, walk.path)
+        paths[sequence_id] = tuple(walk.path)
+        if row.sampling.is_grammar_complete:
+            completed.append(sequence_id)
+        result.sampled[sequence_id] = tuple(walk.tokens)
+        if walk.logprobs:
+            result.logprobs[sequence_id] = tuple(walk.logprobs)
+        if sequence_id in step.drafts:
+            result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(walk.path))
+    return replace(result, completed=frozenset(completed)) if completed else result

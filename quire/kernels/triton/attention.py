@@ -246,7 +246,10 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
     constants = {**_key_constants(call), "MOST": most}
     grid = (min(len(plan.tiles), max(1, SPLIT_PROGRAMS // num_kv_heads)), num_kv_heads)
     # With two rows of queries a third stage gets no buffer of its own, and on Triton 3.9 takes a register too many.
-    num_stages = min(2, tile.num_stages) if constants["QUERIES"] * constants["GROUP"] == 2 else tile.num_stages
+    has_two_rows = constants["QUERIES"] * constants["GROUP"] == 2
+    # Nor is there room for its places where positions of trees are compared, besides.
+    has_positions = arguments["positions_ptr"] is not None
+    num_stages = min(2, tile.num_stages) if has_two_rows or has_positions else tile.num_stages
     return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, num_stages, IS_FUSED)
 
 

@@ -166,8 +166,10 @@ class DeviceStep:
         return self._send(lists.short, lists.longest_short), self._send(lists.long, num_queries)
 
     def _send(self, pairs: list[tuple[int, int]], num_queries: int) -> Tiles:
-        found = torch.tensor(pairs, dtype=torch.int32).view(-1, 2).t().contiguous().to(self.slots.device)
-        return Tiles(found[0], found[1], len(pairs), num_queries)
+        # Tensors of their own: kernels are compiled ahead for lists that begin at an aligned address.
+        columns = [torch.tensor([pair[side] for pair in pairs], dtype=torch.int32) for side in (0, 1)]
+        sequences, offsets = (column.to(self.slots.device) for column in columns)
+        return Tiles(sequences, offsets, len(pairs), num_queries)
 
 
 def list_tiles(counts: Sequence[int], num_queries: int, num_short: int, context_lens: Sequence[int]) -> TileLists:

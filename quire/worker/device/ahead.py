@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.runtime.cache import get_cache_manager
 
@@ -32,12 +33,12 @@ from quire.model.checkpoint import open_parameters
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.stepper import StepSizes
-from quire.worker.device.variants import ServedModel, serving_variants
+from quire.worker.device.variants import ServedHead, ServedModel, head_variants, serving_variants
 
 logger = get_logger(__name__)
 
 _DONE = "compiled"
-_SOURCES = ("kernels/triton/*.py", "model/device_*.py", "worker/device/*.py", "quant/*.py")
+_SOURCES = ("kernels/triton/*.py", "model/device_*.py", "model/heads/device_*.py", "worker/device/*.py", "quant/*.py")
 
 
 class Order(NamedTuple):
@@ -49,6 +50,7 @@ class Order(NamedTuple):
     arch           compute capability, e.g. 90
     table          of tiles, with which kernels are launched
     has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
+    head           what is compiled instead of the model: a head beside it
     """
 
     folder: Path
@@ -60,6 +62,7 @@ class Order(NamedTuple):
     arch: int
     table: TileTable
     has_launchers: bool = True
+    head: ServedHead | None = None
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
@@ -69,7 +72,8 @@ class Order(NamedTuple):
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""
         with using(self.table):
-            return serving_variants(self.model(open_parameters(self.folder, self.spec)), self.kv, self.sizes)
+            model = self.model(open_parameters(self.folder, self.spec))
+            return serving_variants(model, self.kv, self.sizes) if self.head is None else head_variants(model, self.head)
 
 
 class CompilationAhead:
@@ -115,6 +119,12 @@ class CompilationAhead:
         self._mark.put("", _DONE, binary=False)
         logger.info("kernels were compiled ahead, of which %.1f s were waited for", time.perf_counter() - start)
         return True
+
+
+def arch_of(device: torch.device) -> int:
+    """Return the compute capability of a CUDA device as orders have it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> str:

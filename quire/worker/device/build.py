@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,12 @@ from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device.ahead import CompilationAhead, Order
+from quire.speculate.build import build_speculator
+from quire.speculate.memory import StepLimits
+from quire.speculate.speculator import most_drafts
+from quire.worker.device.ahead import CompilationAhead, Order, arch_of
+from quire.worker.device.choice import drafts_trees
+from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.memory import (
@@ -55,7 +61,7 @@ def build_device_runner(
     memory = CudaMemory(device) if device.type == "cuda" else None
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     max_model_len, kv = report.memory.max_model_len, report.memory.kv
-    sizes = StepSizes(config.max_num_seqs, num_batched_tokens, max_model_len)
+    sizes = _step_sizes(config, report, num_batched_tokens)
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
     try:
         parameters = open_parameters(report.folder, report.spec)
@@ -65,20 +71,46 @@ def build_device_runner(
         pool = DeviceKvPool(kv, 1, device)
         specs = [layer.attention for layer in report.spec.layers]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
+        drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder))
         stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder), library)
         if compilation is not None:
             compilation.wait()
-        plan = report.memory if memory is None else _measured_plan(config, memory, stepper, sizes, report, before)
+        own = _Measured(stepper, sizes, drafter)
+        plan = report.memory if memory is None else _measured_plan(config, memory, own, report, before)
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
+        if drafter is not None:
+            drafter.give_pool(plan.num_kv_blocks)
         if recorder is not None:
-            stepper.record_largest()
+            for each in own.steppers:
+                each.record_largest()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
+    parts = decoder, stepper, plan, config.max_num_seqs
     for line in plan.describe().splitlines():
         logger.info(line)
-    return DeviceRunner(decoder, stepper, plan, config.max_num_seqs), replace(report, memory=plan)
+    runner = DeviceRunner(*parts, config.async_scheduling is not False, own.steppers[1:])
+    report = replace(report, memory=plan)
+    if config.speculative_config is not None:
+        limits = StepLimits(config.max_num_seqs, num_batched_tokens)
+        there = {} if drafter is None else {drafter.method: drafter.proposer()}
+        runner.draft_with(build_speculator(config.speculative_config, report, None, limits, there))
+    return runner, report
+
+
+def _step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
+    """Return how large steps become; what constraints force is drafted in any case."""
+    drafting = config.speculative_config
+    num_drafts = most_drafts(0 if drafting is None else drafting.max_tokens, report.spec.vocab_size)
+    return StepSizes(
+        config.max_num_seqs,
+        num_batched_tokens,
+        report.memory.max_model_len,
+        min(num_drafts, num_batched_tokens - 1),
+        drafting is not None,
+        drafting is not None and drafts_trees(drafting),
+    )
 
 
 def _compile_ahead(
@@ -91,22 +123,41 @@ def _compile_ahead(
     """Begin to compile what serving will launch, while weights are loaded."""
     if device.type != "cuda":
         return None
-    major, minor = torch.cuda.get_device_capability(device)
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, 10 * major + minor, active_table()), parameters)
+    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table()), parameters)
+
+
+class _Measured(NamedTuple):
+    """What takes memory beside the KV pool: the model's steps, and what drafts."""
+
+    stepper: DeviceStepper
+    sizes: StepSizes
+    drafter: Drafter | None
+
+    @property
+    def steppers(self) -> list[DeviceStepper]:
+        """All that launch steps, the model's first."""
+        return [self.stepper, *(() if self.drafter is None else self.drafter.steppers)]
+
+    def run_full(self) -> None:
+        """Run the largest step, and what takes most memory to draft."""
+        self.stepper.run_full(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs, self.sizes.max_model_len)
+        if self.drafter is not None:
+            self.drafter.run_full()
+
+    def record_samples(self) -> None:
+        """Record steps of every sort, of all."""
+        for each in self.steppers:
+            each.record_samples()
 
 
 def _measured_plan(
-    config: EngineConfig,
-    memory: DeviceMemory,
-    stepper: DeviceStepper,
-    sizes: StepSizes,
-    report: ModelReport,
-    before: MemoryBefore,
+    config: EngineConfig, memory: DeviceMemory, own: _Measured, report: ModelReport, before: MemoryBefore
 ) -> MemoryPlan:
-    def run_full() -> None:
-        stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-
-    recordings = Recordings(stepper.record_samples, stepper.record_copies, len(stepper.keys))
-    usage = measure_usage(memory, before, run_full, None if config.enforce_eager else recordings)
-    return plan_device_memory(config, report.memory.kv, usage, sizes.max_model_len)
+    num_recordings = sum(len(each.keys) for each in own.steppers)
+    recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
+    usage = measure_usage(memory, before, own.run_full, None if config.enforce_eager else recordings)
+    held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + held)
+    kv, max_model_len = report.memory.kv, own.sizes.max_model_len
+    return plan_device_memory(config, kv, usage, max_model_len, draft_block_bytes=block_bytes)

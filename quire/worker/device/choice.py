@@ -10,8 +10,13 @@ import torch
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
+from quire.contracts.speculative import SpeculativeConfig
 
 logger = get_logger(__name__)
+
+_HEADS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa")
+DEVICE_METHODS = ("ngram", "suffix", "lookahead", "draft_model", *_HEADS)
+"""Methods of speculative_config that there are on a GPU: all but "self"."""
 
 # Tiles are chosen for Hopper: what a program of theirs takes is not there on 8.x, nor on 12.x.
 _LEAST_CAPABILITY = (9, 0)
@@ -88,8 +93,6 @@ def _what_it_lacks(device: torch.device) -> str | None:
 def _refuse_on_cpu(config: EngineConfig) -> None:
     if config.kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto' or 'int8'")
-    if config.quantization == "fp8":
-        raise ConfigError("quantization 'fp8' needs a GPU; on the CPU choose 'int8' or 'int4'")
     if config.attention_backend in ATTENTION_LIBRARIES:
         raise ConfigError(f"attention_backend {config.attention_backend!r} needs a GPU; on the CPU choose 'auto'")
     if config.tile_table is not None:
@@ -100,11 +103,34 @@ def _refuse_on_cpu(config: EngineConfig) -> None:
         )
 
 
+def drafts_trees(config: SpeculativeConfig) -> bool:
+    """Return whether drafts may be trees with these methods, of those that there are on a GPU."""
+    is_medusa = "medusa" in config.methods and config.draft_top_k != 1  # which may have a tree stored with it
+    return len(config.methods) > 1 or "lookahead" in config.methods or config.top_k > 1 or is_medusa
+
+
+def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[str]:
+    """Return what of a speculative_config is not there on a GPU."""
+    there = ", ".join(DEVICE_METHODS)
+    others = [method for method in config.methods if method not in DEVICE_METHODS]
+    missing = [f"speculative_config with method {method!r} (there are {there})" for method in others]
+    if is_deterministic and not missing and drafts_trees(config):
+        # A token of a tree stands elsewhere than in a row, where sums over its keys are cut otherwise.
+        missing.append(
+            "deterministic with drafts that are trees (choose one method alone, not lookahead, and draft_top_k 1 of heads)"
+        )
+    if config.quantization is not None and any(method in _HEADS for method in config.methods):
+        missing.append(
+            f"speculative_config with quantization {config.quantization!r} of a head (choose null, or a draft model)"
+        )
+    return missing
+
+
 def _refuse(config: EngineConfig) -> None:
     """Raise ConfigError for options that the GPU's runner does not have."""
     missing: list[str] = []
     if config.speculative_config is not None:
-        missing.append("speculative_config (leave it out)")
+        missing += _missing_drafts(config.speculative_config, config.deterministic)
     if config.deterministic and config.attention_backend in ATTENTION_LIBRARIES:
         missing.append(f"deterministic with attention_backend {config.attention_backend!r} (choose 'triton')")
     if missing:

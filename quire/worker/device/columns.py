@@ -44,12 +44,15 @@ class SamplingColumns:
         self._has_cuts = np.zeros(num_lines, np.bool_)
         self._is_plain = np.ones(num_lines, np.bool_)
 
-    def set(self, line: int, row: SamplingRow) -> None:
-        """Take over how a sequence is sampled; that does not change while it lives."""
+    def set(self, line: int, row: SamplingRow, is_draft: bool = False) -> None:
+        """Take over how a sequence is sampled; that does not change while it lives.
+
+        is_draft  drafts of it are drawn, as draw_drafts does: with its noise, but without what changes logits
+        """
         params, arrays = row.params, self._arrays
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         is_drawn = row.is_greedy or params.typical_p >= 1
-        is_plain = is_drawn and not row.edits_logits and row.matcher is None and not row.needs_logprob
+        is_plain = is_draft or (is_drawn and not row.edits_logits and row.matcher is None and not row.needs_logprob)
         is_greedy = row.is_greedy or not is_plain  # what is quickest, where nobody asks for the result
         arrays["inverse_temperatures"][line] = row.inverse_temperature
         arrays["is_greedy"][line] = is_greedy

@@ -56,19 +56,21 @@ ShortRuns = Literal["any", "single", "none"]
 """The sequences of few queries in a step: any; all of one query; none. What is right for one is right for those behind it."""
 
 _SHORT_RUNS: tuple[ShortRuns, ...] = ("any", "single", "none")
-_FEWEST_TOKENS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 256, 4
+_FEWEST_TOKENS, _FEWEST_OF_DRAFTS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 8, 256, 4
 
 
 class PromptKey(NamedTuple):
     """What a recorded step with tokens of prompts is for: so many tokens, padding included, of sequences of at most so much
-    context; and which short runs of queries there may be."""
+    context; which short runs of queries there may be; and whether drafts that are trees, which may be chains as well."""
 
     num_tokens: int
     max_context_len: int
     short_runs: ShortRuns
+    has_trees: bool = False
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens of contexts up to {self.max_context_len} ({self.short_runs} short runs)"
+        more = ", trees" if self.has_trees else ""
+        return f"{self.num_tokens} tokens of contexts up to {self.max_context_len} ({self.short_runs} short runs{more})"
 
 
 class PromptGrid:
@@ -76,12 +78,16 @@ class PromptGrid:
 
     max_tokens        the most of a recorded step; 0: none is
     max_context_lens  rising
+    has_drafts        whether steps with few drafts are to be expected, which are smaller than those with prompts
+    has_trees         whether some of these are trees
     """
 
-    def __init__(self, max_tokens: int, max_context_lens: Sequence[int]) -> None:
-        self.max_tokens, self._max_context_lens = max_tokens, max_context_lens
+    def __init__(
+        self, max_tokens: int, max_context_lens: Sequence[int], has_drafts: bool = False, has_trees: bool = False
+    ) -> None:
+        self.max_tokens, self._max_context_lens, self._has_trees = max_tokens, max_context_lens, has_trees
         self._tokens: list[int] = []
-        count = min(_FEWEST_TOKENS, max_tokens)
+        count = min(_FEWEST_OF_DRAFTS if has_drafts else _FEWEST_TOKENS, max_tokens)
         while count and count < max_tokens:
             self._tokens.append(count)
             power = 1 << count.bit_length() - 1
@@ -92,14 +98,20 @@ class PromptGrid:
     @property
     def keys(self) -> list[PromptKey]:
         """All keys, the one whose step takes most memory first."""
-        found = product(reversed(self._tokens), reversed(self._max_context_lens), _SHORT_RUNS)
-        return [PromptKey(*parts) for parts in found]
+        kinds = [("any", True)] if self._has_trees else []
+        kinds += [(short_runs, False) for short_runs in _SHORT_RUNS]
+        found = product(reversed(self._tokens), reversed(self._max_context_lens), kinds)
+        return [PromptKey(num_tokens, length, *kind) for num_tokens, length, kind in found]
 
-    def key(self, num_tokens: int, longest: int, short_runs: ShortRuns) -> PromptKey | None:
+    def key(self, num_tokens: int, longest: int, short_runs: ShortRuns, has_trees: bool = False) -> PromptKey | None:
         """Return the smallest key that holds a step; None: it is launched one by one."""
+        if has_trees:
+            if not self._has_trees:
+                return None
+            short_runs = "any"
         count = next((count for count in self._tokens if count >= num_tokens), None)
         most = next((length for length in self._max_context_lens if length >= longest), None)
-        return None if count is None or most is None else PromptKey(count, most, short_runs)
+        return None if count is None or most is None else PromptKey(count, most, short_runs, has_trees)
 
 
 class GraphRecorder(Protocol):

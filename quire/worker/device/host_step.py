@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
+from quire.model.token_runs import TreePlaces
 from quire.worker.input_batch import StepInput
 
 Sampling = Literal["plain", "cuts"]
 """What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), which is right for all."""
+
+_NO_TREES = TreePlaces(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint64))
 
 SAMPLINGS: tuple[Sampling, ...] = ("cuts", "plain")
 """All of them, what takes most memory first."""
@@ -21,16 +24,19 @@ SAMPLINGS: tuple[Sampling, ...] = ("cuts", "plain")
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """S sequences with T tokens, one sequence after the other, of which R get a next token.
+    """S sequences with T tokens, one sequence after the other, behind R of which a token is sampled: the last known one of a
+    sequence that gets a next token, and drafts, behind which all are sampled, too.
 
     counts            tokens of each sequence
     rows              [S] i32, lines of the device's tables; a line belongs to a sequence from its start to its end
     context_lens      [S] i32, tokens in the cache once this step is stored; 0: padding
     given_ids         [T] i64; -1: the token that the device sampled last for the sequence
-    positions, slots  [T] i64; slot -1: the token's KV is stored nowhere
-    logit_rows        [R] i64 tokens whose logits are wanted
+    positions, slots  [T] i64; slot -1: the token's KV is stored nowhere. Drafts of a tree have the positions of their depths
+    logit_rows        [R] i64 tokens whose logits are wanted, those of drafts last
     sampled_rows      [R] i32 lines of theirs
     sample_positions  [R] i64 of the tokens that will be sampled
+    num_drafts        how many of R are drafts
+    trees             None: there are none, or all are chains
     """
 
     counts: tuple[int, ...]
@@ -42,6 +48,8 @@ class HostStep:
     logit_rows: NDArray[np.int64]
     sampled_rows: NDArray[np.int32]
     sample_positions: NDArray[np.int64]
+    num_drafts: int = 0
+    trees: TreePlaces | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -65,12 +73,18 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
         token_rows = np.repeat(rows, counts)
         positions = np.repeat(ends - counts, counts) + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
     slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
+    if runs.trees is not None:
+        positions = runs.trees.positions  # slots follow each other whatever these are
     given_ids = np.array(runs.token_ids, dtype=np.int64)
     logit_rows = np.array(step.logit_rows, dtype=np.int64)
     sampled_rows = np.fromiter((row.table for row in step.ready), np.int32, len(step.ready))
     # Only the last known token of a sequence can be one that the device has sampled.
-    fed = logit_rows[is_on_device[sampled_rows]]
+    fed = logit_rows[: len(sampled_rows)][is_on_device[sampled_rows]]
     given_ids[fed] = -1
+    num_drafts = len(logit_rows) - len(sampled_rows)
+    if num_drafts:
+        drafts = [len(step.drafts.get(row.start.sequence_id, ())) for row in step.ready]
+        sampled_rows = np.concatenate((sampled_rows, np.repeat(sampled_rows, drafts)))
     return HostStep(
         tuple(counts.tolist()),
         rows,
@@ -81,6 +95,8 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
         logit_rows,
         sampled_rows,
         positions[logit_rows] + 1,
+        num_drafts,
+        runs.trees,
     )
 
 
@@ -88,7 +104,7 @@ def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row:
     """Write the tokens of a step into the arrays of its fields' names, and token_rows [T] and query_starts [S + 1].
 
     The arrays may be longer. The further sequences are of the line padding_row and empty, but for the last one: it has the
-    further tokens, which see and store nothing.
+    further tokens, which see and store nothing. So do trees, where there are arrays for them.
     """
     num_tokens, counts, starts = len(step.given_ids), np.array(step.counts, np.int64), arrays["query_starts"]
     _write(arrays["rows"], step.rows, padding_row)
@@ -98,6 +114,11 @@ def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row:
     starts[len(counts) + 1 :] = num_tokens
     starts[-1] = len(arrays["given_ids"])
     _fill_tokens(arrays, step)
+    if "ancestors" in arrays:
+        trees = _NO_TREES if step.trees is None else step.trees
+        _write(arrays["num_drafts"], trees.num_drafts, 0)
+        _write(arrays["ancestors"], trees.ancestors.view(np.int64), 0)
+        _write(arrays["tree_positions"], trees.positions, 0)
 
 
 def fill_sampled(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
@@ -147,16 +168,20 @@ def empty_step() -> HostStep:
     return HostStep((), none_of_rows, none_of_rows, none, none, none, none, none_of_rows, none)
 
 
-def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row: int, num_short: int = 1) -> HostStep:
+def full_step(
+    num_tokens: int, num_sequences: int, context_len: int, padding_row: int, num_short: int = 1, num_drafts: int = 0
+) -> HostStep:
     """Return a step of padding that takes as much memory as one of real sequences: of num_tokens tokens; all sequences but the
     first have num_short, where there are enough, else at least one, and all get a next one. Nothing is stored; what is read is
     the padding line's blocks. Memory is taken for the longest context: the last sequence alone has one of context_len, so that
-    the step takes little longer where that is long."""
+    the step takes little longer where that is long. Of the tokens that are not the last ones num_drafts are drafts, or all."""
     most = max(1, min(num_short, (num_tokens - 1) // max(1, num_sequences - 1)))
     counts = [num_tokens - most * (num_sequences - 1)] + [most] * (num_sequences - 1)
     rows = np.full(num_sequences, padding_row, np.int32)
     lengths = np.array(counts, np.int32)
     lengths[-1] = max(counts[-1], context_len)
+    ends = np.cumsum(counts) - 1
+    drafts = np.setdiff1d(np.arange(num_tokens), ends)[:num_drafts]
     return HostStep(
         tuple(counts),
         rows,
@@ -164,7 +189,8 @@ def full_step(num_tokens: int, num_sequences: int, context_len: int, padding_row
         np.zeros(num_tokens, np.int64),
         np.zeros(num_tokens, np.int64),
         np.full(num_tokens, -1, np.int64),
-        np.cumsum(counts) - 1,
-        rows,
-        np.zeros(num_sequences, np.int64),
+        np.concatenate((ends, drafts)),
+        np.full(num_sequences + len(drafts), padding_row, np.int32),
+        np.zeros(num_sequences + len(drafts), np.int64),
+        len(drafts),
     )

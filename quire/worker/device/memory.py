@@ -18,7 +18,7 @@ from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.stored_tensors import stored_bytes
-from quire.quant.config import has_narrow_form
+from quire.quant.config import Mxfp4Config, has_narrow_form
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
@@ -199,8 +199,11 @@ def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[s
     if config.quantization is not None:
         return quantized_bytes(shapes, spec, DEVICE_POLICIES[config.quantization])
     dense = sum(map(math.prod, shapes.values())) * DTYPE_BYTES[spec.dtype]
-    is_narrow = is_gguf(folder) or has_narrow_form(read_quantization_config(folder))
-    return min(dense, stored_bytes(folder)) if is_narrow else dense
+    quantization = None if is_gguf(folder) else read_quantization_config(folder)
+    if isinstance(quantization, Mxfp4Config):
+        # Its numbers span more than sixteen integers: a byte for each there, and half of one in the file.
+        return min(dense, 2 * stored_bytes(folder))
+    return min(dense, stored_bytes(folder)) if is_gguf(folder) or has_narrow_form(quantization) else dense
 
 
 def estimate_memory(
@@ -223,12 +226,19 @@ def estimate_memory(
 
 
 def plan_device_memory(
-    config: EngineConfig, kv: KvSpec, usage: DeviceUsage, max_model_len: int, has_own_memory: bool = True
+    config: EngineConfig,
+    kv: KvSpec,
+    usage: DeviceUsage,
+    max_model_len: int,
+    has_own_memory: bool = True,
+    draft_block_bytes: int = 0,
 ) -> MemoryPlan:
     """Decide the number of KV blocks: as many as were asked for, or what gpu_memory_utilization leaves.
 
     has_own_memory  no: the memory is the host's, of which no more is taken than max_num_seqs sequences of max_model_len need. A
                     GPU has it for nothing else, and prefixes stay cached in what sequences leave
+    draft_block_bytes
+                    what drafts keep under each block
     Raises ConfigError, with the numbers and what to change, where nothing is left.
     """
     available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
@@ -236,16 +246,15 @@ def plan_device_memory(
     given = given_blocks(config, kv)
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
     wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
-    num_blocks = min(wanted, room // kv.bytes_per_block) if given is None else given
-    if num_blocks < 1 or num_blocks * kv.bytes_per_block > room:
-        asked = (
-            "" if given is None else f", and the KV pool asked for {format_bytes(given * kv.bytes_per_block)} ({given} blocks)"
-        )
+    block_bytes = kv.bytes_per_block + draft_block_bytes
+    num_blocks = min(wanted, room // block_bytes) if given is None else given
+    if num_blocks < 1 or num_blocks * block_bytes > room:
+        asked = "" if given is None else f", and the KV pool asked for {format_bytes(given * block_bytes)} ({given} blocks)"
         share = config.gpu_memory_utilization
         raise ConfigError(
             f"the device has {format_bytes(usage.total_bytes)}, of which gpu_memory_utilization {share:g} and what others use "
             f"leave {format_bytes(max(0, available))}; the model takes {format_bytes(usage.weight_bytes)} and a "
-            f"step up to {format_bytes(usage.activation_bytes)}, a KV block {format_bytes(kv.bytes_per_block)}{asked}: raise "
+            f"step up to {format_bytes(usage.activation_bytes)}, a KV block {format_bytes(block_bytes)}{asked}: raise "
             "gpu_memory_utilization; lower max_num_batched_tokens, max_num_seqs, max_model_len"
             + (", num_kv_blocks or kv_cache_memory_bytes" if given is not None else "")
             + "; or take a smaller model or dtype"

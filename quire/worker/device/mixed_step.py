@@ -28,12 +28,14 @@ TileKind = tuple[int, int]
 class MixedSizes(NamedTuple):
     """How large the arrays of a step are.
 
-    tiles  for each kind, how many short and how many long ones
+    tiles      for each kind, how many short and how many long ones
+    has_trees  whether there are arrays for drafts that are trees
     """
 
     num_tokens: int
     num_sequences: int
     tiles: tuple[tuple[int, int], ...]
+    has_trees: bool = False
 
     @property
     def parts(self) -> list[Part]:
@@ -45,7 +47,8 @@ class MixedSizes(NamedTuple):
             for run, count in zip(("short", "long"), counts, strict=True)
             for name in ("sequences", "offsets")
         ]
-        return [*token_parts(self.num_tokens, self.num_sequences), *lists]
+        trees = _tree_parts(self.num_tokens, self.num_sequences) if self.has_trees else []
+        return [*token_parts(self.num_tokens, self.num_sequences), *trees, *lists]
 
 
 def token_parts(num_tokens: int, num_sequences: int) -> list[Part]:
@@ -61,9 +64,18 @@ def token_parts(num_tokens: int, num_sequences: int) -> list[Part]:
     ]
 
 
+def _tree_parts(num_tokens: int, num_sequences: int) -> list[Part]:
+    return [
+        Part("num_drafts", torch.int32, num_sequences),
+        Part("ancestors", torch.int64, num_tokens),
+        Part("tree_positions", torch.int32, num_tokens),
+    ]
+
+
 def exact_sizes(step: HostStep, lists: Sequence[TileLists]) -> MixedSizes:
     """Return the sizes of a step without padding."""
-    return MixedSizes(len(step.given_ids), len(step.counts), tuple((len(own.short), len(own.long)) for own in lists))
+    tiles = tuple((len(own.short), len(own.long)) for own in lists)
+    return MixedSizes(len(step.given_ids), len(step.counts), tiles, step.trees is not None)
 
 
 def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind]) -> MixedSizes:
@@ -75,7 +87,7 @@ def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind]) -
         (num_short, key.num_tokens // num_queries + min(most, key.num_tokens // (longest_short + 1)) + 1)
         for num_queries, longest_short in kinds
     ]
-    return MixedSizes(key.num_tokens, most + 1, tuple(tiles))
+    return MixedSizes(key.num_tokens, most + 1, tuple(tiles), key.has_trees)
 
 
 def fill_tiles(
@@ -111,20 +123,25 @@ def exact_step(
 ) -> DeviceStep:
     """Return a step of exact_sizes, whose arrays are on the device; tables [S, max_blocks] i32."""
     lengths = tuple(step.context_lens.tolist())
-    found = DeviceStep(*_places(arrays), tables, None, None, None, step.counts, max(lengths), False, lengths, library)
+    places = *_places(arrays), tables, *_trees(arrays)
+    found = DeviceStep(*places, step.counts, max(lengths), False, lengths, library)
     _place_tiles(found, arrays, kinds, [own.longest_short for own in lists])
     return found
 
 
 def padded_step(key: PromptKey, arrays: Mapping[str, Tensor], tables: Tensor, kinds: Sequence[TileKind]) -> DeviceStep:
     """Return the step of a key, of padded_sizes: the same launches for every step of that key."""
-    found = DeviceStep(*_places(arrays), tables, None, None, None, None, key.max_context_len)
+    found = DeviceStep(*_places(arrays), tables, *_trees(arrays), None, key.max_context_len)
     _place_tiles(found, arrays, kinds, [most if key.short_runs == "any" else 1 for _, most in kinds])
     return found
 
 
 def _places(arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return arrays["slots"], arrays["query_starts"], arrays["context_lens"]
+
+
+def _trees(arrays: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return arrays.get("num_drafts"), arrays.get("ancestors"), arrays.get("tree_positions")
 
 
 def _place_tiles(

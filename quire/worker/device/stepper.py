@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.triton.attention import tile_queries
@@ -19,6 +17,8 @@ from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, l
 from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.heads.device_head import DeviceHead
+from quire.worker.device.changes import TableChanges, change_parts
 from quire.worker.device.columns import SamplingColumns, option_parts, row_options
 from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
 from quire.worker.device.host_step import (
@@ -46,20 +46,19 @@ from quire.worker.device.staging import Part, Readback, Staged, Staging, staged_
 
 
 class StepSizes(NamedTuple):
-    """The largest step, and the longest sequence."""
+    """The largest step, and the longest sequence.
+
+    max_num_drafts  drafts of a step at most, behind which tokens are sampled
+    has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
+    has_trees       whether some of these are trees
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class TableChanges:
-    """What changes before a step: entries of block tables, as (line, index, block ids from there on), and blocks to copy, as
-    (source, target)."""
-
-    entries: list[tuple[int, int, tuple[int, ...]]]
-    block_copies: tuple[tuple[int, int], ...] = ()
+    max_num_drafts: int = 0
+    has_drafts: bool = False
+    has_trees: bool = False
 
 
 class Launched(NamedTuple):
@@ -97,11 +96,12 @@ _NOTHING = Kept()
 
 
 class DeviceStepper:
-    """Launches the steps of one model. Lines [0, max_num_seqs) of its tables belong to sequences, the last one to padding."""
+    """Launches the steps of one model, or of a head. Lines [0, max_num_seqs) of its tables belong to sequences, the last one
+    to padding."""
 
     def __init__(
         self,
-        decoder: DeviceDecoder,
+        decoder: DeviceDecoder | DeviceHead,
         pool: DeviceKvPool,
         sizes: StepSizes,
         graphs: StepGraphs,
@@ -116,7 +116,7 @@ class DeviceStepper:
         is_recording = graphs.is_recording and library is None
         most_tokens = most_recorded_tokens(spec, sizes.max_num_batched_tokens) if is_recording else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
-        self.prompts = PromptGrid(most_tokens, lengths)
+        self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         max_blocks = -(-sizes.max_model_len // pool.spec.block_size)
         self._tables = torch.zeros(sizes.max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -128,7 +128,8 @@ class DeviceStepper:
         self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
         # Tokens i64, and behind them their statuses, two i32 in one, so that one copy brings both.
-        self._result = torch.zeros(_result_size(sizes.max_num_seqs), dtype=torch.int64, device=device)
+        most_sampled = sizes.max_num_seqs + sizes.max_num_drafts
+        self._result = torch.zeros(_result_size(most_sampled), dtype=torch.int64, device=device)
         self._readback = Readback(self._result)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
         kinds = {tile_queries(layer.attention, decoder.dtype, kv_dtype, is_in_order) for layer in spec.layers}
@@ -137,11 +138,16 @@ class DeviceStepper:
         self._frames: dict[GraphKey | PromptKey, _Frame] = {}
 
     def _most_bytes(self, max_blocks: int) -> int:
-        num_seqs, num_tokens, _ = self._sizes
+        num_seqs, num_tokens, num_drafts = (
+            self._sizes.max_num_seqs,
+            self._sizes.max_num_batched_tokens,
+            self._sizes.max_num_drafts,
+        )
         tiles = tuple((num_seqs, num_tokens) for _ in self.tile_kinds)
-        sizes = [MixedSizes(num_tokens, num_seqs, tiles)]
+        sizes = [MixedSizes(num_tokens, num_seqs, tiles, num_drafts > 0)]
         sizes += [padded_sizes(key, num_seqs, self.tile_kinds) for key in self.prompts.keys[:1]]
-        behind = [*_sampled_parts(num_seqs), *_change_parts(num_seqs * (max_blocks + 2), num_seqs)]
+        changes = change_parts(num_seqs * (max_blocks + 2), num_seqs, num_drafts, num_seqs)
+        behind = [*_sampled_parts(num_seqs + num_drafts), *changes]
         return max(staged_bytes([*own.parts, *behind]) for own in sizes)
 
     def give_pool(self, pool: DeviceKvPool) -> None:
@@ -177,7 +183,7 @@ class DeviceStepper:
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
         """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
         num_short = max(most for _, most in self.tile_kinds)
-        step = full_step(num_tokens, num_sequences, context_len, self.padding_line, num_short)
+        step = full_step(num_tokens, num_sequences, context_len, self.padding_line, num_short, self._sizes.max_num_drafts)
         self._staging.wait()
         self._launch_mixed(step, "cuts", TableChanges([]), _NOTHING, 0)
 
@@ -261,7 +267,7 @@ class DeviceStepper:
         lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self.tile_kinds]
         key = None
         if num_tokens <= most_recorded_tokens:
-            key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists))
+            key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists), step.trees is not None)
         frame = None if key is None else self._prompt_frame(key)
         staged = self._staging.arrange(exact_sizes(step, lists).parts) if frame is None else frame.staged
         sampled = self._staging.arrange(_sampled_parts(num_sampled), staged.end)
@@ -334,24 +340,21 @@ class DeviceStepper:
 
     def _send(self, start: int, changes: TableChanges) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
-        if not changes.entries and not changes.block_copies:
+        if changes.is_empty:
             if start:
                 self._staging.send(start)
             return
-        num_entries = sum(len(blocks) for _, _, blocks in changes.entries)
-        parts = _change_parts(num_entries, len(changes.block_copies))
-        staged = self._staging.arrange(parts, start)
-        if num_entries:
-            places, blocks = _entries(changes, self._tables.shape[1])
-            staged.host["places"][:], staged.host["blocks"][:] = places, blocks
-        if changes.block_copies:
-            staged.host["sources"][:], staged.host["targets"][:] = zip(*changes.block_copies, strict=True)
+        staged = self._staging.arrange(changes.parts(), start)
+        changes.fill(staged, self._tables.shape[1])
         if staged.end:
             self._staging.send(staged.end)
+        arrays = staged.device
+        if changes.moves is not None:
+            self._pool.move_tokens(arrays["move_sources"], arrays["move_targets"], arrays["move_starts"])
         if changes.block_copies:
-            self._pool.copy_blocks(staged.device["sources"], staged.device["targets"])
-        if num_entries:
-            self._tables.view(-1).index_copy_(0, staged.device["places"], staged.device["blocks"])
+            self._pool.copy_blocks(arrays["sources"], arrays["targets"])
+        if changes.entries:
+            self._tables.view(-1).index_copy_(0, arrays["places"], arrays["blocks"])
 
 
 def _sampled_parts(num_sampled: int) -> list[Part]:
@@ -365,17 +368,3 @@ def _first_status(num_rows: int) -> int:
 
 def _result_size(num_rows: int) -> int:
     return _first_status(num_rows) + -(-num_rows // 2)
-
-
-def _change_parts(num_entries: int, num_copies: int) -> list[Part]:
-    return [
-        Part("places", torch.int64, num_entries),
-        Part("blocks", torch.int32, num_entries),
-        Part("sources", torch.int64, num_copies),
-        Part("targets", torch.int64, num_copies),
-    ]
-
-
-def _entries(changes: TableChanges, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    places = [np.arange(len(blocks)) + line * width + index for line, index, blocks in changes.entries]
-    return np.concatenate(places), np.array([block for _, _, blocks in changes.entries for block in blocks], np.int32)

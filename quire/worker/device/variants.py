@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from quire.contracts.kv_spec import KvSpec
@@ -17,12 +18,17 @@ from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.heads.device_head import DeviceHead
+from quire.model.heads.head_spec import LayerHead
 from quire.model.parameters import parameter_shapes
+from quire.model.token_runs import TreePlaces
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy
+from quire.worker.device.changes import TableChanges
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep, full_step
-from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
+from quire.worker.device.stepper import DeviceStepper, StepSizes
+from quire.worker.input_batch import Moves
 
 _META = torch.device("meta")
 
@@ -78,10 +84,58 @@ def _split(name: str) -> tuple[int | None, str]:
     return (int(parts[1]), parts[2]) if parts[0] == "layers" else (None, name)
 
 
+class ServedHead(NamedTuple):
+    """A head beside a model, as its steps are served.
+
+    head    without its parameters, of which the shapes are here by name
+    kv      of the head
+    sizes   of its steps
+    """
+
+    head: LayerHead
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    kv: KvSpec
+    sizes: StepSizes
+
+    @classmethod
+    def of(cls, head: LayerHead, kv: KvSpec, sizes: StepSizes) -> ServedHead:
+        """Return a head whose parameters are still there."""
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in head.parameters.items())
+        vocabulary = None if head.vocabulary is None else torch.zeros_like(head.vocabulary)  # whatever it says
+        return cls(replace(head, parameters={}, vocabulary=vocabulary), shapes, kv, sizes)
+
+
 def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
     decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
-    pool = DeviceKvPool(KvSpec.of(decoder.spec, kv.block_size, kv.dtype), 1, _META)
+    return _step_variants(decoder, KvSpec.of(decoder.spec, kv.block_size, kv.dtype), sizes)
+
+
+def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:
+    """Return those that the steps of a head launch beside a model, which has the embedding and the output."""
+    head, sizes = meta_head(model, served), served.sizes
+    found = _step_variants(head, served.kv, sizes)
+    with torch.inference_mode(), noted_launches() as launches:
+        for num_tokens in _powers_of_two(sizes.max_num_batched_tokens):
+            head.narrow(torch.empty(num_tokens, served.head.feature_size, dtype=head.dtype, device=_META))
+    return list(dict.fromkeys([*found, *map(variant_of, launches)]))
+
+
+def meta_head(model: ServedModel, served: ServedHead) -> DeviceHead:
+    """Return a head without memory."""
+    dtype, sizes = getattr(torch, served.head.body.dtype), served.sizes
+    parameters = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in served.shapes}
+    target = meta_decoder(model.few_layers(), sizes.max_model_len)
+    most_tokens = max(sizes.max_num_batched_tokens, sizes.max_num_seqs)
+    return DeviceHead(replace(served.head, parameters=parameters), target, sizes.max_model_len, most_tokens)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
+    pool = DeviceKvPool(kv, 1, _META)
     stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = DeviceStepper(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
@@ -91,8 +145,12 @@ def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[V
             stepper.record(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, SAMPLINGS[0], TableChanges([]))
+            if sizes.has_trees:
+                one_by_one.launch(_with_trees(step), SAMPLINGS[0], TableChanges([]))
+        if sizes.has_trees:
+            one_by_one.launch(None, SAMPLINGS[0], TableChanges([], (), Moves([1], [0], [0, 1])))
         for dtype, has_masks, has_cuts in itertools.product({decoder.dtype, torch.float32}, (False, True), (False, True)):
-            _sample(dtype, model.spec.vocab_size, has_masks, has_cuts)
+            _sample(dtype, decoder.spec.vocab_size, has_masks, has_cuts)
     return list(dict.fromkeys(map(variant_of, launches)))
 
 
@@ -113,17 +171,29 @@ def _mixed_steps(stepper: DeviceStepper, sizes: StepSizes) -> Iterator[HostStep]
     """Yield steps with prompts of every kind that kernels tell apart: by powers of two, and by what fits one chunk of keys."""
     longest = sizes.max_model_len
     most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
-    powers = [1 << power for power in range(most.bit_length())]
+    powers = _powers_of_two(most)
     for count in sorted({count for power in powers for count in (power, power + 1) if count <= most} | {most}):
         # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
-        yield full_step(count, -(-count // longest), longest, stepper.padding_line, longest)
+        yield full_step(count, -(-count // longest), longest, stepper.padding_line, longest, sizes.max_num_drafts)
         if count <= min(CHUNK, longest):
             yield full_step(count, 1, count, stepper.padding_line)
+    # As many tokens are sampled as there are sequences and drafts.
+    num_drafts, most_sampled = sizes.max_num_drafts, min(most, sizes.max_num_seqs + sizes.max_num_drafts)
+    for count in sorted({*(power for power in powers if num_drafts < power < most_sampled), most_sampled}):
+        if num_drafts and count > num_drafts:
+            yield full_step(count, count - num_drafts, longest, stepper.padding_line, 1, num_drafts)
     num_long = max(num_queries for num_queries, _ in stepper.tile_kinds)
     for num_short, context_len in itertools.product((1, 2, 4, 8, 16), {min(CHUNK, longest), longest}):
         num_tokens = min(num_long + num_short, context_len + num_short, sizes.max_num_batched_tokens)
         if sizes.max_num_seqs > 1 and num_tokens > num_short:
             yield full_step(num_tokens, 2, context_len, stepper.padding_line, num_short)
+
+
+def _with_trees(step: HostStep) -> HostStep:
+    """Return a step some of whose drafts may be trees."""
+    num_tokens, num_sequences = len(step.given_ids), len(step.counts)
+    nothing = np.zeros(num_tokens, np.int64), np.zeros(num_sequences, np.int32), np.zeros(num_tokens, np.uint64)
+    return replace(step, trees=TreePlaces(*nothing))
 
 
 def _sample(dtype: torch.dtype, vocab_size: int, has_masks: bool, has_cuts: bool) -> None:

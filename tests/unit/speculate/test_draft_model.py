@@ -74,11 +74,20 @@ def test_another_model_s_drafts_are_mostly_refused_and_change_nothing(tiny_model
 
 
 def test_a_prompt_longer_than_a_catch_up_is_taken_in_over_several_steps(tiny_model, monkeypatch):
-    monkeypatch.setattr("quire.speculate.draft_model.MAX_CATCH_UP", 16)
     llm = start(tiny_model, tiny_model)
+    monkeypatch.setattr(llm.llm_engine._runner._speculator._proposer, "_max_catch_up", 16)
     generate(llm)
     expect_all_accepted(llm)
     llm.close()
+
+
+@pytest.mark.parametrize("longest", [24, None])
+def test_the_log_says_how_far_is_drafted_where_the_model_goes_on(tiny_model, caplog, longest):
+    config = {"method": "draft_model", "model": str(tiny_model), "max_model_len": longest}
+    with caplog.at_level("INFO", logger="quire"):
+        start(tiny_model, tiny_model, max_model_len=64, speculative_config=config).close()
+    words = "nothing is drafted behind the first 24 tokens of a sequence, which may have 64"
+    assert caplog.text.count("nothing is drafted behind") == caplog.text.count(words) == (longest is not None)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tiny_model):

@@ -106,6 +106,9 @@ def test_drafts_come_back_when_they_begin_to_match():
 def test_a_smaller_batch_is_tried_at_once_when_a_large_one_gave_up():
     world = World(16, 0.7, linear(1.0))
     world.live(1500)
+    for _ in range(100):  # a trial may go on
+        if not world.pace.is_asleep:
+            world.live(1)
     assert world.pace.is_asleep
     world.records, world.counts, world.time = world.records[:1], [0], linear(0.1)
     world.live(40)

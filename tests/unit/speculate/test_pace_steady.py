@@ -1,7 +1,9 @@
 """The pace in the long run, against the best fixed number of drafts and against none, in worlds as they were measured: steps
 behind drafts find cold caches, times scatter and drift, requests come and go."""
 
+import math
 import random
+from statistics import median
 
 import pytest
 
@@ -103,3 +105,56 @@ def test_the_number_follows_when_costs_change(seed):
     world.costs = line(0.0, 0.5, 5)
     world.live(2500)
     assert world.live(4000) > 0.95 * world.best_fixed()
+
+
+class DriftingBatch:
+    """Eight sequences on a machine whose speed others change, slowly and at times at once. A step of d drafts, at most p of a
+    sequence, takes 1.2 + 0.05 p + 0.06 d plain ones: too much for what is accepted."""
+
+    def __init__(self, seed, share=0.6, num_sequences=8, num_max=6):
+        self.rng, self.share, self.num_max = random.Random(seed), share, num_max
+        self.pace, self.counts = Pace(num_max), [0] * num_sequences
+        self.num_alike, self.was_drafting, self.step, self.drift, self.level = 0, False, 0, 0.0, 1.0
+
+    def live(self, num_steps):
+        """Return the tokens of a sequence in the time of a plain step, as on a machine that is always of speed 1."""
+        tokens = seconds = 0.0
+        size = len(self.counts)
+        for _ in range(num_steps):
+            if self.step % REQUEST_LEN == 0:
+                self.records = [AcceptanceRecord(self.num_max, RECENT_FADING) for _ in range(size)]
+            self.step += 1
+            gained = size
+            for record, count in zip(self.records, self.counts, strict=True):
+                if count:
+                    accepted = next((depth for depth in range(count) if self.rng.random() >= self.share), count)
+                    self.pace.note_verified(record, count, range(accepted))
+                    gained += accepted
+            duration, is_asleep = self.duration(), self.pace.is_asleep
+            chosen = [0] * size if is_asleep else self.pace.choose([(record, self.num_max) for record in self.records])
+            self.drift += -self.drift / 60 + 0.022 * self.rng.gauss(0, 1)
+            if self.rng.random() < 0.003:
+                self.level = self.rng.choice((0.8, 1.0, 1.3))
+            slowness = self.level * math.exp(self.drift) * self.rng.lognormvariate(0, 0.06)
+            self.pace.note_step(size, sum(self.counts), duration * slowness)
+            tokens, seconds, self.counts = tokens + gained / size, seconds + duration, chosen
+        return tokens / seconds
+
+    def duration(self):
+        is_drafting = sum(self.counts) > 0
+        self.num_alike = self.num_alike + 1 if is_drafting == self.was_drafting else 0
+        self.was_drafting = is_drafting
+        if is_drafting:
+            return 1.2 + 0.05 * max(self.counts) + 0.06 * sum(self.counts)
+        is_fed = not self.pace.is_asleep or self.pace.is_feeding
+        return 1.0 + 0.25 * max(0.0, 1 - self.num_alike / 10) + 0.07 * is_fed
+
+
+def test_a_machine_that_changed_its_speed_in_a_trial_does_not_make_a_batch_believe_in_its_drafts():
+    rates = []
+    for seed in range(24):
+        batch = DriftingBatch(seed)
+        batch.live(1500)
+        rates.append(batch.live(3000))
+    assert min(rates) > 0.94
+    assert median(rates) > 0.985

@@ -9,6 +9,7 @@ from proposers import Fake
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
+from quire.speculate import speculator as speculator_module
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.forced import fit_draft
 from quire.speculate.pace import Pace as RealPace
@@ -265,3 +266,37 @@ def test_nothing_is_asked_for_when_nothing_could_be_drafted():
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], Sampling((9,), (9,)), None))
     assert not speculator.naps(plan(3))
+
+
+def test_what_a_device_waited_for_is_no_part_of_a_plain_step_while_drafts_sleep(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(speculator_module.time, "perf_counter", lambda: now[0])
+    speculator, pace = start(Sampling(is_constrained=False))
+    durations = []
+    speculator.end(plan(0), {SequenceId(0): ()})
+    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made: durations.append(duration_s)
+    pace.is_asleep = True
+    for step_id, (idle_s, took_s, is_asleep) in enumerate([(3.0, 10.0, True), (7.0, 10.0, True), (3.0, 10.0, False)], start=1):
+        speculator.begin(plan(step_id))
+        pace.is_asleep = is_asleep
+        speculator.propose(plan(step_id))
+        speculator.note_idle(idle_s)
+        now[0] += took_s
+        speculator.end(plan(step_id), {SequenceId(0): ()})
+    speculator.begin(plan(4))
+    durations = durations[1:]  # of the step that started it
+    # With the next step planned meanwhile a step takes as long as the device does, or as long as planning.
+    assert durations == [7.0, 7.0, 10.0]
+
+
+def test_the_next_step_may_begin_early_only_where_nothing_is_drafted_or_learnt():
+    nothing = Speculator(None, None, 300)
+    nothing.begin(plan(0))
+    assert nothing.lets_next_begin
+    for is_constrained in (False, True):
+        sampling = Sampling((), (), is_constrained=is_constrained)
+        request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
+        nothing.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], sampling, None))
+        assert nothing.lets_next_begin is not is_constrained
+    speculator, _ = start(Sampling(is_constrained=False))
+    assert not speculator.lets_next_begin

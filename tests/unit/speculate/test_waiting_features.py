@@ -60,6 +60,21 @@ def test_no_more_is_held_than_what_waits_and_one_step_when_others_compute_prompt
     assert sum(held.values()) <= 4 * 8 * (256 + 2 * 400)
 
 
+def test_nothing_waits_of_a_sequence_that_is_too_long_to_be_drafted_for(make):
+    proposer, sequence = make(16), known(8189)
+    proposer.feed_all([(sequence, 8180, 9)], torch.ones(9, 8))
+    assert proposer.look(sequence, 3) == 2
+    for length in (8191, 8192, 9000):
+        sequence.token_ids = [0] * (length + 1)
+        proposer.feed_all([(sequence, length - 1, 1)], torch.ones(1, 8))
+        assert sequence.memo is None
+        assert proposer.look(sequence, 3) == 0
+    sequence.token_ids = [0] * 41  # whatever it is that made it shorter
+    proposer.feed_all([(sequence, 0, 40)], torch.arange(40.0)[:, None])
+    assert join(sequence.memo.waiting)[:, 0].tolist() == list(range(40))
+    assert proposer.look(sequence, 3) == 3
+
+
 def test_one_row_is_held_when_it_stands_for_places_that_nobody_read(make):
     proposer, sequence = make(16), known(40)
     proposer.feed_all([(sequence, 40, 1), (known(255), 0, 255)], torch.ones(256, 8))

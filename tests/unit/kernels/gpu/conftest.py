@@ -3,11 +3,14 @@
 QUIRE_GPU_TESTS=required makes every skip here a failure: a run that is there to test the kernels must not be green without.
 """
 
+import functools
 import importlib.util
+import inspect
 import os
 import sys
 from importlib.metadata import version
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +78,67 @@ def pytest_make_collect_report():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
     return fail_where_skipped((yield))
+
+
+def exact_dot(original, make_handle):
+    """Return a product of tiles for the interpreter that is summed in float64.
+
+    In float32 NumPy sums a row in another order where it stands elsewhere in a tile, on some processors; a GPU does not.
+    """
+
+    def create_dot(builder, a, b, d, *options):
+        if a.data.dtype != np.float32 or b.data.dtype != np.float32 or d.data.dtype != np.float32:
+            return original(builder, a, b, d, *options)
+        total = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return make_handle(total.astype(np.float32), d.dtype.scalar)
+
+    return create_dot
+
+
+def patcher_that_looks_once(patch_attribute):
+    """Return the interpreter's _patch_builtin, which looks for the builtins of a module or class only at its first time.
+
+    It is called for every call of a function within a kernel; finding again what is there took nearly half of the time.
+    """
+
+    from triton.language.core import is_builtin
+
+    @functools.cache
+    def builtins_of(place):
+        return [(name, member) for name, member in inspect.getmembers(place) if is_builtin(member)]
+
+    def patch_builtins(place, *rest):
+        for name, member in builtins_of(place):
+            if getattr(place, name) is member:  # else it is patched already
+                patch_attribute(place, name, member, *rest)
+
+    return patch_builtins
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_patches():
+    """Spare the interpreter to look through its own modules all the time."""
+    if HAS_GPU or REASON is not None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patcher_that_looks_once(interpreter._patch_attr))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sums_of_any_order():
+    """Have rows the same bits wherever they stand in a tile that is interpreted."""
+    if HAS_GPU or REASON is not None:
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", exact_dot(InterpreterBuilder.create_dot, TensorHandle))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Which kernels random steps launch that were not found ahead: `python -m ...serving_variants MODE` prints JSON.
 
-MODE is plain, compile, narrow with a folder to write checkpoints in, or keys with forward or backward: by what all kernels are
-found that are used in this order.
+MODE is plain, compile, heads, narrow with a folder to write checkpoints in, or keys with forward or backward: by what all
+kernels are found that are used in this order.
 
 In a process of its own: where kernels are interpreted their parameters are not known.
 """
@@ -17,7 +17,8 @@ import torch
 import triton
 
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, GateClamp, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.attention import AttentionInput, TreeInput
 from quire.kernels.triton import attention, launching
 from quire.kernels.triton.ahead import compile_variant, variant_of
 from quire.kernels.triton.feedback import keep_ids_launch
@@ -25,14 +26,28 @@ from quire.kernels.triton.launching import noted_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
+from quire.model.heads.head_spec import LayerHead
+from quire.model.heads.stored import body_shapes
 from quire.model.parameters import parameter_shapes
+from quire.model.token_runs import TreePlaces
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device import stepper
 from quire.worker.device.ahead import compile_all
+from quire.worker.device.changes import TableChanges
+from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
-from quire.worker.device.variants import NotRecording, ServedModel, meta_decoder, serving_variants
+from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
+from quire.worker.device.variants import (
+    NotRecording,
+    ServedHead,
+    ServedModel,
+    head_variants,
+    meta_decoder,
+    meta_head,
+    serving_variants,
+)
+from quire.worker.input_batch import Moves
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES as NARROW_SIZES
 from tests.unit.kernels.gpu.narrow_checkpoints import write
@@ -49,6 +64,16 @@ def layer(heads=(8, 2), mlp=MLP, **options):
 MODELS = {
     "plain": [layer(qk_norm=RMS)] * 5,
     "windows": [layer(window=40), layer(window=40), layer(), layer(window=40)],
+    "sinks": [
+        layer(
+            mlp=MoeSpec(4, 2, MlpSpec(96, "silu", has_bias=True, clamp=GateClamp(7.0, 1.702)), has_router_bias=True),
+            window=window,
+            has_sinks=True,
+            has_qkv_bias=True,
+            has_o_bias=True,
+        )
+        for window in (40, None)
+    ],
     "experts": [layer(heads=(4, 4), mlp=MoeSpec(8, 2, MLP))] * 2,
 }
 NARROW = [
@@ -56,7 +81,7 @@ NARROW = [
     *(("qwen3_moe", method) for method in ("awq", "fp8", "--int4", "--fp8")),
 ]
 """Family and form; "--" is for weights that are quantised while they are loaded."""
-SIZES = StepSizes(24, 1000, 900)
+SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True)
 SHORT = SIZES._replace(max_model_len=100)
 
 
@@ -70,16 +95,26 @@ def random_step(rng, sizes):
     tokens = np.zeros(int(counts.sum()), np.int64)
     sampled = np.flatnonzero(rng.random(num_sequences) < rng.choice([0.0, 0.5, 1.0]))
     ends = np.cumsum(counts) - 1
-    return HostStep(
-        tuple(counts.tolist()), lines, lengths, tokens, tokens, tokens, ends[sampled], lines[sampled], tokens[: len(sampled)]
-    )
+    others = np.setdiff1d(np.arange(len(tokens)), ends[sampled])
+    drafts = others[: int(rng.integers(sizes.max_num_drafts + 1) * rng.integers(2))]
+    trees = None
+    if sizes.has_trees and rng.random() < 0.3:
+        trees = TreePlaces(tokens, np.zeros(num_sequences, np.int32), np.zeros(len(tokens), np.uint64))
+    places = np.zeros(len(sampled) + len(drafts), np.int64)
+    sampled_rows = np.concatenate((lines[sampled], np.zeros(len(drafts), np.int32)))
+    logit_rows = np.concatenate((ends[sampled], drafts))
+    counted = tuple(counts.tolist()), lines, lengths, tokens, tokens, tokens
+    return HostStep(*counted, logit_rows, sampled_rows, places, len(drafts), trees)
 
 
 def missing_variants(model, kv_dtype, sizes):
     """Return names of the kernels that random steps launch in a variant that was not found ahead, and of all that were."""
     kv = KvSpec.of(model.spec, 64, kv_dtype)
-    found = set(serving_variants(model, kv, sizes))
-    decoder = meta_decoder(model, sizes.max_model_len)
+    return missing_of(meta_decoder(model, sizes.max_model_len), kv, sizes, set(serving_variants(model, kv, sizes)))
+
+
+def missing_of(decoder, kv, sizes, found):
+    """Return what missing_variants does, of which `found` was found ahead."""
     pool = DeviceKvPool(kv, 5, META)
     steppers = [DeviceStepper(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
@@ -87,10 +122,35 @@ def missing_variants(model, kv_dtype, sizes):
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
             step, sampling = random_step(rng, sizes), SAMPLINGS[int(rng.integers(2))]
+            has_moves = sizes.has_trees and rng.random() < 0.3
+            moves = Moves([5, 6, 9], [4, 5, 8], [0, 2, 3]) if has_moves else None
             for stepper in steppers:
-                stepper.launch(step, sampling, TableChanges([]), kept)
+                stepper.launch(step, sampling, TableChanges([], (), moves), kept)
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
+
+
+def pass_variants(head, kv, sizes):
+    """Return what random passes of trees launch, of the first level or of one behind it."""
+    cache = DraftCache(DeviceKvPool(kv, 5, META))
+    chains = HeadChains(head, DeviceStepper(head, cache.pool, sizes, StepGraphs()), cache, sizes)
+    rng = np.random.default_rng(6)
+    with torch.inference_mode(), noted_launches() as launches:
+        for _ in range(60):
+            has_trees, step = bool(rng.integers(2)), random_step(rng, sizes)
+            most = 30 if has_trees else sizes.max_model_len  # tokens of a level
+            counts = np.minimum(step.counts, most)
+            num_tokens, lengths = int(counts.sum()), np.maximum(step.context_lens, counts)
+            nothing = torch.zeros(num_tokens, dtype=torch.int64)
+            tables = torch.zeros(len(counts), -(-int(lengths.max()) // kv.block_size), dtype=torch.int64)
+            ends = np.cumsum(counts)
+            num_drafts = torch.tensor(counts + rng.integers(20), dtype=torch.int32)
+            trees = TreeInput(num_drafts, nothing) if has_trees else None
+            attention = AttentionInput(nothing, [0, *ends.tolist()], lengths.tolist(), tables, trees)
+            features = torch.empty(num_tokens, head.inputs.shape[1], dtype=head.dtype, device=META)
+            rows = list(range(num_tokens)) if has_trees else (ends - 1).tolist()
+            chains.enter(nothing, nothing, attention, cache, features, rows)
+    return set(map(variant_of, launches))
 
 
 def describe(name, model, kv_dtype="bfloat16", sizes=SIZES):
@@ -101,6 +161,27 @@ def describe(name, model, kv_dtype="bfloat16", sizes=SIZES):
     described = {"model": name, "kv": kv_dtype, "missing": missing, "count": len(variants), "parameters": parameters}
     print(json.dumps({**described, "kernels": kernels}), flush=True)
     return variants
+
+
+def describe_head(name, model, entry, norm):
+    """Print what was found of a head beside a model."""
+    sizes = SIZES._replace(max_num_drafts=0)
+    own = LayerSpec(AttentionSpec(8, 2, 32, 0.2, RopeSpec(32, 1e4)), MLP, attn_in=norm, mlp_in=RMS)
+    body = ModelSpec(name, "bfloat16", 700, 256, (own,), RMS, SIZES.max_model_len)
+    taps, is_beside = (0, 2, 3) if entry == "beside" else (), entry == "beside"
+    shapes = body_shapes(body, 512 if is_beside else 256)
+    del shapes["embed.weight"]
+    shapes |= {"fuse.weight": (256, 768 if is_beside else 512), "embed_norm.weight": (256,)}
+    parameters = {key: torch.empty(size, dtype=torch.bfloat16, device=META) for key, size in shapes.items()}
+    vocabulary = torch.arange(700, dtype=torch.int32)
+    head = LayerHead(entry, body, taps, RMS, None, True, False, False, parameters, vocabulary)
+    served = ServedHead.of(head, KvSpec.of(body, 64, "bfloat16"), sizes)
+    one, found = meta_head(model, served), set(head_variants(model, served))
+    missing, launched, _ = missing_of(one, served.kv, sizes, found)
+    in_passes = pass_variants(one, served.kv, sizes)
+    missing, launched = sorted({*missing, *(variant.kernel for variant in in_passes - found)}), launched | in_passes
+    kernels = sorted({variant.kernel for variant in launched})
+    print(json.dumps({"model": name, "missing": missing, "count": len(found), "kernels": kernels}), flush=True)
 
 
 def plain_models():
@@ -161,9 +242,13 @@ if __name__ == "__main__":
     if mode == "keys":
         print_keys(*rest)
         sys.exit()
+    if mode == "heads":
+        describe_head("eagle3", plain_models()["plain"], "beside", RMS)
+        describe_head("eagle", plain_models()["windows"], "joined", None)
+        sys.exit()
     if mode == "narrow":
         for title, narrow in narrow_models(Path(rest[0])):
-            describe(title, narrow)
+            describe(title, narrow, sizes=SIZES._replace(has_trees=False))
         sys.exit()
     models = plain_models()
     for title, plain in models.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, GateClamp, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionInput, TreeInput
 from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
@@ -21,7 +21,8 @@ from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
-from quire.kernels.triton.moe import expert_launches
+from quire.kernels.triton.moe import ExpertBiases, expert_launches
+from quire.kernels.triton.moving import move_tokens_launch
 from quire.kernels.triton.narrow_weights import NarrowWeight
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
@@ -104,6 +105,22 @@ def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
 
 
+def clamped_expert_launch(index, num_tokens, is_narrow):
+    """gpt-oss of 20 billion parameters."""
+    width, num_experts = 2880, 32
+    spec = MoeSpec(num_experts, 4, MlpSpec(width, "silu", has_bias=True, clamp=GateClamp(7.0, 1.702)), has_router_bias=True)
+    x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
+    shapes = (num_experts, 2 * width, width), (num_experts, width, width)
+    weights = [
+        NarrowWeight(meta(e * n, k, dtype=torch.int8), meta(e * n, k // 32, dtype=F32), None, 32, 1, 32, 0)
+        if is_narrow
+        else meta(e, n, k)
+        for e, n, k in shapes
+    ]
+    biases = ExpertBiases(*(meta(e, n) for e, n, _ in shapes))
+    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, biases=biases)[index]
+
+
 def narrow_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096)):
     num_rows, num_columns = shape
     codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
@@ -172,6 +189,13 @@ def feedback_launch(index):
     tables, last = meta(257, 640, dtype=I32), meta(257, dtype=I64)
     launches = take_inputs_launches(ids, meta(64, 640, dtype=I32), ids, rows, rows, last, tables)
     return [*launches, keep_ids_launch(last, ids, rows)][index]
+
+
+def move_launch(kv_dtype=BF16):
+    cache = [meta(4096, 8, 64, 128, dtype=kv_dtype)] * 2
+    if kv_dtype != BF16:
+        cache += [meta(4096, 8, 64, dtype=F32)] * 2
+    return move_tokens_launch(KvCache(*cache), meta(9, dtype=I64), meta(9, dtype=I64), meta(5, dtype=I32))
 
 
 LAUNCHES: dict[str, Callable[[], Launch]] = {
@@ -252,10 +276,24 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-fp8-64": lambda: narrow_expert_launch(3, 64, FP8, 128),
     "moe-fp8-4096": lambda: narrow_expert_launch(3, 4096, FP8, 128),
     "moe-fp8-down-4096": lambda: narrow_expert_launch(4, 4096, FP8, 128),
+    "moe-clamped-1": lambda: clamped_expert_launch(1, 1, False),
+    "moe-clamped-4096": lambda: clamped_expert_launch(3, 4096, False),
+    "moe-clamped-8-64": lambda: clamped_expert_launch(3, 64, True),
+    "moe-clamped-8-4096": lambda: clamped_expert_launch(3, 4096, True),
+    "moe-clamped-8-down-4096": lambda: clamped_expert_launch(4, 4096, True),
     "moe-sum": lambda: expert_launch(5, 64),
     "feedback-ids": lambda: feedback_launch(0),
     "feedback-tables": lambda: feedback_launch(1),
     "feedback-keep": lambda: feedback_launch(2),
+    "move": lambda: move_launch(),
+    "move-fp8": lambda: move_launch(FP8),
+    "verify-chain": lambda: attention_launches(count=4)[1],
+    "verify-chain-long": lambda: attention_launches(count=6)[0],
+    "verify-tree-long": lambda: attention_launches(count=12, has_tree=True, num_tokens=32768)[0],
+    "verify-tree-window": lambda: attention_launches(count=4, has_tree=True, window=1024)[1],
+    "verify-tree-fp8": lambda: attention_launches(count=4, has_tree=True, kv_dtype=FP8)[1],
+    "verify-tree-d64": lambda: attention_launches(count=4, has_tree=True, head_dim=64)[1],
+    "verify-tree-d256": lambda: attention_launches(count=4, has_tree=True, head_dim=256, heads=(16, 8), softcap=50.0)[1],
     "linear-4": lambda: linear_launch(torch.uint8, 1),
     "linear-4-offset": lambda: linear_launch(torch.uint8, 1, has_offset=True),
     "linear-4-64": lambda: linear_launch(torch.uint8, 64),

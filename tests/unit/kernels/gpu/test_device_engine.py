@@ -5,10 +5,11 @@ import re
 import pytest
 import torch
 
-from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire import LLM, LLMEngine, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.sampling.sampler import sample
 from quire.worker.device import runner
 from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.engine.held_masks import Gate, run, submit
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -131,6 +132,35 @@ def test_outputs_match_their_constraint(qwen):
     expected, found, _ = both(qwen, PROMPTS[:2], params, **options)
     assert re.fullmatch("[0-9]{3}x", found[0].outputs[0].text)
     assert tokens(found) == tokens(expected)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("regex", "drafts"), [("[0-9]{3}x", None), ("12[0-9]{2}34x", NGRAM)], ids=["plain", "drafted"])
+def test_others_go_on_and_tokens_stay_the_same_when_a_mask_is_missing(qwen, regex, drafts):
+    constrained = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex=regex)
+    )
+    free = greedy(5)
+    expected, _ = outputs_of(qwen, PROMPTS[:2], [constrained, free], DEVICE, **OPTIONS | {"skip_tokenizer_init": False})
+    gate = Gate()
+    engine = LLMEngine(str(qwen), device=DEVICE, speculative_config=drafts, **OPTIONS | {"skip_tokenizer_init": False})
+    try:
+        submit(engine, "slow", PROMPTS[0], constrained, gate)
+        submit(engine, "free", PROMPTS[1], free)
+        found = run(engine, until=lambda outputs: "free" in outputs and outputs["free"].finished)
+        assert "slow" not in found
+        assert gate.num_held == 1
+        gate.open()
+        found |= run(engine)
+    finally:
+        gate.open()
+        engine.close()
+    assert gate.violations == []
+    assert engine.stats.num_draft_tokens > 0  # what the regex forces, if nothing else
+    assert tokens([found["slow"], found["free"]]) == tokens(expected)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ QUICK = ("llama-llama3", "gpt2-scaled")
 IN_THE_INTERPRETER = (
     *QUICK, "llama-mqa", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window", "qwen2-window", "qwen3-bias",
     "gemma", "gemma2", "gemma3-multimodal", "phi3-window", "phi3-longrope", "olmo2-bias", "granite-bias", "mixtral-window",
-    "qwen3-moe-mlp-only",
+    "qwen3-moe-mlp-only", "gpt-oss",
 )  # fmt: skip
 """Every family and kind of rope once; a GPU, which is not as slow, takes all cases."""
 

@@ -19,10 +19,11 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
+from quire.worker.device.changes import TableChanges
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.staging import Readback
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
+from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
 from quire.worker.device.variants import NotRecording
 
 META = torch.device("meta")

@@ -14,9 +14,10 @@ from quire.kernels.triton.launching import run_all
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.worker.device.changes import TableChanges
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
+from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 LAYER = LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeSpec(16, 1e4)), MlpSpec(24, "silu"), attn_in=RMS, mlp_in=RMS)

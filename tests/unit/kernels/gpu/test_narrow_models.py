@@ -26,6 +26,7 @@ from quire.worker.device.memory import device_weight_bytes
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES, write
+from tests.unit.model.mxfp4_checkpoint import write_mxfp4
 
 DEVICE = "cuda" if HAS_GPU else "interpreter"
 PROMPT = [5, 100, 7, 44, 300, 2, 9]
@@ -72,6 +73,21 @@ def test_logits_are_those_of_the_dense_checkpoint_and_its_weights_stay_narrow(tm
     }
     assert all(len(parts) == 1 for parts in weights.linears.values())
     assert all(isinstance(stack, NarrowWeight) for stack in weights.experts.values())
+
+
+@pytest.mark.slow
+def test_mxfp4_experts_of_gpt_oss_stay_narrow_and_give_the_logits_of_their_numbers(tmp_path, device):
+    quantised, dense = write_mxfp4(tmp_path)
+    spec, parameters = opened(quantised)
+    found = device_logits(DeviceDecoder(spec, parameters, 64, device), device)
+    expected = reference_logits(spec, load_parameters(dense, spec))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    weights = load_on_device(open_parameters(quantised, spec), spec, device)
+    assert len(weights.experts) == 4
+    assert all(isinstance(stack, NarrowWeight) for stack in weights.experts.values())
+    assert torch.equal(
+        weights.tensors["layers.1.experts.gate_up.bias"].cpu(), load_parameters(dense, spec)["layers.1.experts.gate_up.bias"]
+    )
 
 
 @pytest.mark.slow

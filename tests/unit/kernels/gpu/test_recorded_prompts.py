@@ -21,11 +21,14 @@ from quire.kernels.triton.tiles import AttentionTile
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.model.token_runs import TreePlaces
+from quire.speculate.draft import Draft
 from quire.worker.device import stepper as stepper_module
+from quire.worker.device.changes import TableChanges
 from quire.worker.device.graphs import CudaGraphRecorder, GraphKey, PromptKey, StepGraphs
 from quire.worker.device.host_step import HostStep, fill
 from quire.worker.device.mixed_step import MixedSizes, fill_tiles, most_recorded_tokens, padded_sizes, short_runs
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes, TableChanges
+from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 BLOCK_SIZE, BLOCKS_PER_LINE, MAX_LEN = 16, 4, 60
@@ -66,15 +69,18 @@ class Operations(TorchDispatchMode):
 
 
 class LogRecorder:
-    """Records without a GPU; `stepper` is to be set. What a step changes for good is undone, since a recording runs nothing."""
+    """Records without a GPU; `stepper` is to be set. What a step changes for good is undone, since a recording runs nothing.
+
+    more  tensors that it changes, beside the stepper's
+    """
 
     def __init__(self, monkeypatch):
-        self.stepper, self.num_recorded, self.num_replayed = None, 0, 0
+        self.stepper, self.num_recorded, self.num_replayed, self.more = None, 0, 0, []
         self.monkeypatch = monkeypatch
 
     def record(self, step):
         own = self.stepper
-        lasting = [own._last_ids, own._result, own._hidden, own._logits]
+        lasting = [own._last_ids, own._result, own._hidden, own._logits, *self.more]
         lasting += [part for cache in own._pool.caches for part in cache if part is not None]
         before = [part.clone() for part in lasting]
         log, run = [], Launch.run
@@ -99,7 +105,7 @@ class LogRecorder:
         return replay
 
 
-def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32"):
+def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32", sizes=SIZES):
     spec = ModelSpec("test", "float32", 61, 32, tuple(layers), RMS, MAX_LEN)
     generator = torch.Generator().manual_seed(3)
     parameters = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in parameter_shapes(spec).items()}
@@ -109,7 +115,7 @@ def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32"
         for part in cache:
             if part is not None and part.is_floating_point() and part.dtype != torch.float8_e4m3fn:
                 part.fill_(torch.nan)
-    stepper = DeviceStepper(decoder, pool, SIZES, StepGraphs(recorder))
+    stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder))
     if isinstance(recorder, LogRecorder):
         recorder.stepper = stepper
     return stepper
@@ -203,6 +209,53 @@ def test_recorded_steps_find_what_those_launched_one_by_one_find(
     if isinstance(recorder, LogRecorder):
         assert recorder.num_recorded == padded._graphs.num_recorded == num_kinds
         assert recorder.num_replayed == len(steps) - num_kinds
+
+
+DRAFTS = [Draft((4, 5, 6, 7), (-1, 0, -1, 2)), Draft((9, 8, 7), (-1, -1, 0)), Draft.chain((3, 2))]
+DRAFTED = [[(0, 10, DRAFTS[0]), (1, 7, DRAFTS[2])], [(1, 8, DRAFTS[1])], [(2, 5, DRAFTS[1]), (0, 11, Draft())]]
+
+
+def drafted_step(runs):
+    """Return a step of runs (line, tokens that are cached, draft), with a known token before each draft."""
+    step = mixed_step([(line, cached, [1 + cached, *draft.tokens]) for line, cached, draft in runs])
+    ancestors, positions = np.zeros(len(step.given_ids), np.uint64), step.positions.copy()
+    rows, lines, ends = [], [], np.cumsum(step.counts)
+    for (line, cached, draft), end in zip(runs, ends, strict=True):
+        first = end - len(draft)
+        ancestors[first:end] = draft.ancestors()
+        positions[first:end] = cached + np.array(draft.depths(), np.int64)
+        rows += range(first, end)
+        lines += [line] * len(draft)
+    num_drafts = np.array([len(draft) for _, _, draft in runs], np.int32)
+    logit_rows = np.array([*(ends - 1 - num_drafts), *rows])
+    sampled = np.array([*step.rows, *lines], np.int32)
+    trees = TreePlaces(positions, num_drafts, ancestors)
+    changes = {"positions": positions, "logit_rows": logit_rows, "sampled_rows": sampled, "num_drafts": len(rows)}
+    return dataclasses.replace(step, sample_positions=positions[logit_rows] + 1, trees=trees, **changes)
+
+
+def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeypatch, short_chunks, few_programs):
+    recorder = CudaGraphRecorder(device) if device.type == "cuda" else LogRecorder(monkeypatch)
+    sizes = SIZES._replace(max_num_drafts=8, has_drafts=True, has_trees=True)
+    padded, exact = (make_stepper(device, LAYERS["plain"], own, sizes=sizes) for own in (recorder, None))
+    found = []
+    for stepper in (padded, exact):
+        for cache in stepper._pool.caches:
+            for part in (cache.k, cache.v):
+                part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.numel())))
+        blocks = [(line, 0, tuple(range(line * BLOCKS_PER_LINE, (line + 1) * BLOCKS_PER_LINE))) for line in range(3)]
+        changes, tokens = TableChanges(blocks), []
+        with torch.inference_mode():
+            for runs in DRAFTED:
+                launched = stepper.launch(drafted_step(runs), "plain", changes, Kept(logits=True))
+                tokens.append((stepper.take_sampled(launched)[0], launched.logits.clone()))
+                changes = TableChanges([])
+        found.append(tokens)
+    for (tokens, logits), (wanted_tokens, wanted) in zip(*found, strict=True):
+        assert tokens == wanted_tokens
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    assert {key for key in padded._frames if isinstance(key, PromptKey)} == {PromptKey(8, 32, "any", True)}
+    assert padded._graphs.num_recorded == 1
 
 
 def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_a_library_attends(device, monkeypatch):

@@ -54,10 +54,10 @@ def run_without_interpreter(cache, *arguments):
 
 def test_random_steps_launch_nothing_that_was_not_found_ahead(tmp_path):
     models = run_without_interpreter(tmp_path, "plain")
-    assert len(models) == 11
+    assert len(models) == 14
     assert [model for model in models if model["missing"]] == []
-    assert all(20 < model["count"] < 120 for model in models)
-    assert [RESERVED & set(model["parameters"]) for model in models] == [set()] * 11
+    assert all(20 < model["count"] < 130 for model in models)
+    assert [RESERVED & set(model["parameters"]) for model in models] == [set()] * 14
 
 
 def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_found_ahead(tmp_path):
@@ -68,6 +68,13 @@ def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_
     kernels = {model["model"]: NARROW_KERNELS.intersection(model["kernels"]) for model in models}
     assert all(kernels.values())
     assert set().union(*kernels.values()) == NARROW_KERNELS
+
+
+def test_random_steps_of_heads_launch_nothing_that_was_not_found_ahead(tmp_path):
+    heads = run_without_interpreter(tmp_path, "heads")
+    assert [head["model"] for head in heads] == ["eagle3", "eagle"]
+    assert [head for head in heads if head["missing"]] == []
+    assert all(20 < head["count"] < 130 for head in heads)
 
 
 def test_kernels_are_found_by_the_same_keys_whichever_is_used_first(tmp_path):

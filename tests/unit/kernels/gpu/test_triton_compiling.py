@@ -28,6 +28,13 @@ ATTENTION_LIMITS = {
     "decode-page16": (168, {"HMMA": 32, "wide_copies": 32}),
     "decode-f32": (128, {"FFMA": 512, "wide_copies": 32}),
     "verify-tree": (168, {"HMMA": 32, "wide_copies": 32}),
+    "verify-tree-long": (192, {"HGMMA": 16, "wide_copies": 16}),
+    "verify-tree-window": (168, {"HMMA": 32, "wide_copies": 32}),
+    "verify-tree-fp8": (168, {"HMMA": 16, "wide_copies": 8}),
+    "verify-tree-d64": (128, {"HMMA": 16, "wide_copies": 16}),
+    "verify-tree-d256": (192, {"HMMA": 64, "wide_copies": 64}),
+    "verify-chain": (152, {"HMMA": 32, "wide_copies": 32}),
+    "verify-chain-long": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-mha": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-fp8": (248, {"HGMMA": 16, "wide_copies": 8}),
@@ -96,10 +103,17 @@ OTHER_LIMITS = {
     "moe-fp8-64": (104, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-4096": (232, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
+    "moe-clamped-1": (96, {"HGMMA": 8, "wide_copies": 16}),
+    "moe-clamped-4096": (255, {"HGMMA": 8, "wide_copies": 12}),
+    "moe-clamped-8-64": (80, {"HGMMA": 4}),
+    "moe-clamped-8-4096": (168, {"HGMMA": 4, "wide_copies": 4}),
+    "moe-clamped-8-down-4096": (128, {"HGMMA": 2, "wide_copies": 4}),
     "moe-sum": (40, {}),
     "feedback-ids": (40, {}),
     "feedback-tables": (40, {}),
     "feedback-keep": (40, {}),
+    "move": (40, {}),
+    "move-fp8": (40, {}),
     "linear-4": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-offset": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-64": (168, {"HGMMA": 4, "wide_copies": 4}),
@@ -152,7 +166,7 @@ FUSED_LIMITS = {
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
-LARGE_GROUPS = ("decode", "prefill", "sample", "moe", "linear", "dense", "few", "projected")
+LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "projected")
 # Where no multiply becomes one with an add: the noise is the CPU's only so, and a tile of keys gives the same bits whole and
 # masked. Products of f32 matrices and logarithms are made of such operations.
 UNFUSED = [
@@ -227,6 +241,7 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
         "merge_items",
         "choose_rows",
         "_keep_ids",
+        "_move_rows",
     }
     of_weights = {"multiply_narrow", "widen_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
+from quire.base.errors import UnsupportedError
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import (
+    AttentionSpec,
+    GateClamp,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
 from quire.kernels.reference.attention import AttentionInput, TreeInput
 from quire.kernels.triton.step import DeviceStep
 from quire.kv.device_pool import DeviceKvPool
@@ -45,6 +55,15 @@ MODELS = {
         )
     ]
     * 2,
+    "gpt-oss": [
+        LayerSpec(
+            attention(window=window, has_sinks=True, has_qkv_bias=True, has_o_bias=True),
+            MoeSpec(4, 2, MlpSpec(40, "silu", has_bias=True, clamp=GateClamp(0.2, 1.702)), has_router_bias=True),
+            attn_in=NormSpec("rms", 1e-5, late_cast=True),
+            mlp_in=NormSpec("rms", 1e-5, late_cast=True),
+        )
+        for window in (6, None)
+    ],
     "experts": [LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS)] * 2,
 }
 
@@ -61,7 +80,10 @@ def make_models(name, device):
     return Decoder(spec, dict(parameters), 64), DeviceDecoder(spec, dict(parameters), 64, device)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in MODELS])
+QUICK = ("qwen3", "gpt-oss")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS])
 def test_logits_are_those_of_the_reference_over_chunks_decode_steps_and_trees(name, device):
     reference, model = make_models(name, device)
     kv = KvSpec.of(reference.spec, 4, "float32")
@@ -92,3 +114,18 @@ def test_logits_are_those_of_the_reference_over_chunks_decode_steps_and_trees(na
         hidden = model.forward(token_ids.to(device), positions.to(device), DeviceStep.of(step, device), pool)
         found = model.logits(hidden)
         torch.testing.assert_close(found.cpu(), expected, atol=3e-5, rtol=3e-5)
+
+
+def test_a_clamped_gate_outside_of_experts_is_refused(device):
+    layer = LayerSpec(attention(), MlpSpec(40, "silu", clamp=GateClamp(7.0, 1.702)), attn_in=RMS, mlp_in=RMS)
+    spec = ModelSpec("test", "float32", 61, 48, (layer,), RMS, 64)
+    parameters = {name: torch.ones(shape) for name, shape in parameter_shapes(spec).items()}
+    with pytest.raises(UnsupportedError, match="clamped gate"):
+        DeviceDecoder(spec, dict(parameters), 64, device)
+
+
+def test_a_layer_with_sinks_is_not_fused(device):
+    layer = LayerSpec(attention(has_sinks=True), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)
+    spec = ModelSpec("test", "float32", 61, 48, (layer,), RMS, 64)
+    parameters = {name: torch.ones(shape) for name, shape in parameter_shapes(spec).items()}
+    assert all(one.fused is None for one in DeviceDecoder(spec, dict(parameters), 64, device)._layers)

@@ -75,10 +75,32 @@ def test_the_interpreter_is_refused_when_the_environment_does_not_ask_for_it(mac
         choose("interpreter")
 
 
-def test_what_is_not_there_on_a_gpu_is_refused_by_name(machine):
+def test_methods_that_are_not_there_on_a_gpu_are_refused_by_name(machine):
     machine(1)
-    with pytest.raises(ConfigError, match="not supported on a GPU yet: speculative_config.*device='cpu'"):
-        choose("auto", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    message = "not supported on a GPU yet: speculative_config with method 'self' .there are ngram, suffix, .*device='cpu'"
+    with pytest.raises(ConfigError, match=message):
+        choose("auto", speculative_config={"method": ["self", "ngram"], "skipped_layers": [1]})
+    with pytest.raises(ConfigError, match="speculative_config with quantization 'int8' of a head .choose null"):
+        choose("auto", speculative_config={"method": "eagle3", "model": "some-head", "quantization": "int8"})
+
+
+@pytest.mark.parametrize("config", [{"method": "lookahead"}, {"method": "eagle", "model": "some-head", "draft_top_k": 2}])
+def test_trees_are_refused_on_a_gpu_when_results_are_to_be_deterministic(machine, config):
+    machine(1)
+    with pytest.raises(ConfigError, match="deterministic with drafts that are trees .choose one method alone, not lookahead"):
+        choose("auto", speculative_config=config, deterministic=True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "mtp", ["ngram", "suffix"]])
+def test_methods_without_a_model_of_their_own_are_there_on_a_gpu(machine, method):
+    machine(1)
+    assert choose("auto", speculative_config={"method": method}) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", ["eagle3", "ngram"]])
+def test_methods_with_a_model_of_their_own_are_there_on_a_gpu(machine, method):
+    machine(1)
+    assert choose("auto", speculative_config={"method": method, "model": "some-model"}) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "fp8"}, {"deterministic": True}])
@@ -87,10 +109,9 @@ def test_narrow_weights_and_deterministic_steps_are_there_on_a_gpu(machine, opti
     assert choose("auto", **options) == torch.device("cuda", 0)
 
 
-def test_fp8_weights_are_refused_on_the_cpu(machine):
+def test_fp8_weights_are_there_on_the_cpu_too(machine):
     machine(0)
-    with pytest.raises(ConfigError, match="quantization 'fp8' needs a GPU"):
-        choose("auto", quantization="fp8")
+    assert choose("auto", quantization="fp8") is None
 
 
 @pytest.mark.parametrize("there", [{"capability": (8, 9), "shared_kib": 99}, {"capability": (12, 0), "shared_kib": 99}])
@@ -102,11 +123,10 @@ def test_auto_takes_the_cpu_and_says_why_when_the_gpu_is_not_one_that_the_kernel
     assert "the kernels need at least 9.0" in caplog.text
 
 
-@pytest.mark.parametrize("option", ["kv_cache_dtype", "quantization"])
-def test_fp8_is_refused_when_auto_takes_the_cpu(machine, option):
+def test_fp8_keys_and_values_are_refused_when_auto_takes_the_cpu(machine):
     machine(1, capability=(8, 9), shared_kib=99)
-    with pytest.raises(ConfigError, match=f"{option} 'fp8' needs a GPU"):
-        choose("auto", **{option: "fp8"})
+    with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU"):
+        choose("auto", kv_cache_dtype="fp8")
 
 
 def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):

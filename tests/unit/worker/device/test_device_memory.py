@@ -57,10 +57,9 @@ def recordings(shared, piece, each, room=0, num_recordings=150):
         nonlocal left
         taken = 0
         for _ in range(count):
-            while left < each:
-                left += piece
-                taken += piece
-            left -= each
+            missing = -(-max(0, each - left) // piece) * piece
+            taken += missing
+            left += missing - each
         return taken
 
     return Recordings(lambda: shared, copies, num_recordings)
@@ -174,3 +173,15 @@ def test_the_estimate_counts_weights_and_the_widest_layer():
     usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 16 * GIB, (2048, 128))
     assert (usage.total_bytes, usage.foreign_bytes, usage.weight_bytes) == (141 * GIB, 41 * GIB, 16 * GIB)
     assert 2048 * 3 * 12288 * 2 < usage.activation_bytes < GIB
+
+
+def test_a_block_takes_more_where_drafts_keep_something_under_it():
+    usage = DeviceUsage(141 * GIB, 2 * GIB, 16 * GIB, GIB)
+    alone = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks
+    options = config(max_num_seqs=8), kv(), usage, 1000
+    both = plan_device_memory(*options, draft_block_bytes=3 * kv().bytes_per_block).num_kv_blocks
+    assert both == alone // 4
+    given = config(max_num_seqs=8, num_kv_blocks=alone), kv(), usage, 1000
+    assert plan_device_memory(*given).num_kv_blocks == alone
+    with pytest.raises(ConfigError, match=f"asked for .* .{alone} blocks"):
+        plan_device_memory(*given, draft_block_bytes=kv().bytes_per_block)

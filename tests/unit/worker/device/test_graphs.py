@@ -341,3 +341,13 @@ def test_no_step_with_prompts_is_recorded_where_none_is_to_be():
     grid = PromptGrid(0, (100,))
     assert grid.keys == []
     assert grid.key(1, 1, "any") is None
+
+
+def test_small_steps_and_trees_have_kinds_of_their_own_where_drafts_are_expected():
+    plain, chains, trees = (PromptGrid(128, [96], *has) for has in ((), (True,), (True, True)))
+    assert plain.key(5, 90, "any") == PromptKey(64, 96, "any")
+    assert chains.key(5, 90, "any") == PromptKey(8, 96, "any")
+    assert chains.key(5, 90, "any", has_trees=True) is None  # launched one by one
+    assert trees.key(5, 90, "none", has_trees=True) == PromptKey(8, 96, "any", True)
+    assert trees.keys[0] == PromptKey(128, 96, "any", True)
+    assert len(trees.keys) == len(set(trees.keys)) == len(chains.keys) * 4 // 3

@@ -8,6 +8,7 @@ from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import SequenceStart, StepPlan
+from quire.speculate.draft import Draft
 from quire.worker.device.host_step import fill, fill_lines_of_decode, fill_places, fill_sampled, full_step, host_step
 from quire.worker.input_batch import InputBatch
 
@@ -122,3 +123,49 @@ def test_a_full_step_has_the_asked_size_and_stores_nothing():
     assert step.context_lens.tolist() == [94, 1, 1, 1, 1, 1, 64]
     assert full_step(9, 1, 64, 9).context_lens.tolist() == [64]
     assert full_step(9, 1, 4, 9).context_lens.tolist() == [9]
+
+
+TREE = Draft((50, 51, 52), (-1, 0, -1))
+
+
+def test_drafts_stand_behind_the_last_known_token_and_have_their_lines_and_the_positions_of_their_depths(batch):
+    for number in (1, 2):
+        batch.row(SequenceId(number)).num_computed_tokens = len(batch.row(SequenceId(number)).token_ids) - 1
+    batch.apply(StepPlan(1, {}, new_block_ids={SequenceId(2): (5,)}))
+    lines = [batch.row(SequenceId(number)).table for number in range(3)]
+    is_on_device = np.zeros(4, bool)
+    is_on_device[lines[1:]] = True
+    plan = StepPlan(2, {SequenceId(1): 1, SequenceId(2): 1}, num_draft_slots={SequenceId(2): 3})
+    step = host_step(batch.build(plan, {SequenceId(2): TREE}), batch.tables, BLOCK_SIZE, is_on_device)
+    assert step.counts == (1, 4)
+    assert step.given_ids.tolist() == [-1, -1, 50, 51, 52]
+    assert step.positions.tolist() == [2, 1, 2, 3, 2]
+    assert step.slots.tolist() == [10, 1, 2, 3, 20]
+    assert step.context_lens.tolist() == [3, 5]
+    assert step.logit_rows.tolist() == [0, 1, 2, 3, 4]
+    assert step.sampled_rows.tolist() == [lines[1], *[lines[2]] * 4]
+    assert step.sample_positions.tolist() == [3, 2, 3, 4, 3]
+    assert step.num_drafts == 3
+    assert not step.is_decode
+    wide = arrays(7, 3, 5) | {"num_drafts": np.full(3, -99), "ancestors": np.full(7, -99), "tree_positions": np.full(7, -99)}
+    fill(wide, step, padding_row=4)
+    assert wide["num_drafts"].tolist() == [0, 3, 0]
+    assert wide["ancestors"].tolist() == [0, 0, 1, 3, 4, 0, 0]
+    assert wide["tree_positions"].tolist() == [2, 1, 2, 3, 2, 0, 0]
+
+
+def test_chains_of_drafts_are_tokens_like_others(batch):
+    batch.row(SequenceId(1)).num_computed_tokens = 2
+    plan = StepPlan(1, {SequenceId(1): 1}, num_draft_slots={SequenceId(1): 1})
+    step = host_step(batch.build(plan, {SequenceId(1): Draft.chain((9,))}), batch.tables, BLOCK_SIZE, np.zeros(4, bool))
+    assert step.trees is None
+    assert step.positions.tolist() == [2, 3]
+    assert step.sample_positions.tolist() == [3, 4]
+
+
+def test_full_steps_have_as_many_drafts_as_are_asked_for_and_there_is_room_for():
+    step = full_step(9, 3, 64, 9, num_short=2, num_drafts=4)
+    assert step.counts == (5, 2, 2)
+    assert step.logit_rows.tolist() == [4, 6, 8, 0, 1, 2, 3]
+    assert len(step.sampled_rows) == len(step.sample_positions) == 7
+    assert full_step(9, 3, 64, 9, num_drafts=40).num_drafts == 6

@@ -1,0 +1,84 @@
+"""Keys and values of accepted drafts are moved in the cache, so that what was accepted stands in one row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.kernels.triton.attention import KvCache
+from quire.kernels.triton.launching import Launch, check_contiguous
+from quire.kernels.triton.sizes import power_of_two
+
+
+def move_tokens_launch(cache: KvCache, sources: Tensor, targets: Tensor, starts: Tensor) -> Launch:
+    """Return the launch that moves keys, values and their scales in the cache of one layer, bit by bit.
+
+    sources, targets  [N] i64 slots, block * block_size + place in it
+    starts            [S + 1] i32: the moves of sequence s are [starts[s], starts[s + 1]), done one after the other. Sequences
+                      have no slot in common, and none of theirs is written before it is read, if that is their order
+    """
+    num_moves, num_runs = len(sources), len(starts) - 1
+    check_contiguous("sources", sources, (None,), torch.int64)
+    check_contiguous("targets", targets, (num_moves,), torch.int64)
+    check_contiguous("starts", starts, (None,), torch.int32)
+    if num_runs < 1:
+        raise InvariantError("moves are those of at least one sequence")
+    _, num_kv_heads, block_size, head_dim = cache.k.shape
+    k, v = (part.view(torch.int8) if part.itemsize == 1 else part for part in (cache.k, cache.v))
+    arguments = {
+        "k_ptr": k,
+        "v_ptr": v,
+        "k_scales_ptr": cache.k_scales,
+        "v_scales_ptr": cache.v_scales,
+        "sources_ptr": sources,
+        "targets_ptr": targets,
+        "starts_ptr": starts,
+    }
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": power_of_two(head_dim),
+    }
+    return Launch(_move_rows, (num_runs, num_kv_heads), arguments, constants, num_warps=1, num_stages=1)
+
+
+@triton.jit
+def _row_of(slot: tl.tensor, kv_head: tl.tensor, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    return (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+
+
+@triton.jit
+def _move_rows(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scales_ptr: tl.tensor,
+    v_scales_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Move the rows of key-value head program_id(1) for the moves of sequence program_id(0)."""
+    run = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    for move in tl.range(tl.load(starts_ptr + run), tl.load(starts_ptr + run + 1)):
+        source = _row_of(tl.load(sources_ptr + move), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        target = _row_of(tl.load(targets_ptr + move), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        k = tl.load(k_ptr + source * HEAD_DIM + dims, mask=inside)
+        v = tl.load(v_ptr + source * HEAD_DIM + dims, mask=inside)
+        tl.store(k_ptr + target * HEAD_DIM + dims, k, mask=inside)
+        tl.store(v_ptr + target * HEAD_DIM + dims, v, mask=inside)
+        if k_scales_ptr is not None:
+            tl.store(k_scales_ptr + target, tl.load(k_scales_ptr + source))
+            tl.store(v_scales_ptr + target, tl.load(v_scales_ptr + source))
+        # What the next move writes may be what another thread still reads for this one.
+        tl.debug_barrier()

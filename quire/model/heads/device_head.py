@@ -1,0 +1,117 @@
+"""DeviceHead: a LayerHead by the GPU's kernels, as the steps of a model see a decoder."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.reference.rope import inverse_frequencies
+from quire.kernels.triton.heads import rope_table
+from quire.kernels.triton.norm import Norm, normalize
+from quire.kernels.triton.step import DeviceStep
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_decoder import DeviceDecoder, DeviceLayer, norm_of
+from quire.model.device_linear import DeviceLinear
+from quire.model.device_weights import load_on_device
+from quire.model.heads.head_spec import LayerHead
+from quire.model.heads.stored import body_shapes
+from quire.quant.parameters import Parameter, StoredParameter
+
+
+class DeviceHead:
+    """Runs a head beside the model that it drafts for, whose embedding and output it shares where it has none.
+
+    It stands where a DeviceDecoder does: its steps compute tokens behind the features in `inputs`, row by row, and what they
+    find of the rows whose logits are asked for is there afterwards, in the order of these rows, for the next step.
+
+    inputs         [most_tokens, hidden_size] in the model's dtype, at a fixed place
+    spec           its layer, with the vocabulary of the model
+    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    most_tokens    of a step, padding included
+    """
+
+    is_in_order = False
+
+    def __init__(self, head: LayerHead, target: DeviceDecoder, max_model_len: int, most_tokens: int) -> None:
+        body, device = head.body, target.device
+        self._head, self._target, self._body = replace(head, parameters={}), target, body
+        self.spec, self.dtype, self.device = replace(body, vocab_size=target.spec.vocab_size), target.dtype, device
+        attended = body.hidden_size * (2 if head.entry == "beside" else 1)
+        shapes = body_shapes(body, attended)
+        shapes |= {name: tuple(tensor.shape) for name, tensor in head.parameters.items()}
+        # Weights that are joined are loaded in the order of their rows.
+        parameters: dict[str, Parameter | StoredParameter] = {
+            name: head.parameters[name] for name in shapes if name in head.parameters
+        }
+        weights = load_on_device(parameters, body, device, shapes=shapes)
+        own, ends = weights.tensors, weights.linears
+        layer = body.layers[0]
+        rope = layer.attention.rope
+        tables = {}
+        if rope is not None:
+            frequencies = inverse_frequencies(rope, max_model_len).to(device)
+            tables[rope] = rope_table(rope, frequencies, max_model_len, self.dtype)
+        self._layer = DeviceLayer(layer, "layers.0.", weights, tables, False)
+        self._fuse = DeviceLinear((own["fuse.weight"],), own.get("fuse.bias"))
+        self._embedding = DeviceLinear(ends["embed.weight"]) if "embed.weight" in ends else target.embedding
+        self._output = DeviceLinear(ends["lm_head.weight"]) if "lm_head.weight" in ends else None
+        self._embed_norm = norm_of(own, "embed_norm", head.embed_norm)
+        self._feature_norm = norm_of(own, "feature_norm", head.feature_norm)
+        self._final_norm = Norm(body.final_norm, own["final_norm.weight"]) if head.has_final_norm else None
+        self.vocabulary = None if head.vocabulary is None else head.vocabulary.long().to(device)
+        self.inputs = torch.zeros(most_tokens, body.hidden_size, dtype=self.dtype, device=device)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """See DeviceDecoder."""
+        return self._target.on_device()
+
+    @torch.inference_mode()
+    def narrow(self, features: Tensor) -> Tensor:
+        """Return features [R, F] of the model as `inputs` takes them [R, hidden_size]: "beside" fuses them."""
+        return self._fuse(features) if self._head.entry == "beside" else features
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceStep, pool: DeviceKvPool) -> Tensor:
+        """Compute tokens behind the features in `inputs`, and store their KV.
+
+        token_ids, positions  [T] i64: the token i + 1 of each place i, and i
+        Returns               [T, hidden_size], before the final norm
+        """
+        head = self._head
+        features = self.inputs[: len(token_ids)]
+        e = self._embedding.lookup(token_ids, self.dtype)
+        if self._body.embed_scale != 1.0:
+            e = e * self._body.embed_scale
+        if self._embed_norm is not None:
+            e = normalize(e, self._embed_norm)
+        layer_norm = self._layer.attn_in
+        if head.entry == "joined":
+            if self._feature_norm is not None:
+                features = normalize(features, self._feature_norm)
+            x = self._fuse(torch.cat((e, features), 1))
+            y = x if layer_norm is None else normalize(x, layer_norm)
+        else:
+            normed = features if layer_norm is None else normalize(features, layer_norm)
+            y = torch.cat((e, normed), 1)
+            x = (normed if head.is_residual_normed else features).clone()  # the layer changes it in place
+        return self._layer.forward(x, y, positions, step, pool.caches[0], None)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits [R, vocab_size] of rows of `forward`'s result, -inf of tokens that the head cannot say.
+
+        What these rows are as features of the places behind them is in `inputs` then.
+        """
+        normed = hidden if self._final_norm is None else normalize(hidden, self._final_norm)
+        self.inputs[: len(hidden)].copy_(normed if self._head.recycles_normed else hidden)
+        if self._output is None:
+            return self._target.logits(normed, out)
+        if self.vocabulary is None:
+            return self._target.finish_logits(self._output(normed, out))
+        said = self._output(normed)
+        if out is None:
+            out = torch.empty(len(hidden), self.spec.vocab_size, dtype=said.dtype, device=said.device)
+        return out.fill_(-torch.inf).index_copy_(1, self.vocabulary, said)

@@ -1,0 +1,103 @@
+"""Where what drafts is stored, and what it is, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from quire.base.errors import ConfigError, UnsupportedError
+from quire.base.logging import get_logger
+from quire.contracts.memory import ModelReport
+from quire.contracts.model_spec import ModelSpec
+from quire.contracts.speculative import SpeculativeConfig
+from quire.model.config_reader import read_model_spec
+from quire.model.heads.build import find_head_kind, read_layer_head, read_parallel_head
+from quire.model.heads.head_spec import LayerHead, ParallelHead
+from quire.model.resolve import resolve_model
+
+logger = get_logger(__name__)
+
+_LayerKind = Literal["eagle", "eagle3", "mtp"]
+LAYER_KINDS: dict[str, _LayerKind] = {"eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp", "deepseek_mtp": "mtp"}
+"""Methods that draft with a head that has a layer, and which layouts it may have."""
+
+
+def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ModelSpec]:
+    """Return the folder and the spec of the draft model, for the model of the report.
+
+    Raises ConfigError, ModelFormatError or UnsupportedError.
+    """
+    model, target = str(config.model), report.spec
+    folder = _find(model, config.revision)
+    spec = _read_draft_spec(model, folder)
+    if spec.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model {model} has a vocabulary of {spec.vocab_size}, the model one of {target.vocab_size}; "
+            "take a draft model with the same tokenizer"
+        )
+    return folder, spec
+
+
+def find_layer_head(config: SpeculativeConfig, method: str, report: ModelReport) -> tuple[Path, LayerHead]:
+    """Return the folder of a method of LAYER_KINDS, and its head. Raises as find_draft_model does."""
+    kind = LAYER_KINDS[method]
+    folder = _find_head(config, kind, report)
+    return folder, read_layer_head(folder, kind, report.spec)
+
+
+def find_parallel_head(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ParallelHead]:
+    """Return the folder of Medusa's heads, and these. Raises as find_draft_model does."""
+    folder = _find_head(config, "medusa", report)
+    return folder, read_parallel_head(folder, report.spec)
+
+
+def check_sources(config: SpeculativeConfig, report: ModelReport) -> None:
+    """Look whether there is all that the methods draft with, as it must be. Raises as find_draft_model does."""
+    for method in config.methods:
+        if method == "draft_model":
+            find_draft_model(config, report)
+        elif method == "medusa":
+            find_parallel_head(config, report)
+        elif method in LAYER_KINDS:
+            find_layer_head(config, method, report)
+
+
+def longest_drafted(config: SpeculativeConfig, spec: ModelSpec, report: ModelReport) -> int:
+    """Return how many tokens a sequence may have for what drafts; the log says it where the model takes more."""
+    most = report.memory.max_model_len
+    longest = min(spec.max_positions, most if config.max_model_len is None else min(most, config.max_model_len))
+    if longest < most:
+        logger.info("nothing is drafted behind the first %d tokens of a sequence, which may have %d", longest, most)
+    return longest
+
+
+def _find(model: str, revision: str | None) -> Path:
+    try:
+        return resolve_model(model, revision)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: model: {error}") from None
+
+
+def _find_head(config: SpeculativeConfig, kind: Literal["eagle", "eagle3", "medusa", "mtp"], report: ModelReport) -> Path:
+    """Return the folder of a head, the model's own where none is given. Raises ConfigError for a head of another kind."""
+    if config.model is None:
+        return report.folder
+    folder = _find(config.model, config.revision)
+    found = find_head_kind(folder)
+    if found is not None and found != kind:
+        raise ConfigError(f'speculative_config: {config.model} is a head of another kind: give it with "method": "{found}"')
+    return folder
+
+
+def _read_draft_spec(model: str, folder: Path) -> ModelSpec:
+    kind = find_head_kind(folder)
+    if kind is not None:
+        raise ConfigError(
+            f"speculative_config: {model} is no model, but a head that was trained to draft for one: give it with "
+            f'"method": "{kind}"'
+        )
+    try:
+        return read_model_spec(folder, "auto")
+    except UnsupportedError as error:
+        heads = 'for a head that was trained to draft give its method: "eagle", "eagle3", "medusa" or "mtp"'
+        raise UnsupportedError(f"speculative_config: the draft model {model} cannot be used: {error}; {heads}") from None

@@ -1,0 +1,255 @@
+"""What drafts on a device with weights of its own: loaded beside the model, counted in its memory, and then given a cache.
+
+Its weights and buffers are there before memory is measured, and so counted with the model's; its cache has as many blocks as
+the model's, so that a block takes so much more; and its largest step is measured as the model's is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from quire.base.errors import InvariantError, UnsupportedError
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.memory import ModelReport, format_bytes
+from quire.contracts.speculative import SpeculativeConfig
+from quire.kernels.triton.tile_table import active_table
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.checkpoint import open_parameters
+from quire.model.device_decoder import DeviceDecoder
+from quire.model.heads.device_head import DeviceHead
+from quire.model.heads.head_spec import ParallelHead
+from quire.model.heads.parallel_model import ParallelModel
+from quire.quant.parameters import Parameter, StoredParameter
+from quire.quant.policy import DEVICE_POLICIES
+from quire.speculate.draft_model import MAX_CATCH_UP, DraftModelProposer
+from quire.speculate.head_proposer import MAX_PENDING, HeadProposer, Shape
+from quire.speculate.medusa import MedusaProposer, medusa_tree
+from quire.speculate.proposer import Proposer
+from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_head, find_parallel_head, longest_drafted
+from quire.worker.device.ahead import CompilationAhead, Order, arch_of
+from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
+from quire.worker.device.graphs import GraphRecorder, StepGraphs
+from quire.worker.device.stepper import DeviceStepper, StepSizes
+from quire.worker.device.variants import ServedHead
+
+logger = get_logger(__name__)
+
+
+class DraftedModel(NamedTuple):
+    """The model that is drafted for, on its device.
+
+    sizes     of its steps
+    recorder  of steps; None: they are launched one by one
+    """
+
+    config: EngineConfig
+    report: ModelReport
+    decoder: DeviceDecoder
+    sizes: StepSizes
+    recorder: GraphRecorder | None
+
+    @property
+    def drafting(self) -> SpeculativeConfig:
+        """How is drafted."""
+        if self.config.speculative_config is None:
+            raise InvariantError("nothing is to be drafted")
+        return self.config.speculative_config
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a step at most, padding included."""
+        return max(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs)
+
+
+class Drafter(ABC):
+    """What drafts with weights of its own.
+
+    method       that it is of
+    block_bytes  of its cache under one block of the model's
+    held_bytes   of what it keeps of sequences, at most
+    steppers     what launches its steps, if it has any
+    """
+
+    method: str
+    block_bytes: int = 0
+    held_bytes: int = 0
+    steppers: Sequence[DeviceStepper] = ()
+
+    @abstractmethod
+    def run_full(self) -> None:
+        """Run what takes as much memory as drafting ever will."""
+
+    @abstractmethod
+    def give_pool(self, num_blocks: int) -> None:
+        """Give it a cache of so many blocks."""
+
+    @abstractmethod
+    def proposer(self) -> Proposer:
+        """Return what drafts with it, once it has its cache."""
+
+
+def load_drafter(target: DraftedModel) -> Drafter | None:
+    """Load what drafts with weights of its own, and have the model keep what it reads; None where nothing does.
+
+    Raises ConfigError, ModelFormatError or UnsupportedError.
+    """
+    drafting = target.config.speculative_config
+    for method in () if drafting is None else drafting.methods:  # of these one alone has weights
+        if method == "draft_model":
+            return _DraftModel(target)
+        if method in LAYER_KINDS:
+            return _Head(method, target)
+        if method == "medusa":
+            return _Medusa(target)
+    return None
+
+
+class _Stepping(Drafter):
+    """A drafter with steps, and a cache, which at first has one block."""
+
+    def __init__(self, decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes, target: DraftedModel) -> None:
+        self._decoder, self._sizes = decoder, sizes
+        self._min_share = target.drafting.min_share
+        self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
+        self._stepper = DeviceStepper(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
+        self.block_bytes, self.steppers = kv.bytes_per_block, (self._stepper,)
+
+    def run_full(self) -> None:
+        """See Drafter."""
+        sizes, decoder = self._sizes, self._decoder
+        self._stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
+        if self._min_share > 0:
+            shape = sizes.max_num_seqs, decoder.spec.vocab_size
+            best_shares(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
+
+    def give_pool(self, num_blocks: int) -> None:
+        """See Drafter."""
+        self._cache.pool = DeviceKvPool(self._cache.spec, num_blocks, self._decoder.device)
+        self._stepper.give_pool(self._cache.pool)
+        num_bytes = num_blocks * self.block_bytes
+        logger.info("drafts (%s) have a KV cache of %s under the model's blocks", self.method, format_bytes(num_bytes))
+
+
+class _DraftModel(_Stepping):
+    method = "draft_model"
+
+    def __init__(self, target: DraftedModel) -> None:
+        drafting, report, device = target.drafting, target.report, target.decoder.device
+        folder, spec = find_draft_model(drafting, report)
+        self._max_len = longest_drafted(drafting, spec, report)
+        kv = KvSpec.of(spec, report.memory.kv.block_size, spec.dtype)
+        sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
+        parameters = open_parameters(folder, spec)
+        order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
+        compilation = _compile(device, order, parameters)
+        policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
+        decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
+        super().__init__(decoder, kv, sizes, target)
+        self._chains = DeviceChains(decoder, self._stepper, self._cache, sizes)
+        if compilation is not None:
+            compilation.wait()
+
+    def proposer(self) -> Proposer:
+        """See Drafter."""
+        most = self._sizes.max_num_batched_tokens  # its own, which take as many as the model's at least
+        return DraftModelProposer(self._chains, self._max_len, self._min_share, most)
+
+
+class _Head(_Stepping):
+    def __init__(self, method: str, target: DraftedModel) -> None:
+        drafting, report, decoder = target.drafting, target.report, target.decoder
+        folder, head = find_layer_head(drafting, method, report)
+        if drafting.top_k > 1 and head.body.layers[0].attention.window is not None:
+            raise UnsupportedError(
+                f"speculative_config: draft_top_k is {drafting.top_k}, but the head {folder} attends in a window, with which "
+                "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"
+            )
+        self.method, self._target = method, target
+        self._max_len = longest_drafted(drafting, head.body, report)
+        kv = KvSpec.of(head.body, report.memory.kv.block_size, head.body.dtype)
+        most_waiting = max(2 * MAX_PENDING, kv.block_size)
+        sizes = _draft_sizes(target.sizes, self._max_len, most_waiting)
+        served = ServedHead.of(head, kv, sizes._replace(has_trees=drafting.top_k > 1))
+        compilation = self._compile_head(served)
+        decoder.keep_features(head.tap_layers, target.most_tokens)
+        self._model = DeviceHead(head, decoder, self._max_len, max(sizes.max_num_batched_tokens, sizes.max_num_seqs))
+        super().__init__(self._model, kv, sizes, target)
+        self._chains = HeadChains(self._model, self._stepper, self._cache, sizes)
+        self._head = replace(head, parameters={})  # they are on the device
+        # Places of every sequence may wait, and stand in one piece when all are read; so may those of the last two steps.
+        num_waiting = sizes.max_num_seqs * min(most_waiting, sizes.max_model_len) + target.most_tokens
+        self.held_bytes = 2 * num_waiting * head.body.hidden_size * self._model.dtype.itemsize
+        if compilation is not None:
+            compilation.wait()
+
+    def _compile_head(self, served: ServedHead) -> CompilationAhead | None:
+        config, report, _, sizes, _ = self._target
+        chosen = report.folder, report.spec, config.quantization, config.deterministic
+        order = Order(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
+        return _compile(self._target.decoder.device, order, open_parameters(report.folder, report.spec))
+
+    def run_full(self) -> None:
+        """See Drafter."""
+        features = self._target.decoder.features_at(range(self._target.sizes.max_num_batched_tokens))
+        self._model.narrow(features)
+        del features
+        super().run_full()
+
+    def proposer(self) -> Proposer:
+        """See Drafter."""
+        drafting = self._target.drafting
+        shape = Shape(drafting.top_k, drafting.depth, drafting.min_share)
+        return HeadProposer(self._chains, self._head, self._cache, self._max_len, shape)
+
+
+class _Medusa(Drafter):
+    method = "medusa"
+
+    def __init__(self, target: DraftedModel) -> None:
+        self._drafting, self._decoder, self._num_rows = target.drafting, target.decoder, target.sizes.max_num_seqs
+        _, head = find_parallel_head(target.drafting, target.report)
+        target.decoder.keep_features((), target.most_tokens)
+        self._head = _on_device(head, target.decoder.device)
+        self._model = ParallelModel(self._head, None)
+        self.held_bytes = 2 * self._num_rows * target.decoder.spec.hidden_size * target.decoder.dtype.itemsize
+
+    def run_full(self) -> None:
+        """See Drafter."""
+        hidden = self._decoder.features_at([0] * self._num_rows)
+        self._model.speak(hidden, self._model.num_heads).softmax(-1)
+
+    def give_pool(self, num_blocks: int) -> None:
+        """See Drafter: heads that do not attend have no cache."""
+
+    def proposer(self) -> Proposer:
+        """See Drafter."""
+        drafting, head = self._drafting, self._head
+        return MedusaProposer(self._model, head.vocabulary, drafting.top_k, drafting.depth, medusa_tree(drafting, head))
+
+
+def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:
+    """Return the steps of what drafts beside a model: of as many sequences, with up to most_known tokens of each at once."""
+    most = max(sizes.max_num_batched_tokens, most_known)
+    return StepSizes(sizes.max_num_seqs, most, max_model_len, has_drafts=True)
+
+
+def _compile(
+    device: torch.device, order: Order, parameters: Mapping[str, Parameter | StoredParameter]
+) -> CompilationAhead | None:
+    """Begin to compile what drafting launches, while weights are loaded; the order's arch is that of the device."""
+    return CompilationAhead(order._replace(arch=arch_of(device)), parameters) if device.type == "cuda" else None
+
+
+def _on_device(head: ParallelHead, device: torch.device) -> ParallelHead:
+    blocks = tuple(
+        tuple((weight.to(device), None if bias is None else bias.to(device)) for weight, bias in block) for block in head.blocks
+    )
+    vocabulary = None if head.vocabulary is None else head.vocabulary.to(device)
+    return replace(head, blocks=blocks, heads=tuple(output.to(device) for output in head.heads), vocabulary=vocabulary)
