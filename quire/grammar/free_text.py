@@ -24,15 +24,17 @@ class FreeGrammar:
 
 
 class _Everything:
+    first_mask_s = 0.0
+
     def __init__(self, end_token_id: int) -> None:
         bits = np.zeros((end_token_id // 32 + 1) * 32, dtype=np.bool_)
         bits[: end_token_id + 1] = True
         self._words = np.packbits(bits, bitorder="little").view(np.int32)
 
-    def fill(self, matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
+    def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
         """See MaskSource."""
-        words[:, : len(self._words)] = self._words
-        return [None] * len(matchers)
+        words[: len(self._words)] = self._words
+        return None
 
 
 class FreeMatcher(StateMatcher):

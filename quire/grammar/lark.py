@@ -54,6 +54,11 @@ def schema_options(constraint: Constraint) -> dict[str, Any]:
     return options
 
 
+def whitespace_of(constraint: Constraint) -> str:
+    """Return the expression of the white space that may stand in JSON, "" for none."""
+    return "" if constraint.disable_any_whitespace else constraint.whitespace_pattern or _BOUNDED_WHITESPACE
+
+
 def inline_schema(schema: Any, constraint: Constraint) -> str:
     """Return a schema as an item of a rule."""
     if schema is False:

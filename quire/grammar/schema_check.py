@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from quire.grammar.errors import GrammarError, escape_pointer
+from quire.grammar.schema_shape import check_shape
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 _MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
@@ -76,6 +77,7 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
     is_new_draft = _is_new_draft(cleaned)
     has_lone_references = _is_draft(cleaned, _LONE_REFERENCES)
     for pointer, inner in iter_schemas(cleaned, ""):
+        check_shape(inner, pointer)
         _drop_idle(inner, has_lone_references)
         _check_one(inner, pointer, is_new_draft, reach)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
@@ -167,6 +169,20 @@ def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[
         yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
 
 
+def iter_tag_schemas(part: object, pointer: str) -> Iterator[tuple[str, object]]:
+    """Yield the schemas of JSON in a structural tag, each with the JSON pointer to it."""
+    if isinstance(part, dict):
+        fields = cast("dict[str, object]", part)
+        if fields.get("type") == "json_schema" and fields.get("style", "json") == "json" and "json_schema" in fields:
+            yield f"{pointer}/json_schema", fields["json_schema"]
+            return
+        for name, inner in fields.items():
+            yield from iter_tag_schemas(inner, f"{pointer}/{escape_pointer(name)}")
+    elif isinstance(part, list):
+        for position, inner in enumerate(cast("list[object]", part)):
+            yield from iter_tag_schemas(inner, f"{pointer}/{position}")
+
+
 def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool, reach: Reach) -> None:
     for key in reach.missing:
         if key in schema:
@@ -177,6 +193,7 @@ def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool, reach: 
     if known_format is not None and known_format not in reach.formats:
         allowed = ", ".join(sorted(reach.formats))
         raise GrammarError(f"format {known_format!r} cannot be enforced; allowed are {allowed}", f"{pointer}/format")
+    _check_bounds(schema, pointer)
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         _check_pattern(pattern, f"{pointer}/pattern")
@@ -202,6 +219,22 @@ def _check_counts(schema: dict[str, Any], pointer: str) -> None:
         raise GrammarError(
             "minProperties above 1 and the number of required ones cannot be enforced", f"{pointer}/minProperties"
         )
+
+
+def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
+    """A whole exclusive bound gets through where the other one is less than 1 away: exclusiveMinimum 0, maximum 0.5."""
+    for exclusive, others, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        bound = schema.get(exclusive)
+        if not isinstance(bound, int | float) or isinstance(bound, bool) or bound % 1 != 0:
+            continue
+        far = [schema[key] for key in others if isinstance(schema.get(key), int | float)]
+        if any(0 < sign * (value - bound) < 1 for value in far):
+            raise GrammarError(
+                f"{exclusive} {bound} cannot be enforced with another bound less than 1 away", f"{pointer}/{exclusive}"
+            )
 
 
 def _is_draft(root: object, pattern: re.Pattern[str]) -> bool:

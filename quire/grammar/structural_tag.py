@@ -2,13 +2,14 @@
 
 The old form has "structures" and "triggers"; the other one a "format", by its type:
   const_string         value
-  any_text             excludes: what may not stand in it; the text ends where what follows it begins
-  json_schema          json_schema
+  any_text             excludes: what may not stand in it; begins_without: an expression of what it may not begin with; the text
+                       ends where what follows it begins
+  json_schema          json_schema; style: how its values are written, "json" or the arguments of a tool, see argument_styles.py
   regex                pattern
   sequence, or         elements
   tag                  begin, content, end: a text, or a list of which any
   triggered_tags       free text, in which each trigger begins one of the tags; at_least_one, stop_after_first, excludes
-  tags_with_separator  tags with a text between them; at_least_one, stop_after_first
+  tags_with_separator  tags with a text between them; begin: a text before the first one; at_least_one, stop_after_first
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from quire.contracts.constraint import Constraint
+from quire.grammar.argument_styles import STYLES, ArgumentWriter
 from quire.grammar.errors import GrammarError, escape_pointer
-from quire.grammar.lark import inline_schema, quote, quote_regex
+from quire.grammar.lark import inline_schema, quote_regex
+from quire.grammar.rules import ANY_TEXT, Rules, without
 from quire.grammar.schema_check import check_schema, close_ends
 from quire.grammar.vocabulary import Vocabulary
 
-_ANY = r"/(?s:.*)/"
-_MAX_PARTS = 1024
 _KEYS = {
     "const_string": ("value",),
     "sequence": ("elements",),
     "or": ("elements",),
     "tag": ("begin", "content", "end"),
     "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
-    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+    "tags_with_separator": ("tags", "separator", "begin", "at_least_one", "stop_after_first"),
 }
 """What formats may have beside their type; the others look for themselves."""
 
@@ -68,35 +69,10 @@ class _Writer:
 
     def __init__(self, constraint: Constraint, vocabulary: Vocabulary) -> None:
         self._constraint = constraint
-        self._vocabulary = vocabulary
-        self._rules: list[str] = []
+        self._rules = Rules(vocabulary)
 
     def write(self, root: Fields) -> str:
-        start = self._format(root, "/format", "")
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
-
-    def _rule(self, body: str, options: str = "") -> str:
-        if len(self._rules) >= _MAX_PARTS:
-            raise GrammarError(f"a structural tag may have {_MAX_PARTS} parts")
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
-
-    def _literal(self, text: str) -> str:
-        """Return a text, special tokens in it by their ids; it may be empty."""
-        return " ".join(self._literal_parts(text)) or '""'
-
-    def _literal_parts(self, text: str) -> list[str]:
-        if not text:
-            return []
-        token_id = self._vocabulary.special_id_of(text)
-        if token_id is not None:
-            return [f"<[{token_id}]>"]
-        found: list[str] = []
-        for part in _split_markers(text):
-            token_id = self._vocabulary.special_id_of(part)
-            found.append(quote(part) if token_id is None else f"<[{token_id}]>")
-        return found
+        return self._rules.write(self._format(root, "/format", ""))
 
     def _format(self, item: Any, pointer: str, end: str) -> str:
         """Return the name of a rule for a format and the text `end` behind it."""
@@ -119,41 +95,39 @@ class _Writer:
         return writers[kind](fields, pointer, end)
 
     def _const_string(self, fields: Fields, pointer: str, end: str) -> str:
-        return self._rule(self._literal(_get(fields, "value", str, pointer) + end))
+        return self._rules.rule(self._rules.literal(_get(fields, "value", str, pointer) + end))
 
     def _json_schema(self, fields: Fields, pointer: str, end: str) -> str:
-        _refuse(fields, pointer, "json_schema", {"style": "json"})
+        style = fields.get("style", "json")
+        if style not in STYLES:
+            raise GrammarError(f"style must be one of {', '.join(STYLES)}, got {style!r:.50}", f"{pointer}/style")
+        _refuse({key: value for key, value in fields.items() if key != "style"}, pointer, "json_schema", {})
         schema = fields.get("json_schema")
         if not isinstance(schema, dict | bool):
             raise GrammarError("must be a JSON schema", f"{pointer}/json_schema")
         try:
-            cleaned = check_schema(cast("Any", schema))
+            written = self._written(close_ends(check_schema(cast("Any", schema)), self._constraint.max_open_length), style)
         except GrammarError as error:
             raise GrammarError(str(error), f"{pointer}/json_schema{error.pointer or ''}") from None
-        closed = close_ends(cleaned, self._constraint.max_open_length)
-        return self._rule(f"{inline_schema(closed, self._constraint)} {self._literal(end)}")
+        return self._rules.rule(f"{written} {self._rules.literal(end)}")
+
+    def _written(self, schema: object, style: str) -> str:
+        """Return the values of a checked schema as an item of a rule."""
+        if style == "json":
+            return inline_schema(schema, self._constraint)
+        return ArgumentWriter(self._rules, style, schema, self._constraint).write()
 
     def _regex(self, fields: Fields, pointer: str, end: str) -> str:
         _refuse(fields, pointer, "pattern", {})
-        text = self._rule(quote_regex(_get(fields, "pattern", str, pointer)))
-        return self._rule(f"{text} {self._literal(end)}")
+        text = self._rules.rule(quote_regex(_get(fields, "pattern", str, pointer)))
+        return self._rules.rule(f"{text} {self._rules.literal(end)}")
 
     def _any_text(self, fields: Fields, pointer: str, end: str) -> str:
-        _refuse(fields, pointer, "excludes", {})
-        body = _ANY + self._without(_texts(fields, "excludes", pointer))
-        if not end:
-            return self._rule(self._terminal(body))
-        if self._literal_parts(end)[0].startswith("<["):  # a special token is no text, and so ends it by itself
-            return self._rule(f"{self._rule(self._terminal(body))} {self._literal(end)}")
-        return self._rule(self._terminal(body), f"[suffix={quote(end)}]")
-
-    def _terminal(self, body: str) -> str:
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
-
-    def _without(self, texts: list[str]) -> str:
-        return "".join(f" & ~(/(?s:.*)/ {quote(text)} /(?s:.*)/)" for text in texts)
+        _refuse({key: value for key, value in fields.items() if key != "begins_without"}, pointer, "excludes", {})
+        body = ANY_TEXT + without(_texts(fields, "excludes", pointer))
+        if "begins_without" in fields:
+            body += f" & ~({quote_regex(_get(fields, 'begins_without', str, pointer))} {ANY_TEXT})"
+        return self._rules.ended(body, end)
 
     def _sequence(self, fields: Fields, pointer: str, end: str) -> str:
         elements = _items(fields, "elements", pointer)
@@ -173,15 +147,17 @@ class _Writer:
                 behind = end if position + 1 == len(elements) - 1 else ""
                 names.append(self._format(rest, f"{pointer}/elements/{position + 1}", behind))
             position += taken
-        return self._rule(" ".join(names))
+        return self._rules.rule(" ".join(names))
 
     def _or(self, fields: Fields, pointer: str, end: str) -> str:
         elements = _items(fields, "elements", pointer)
-        return self._rule(" | ".join(self._format(item, f"{pointer}/elements/{at}", end) for at, item in enumerate(elements)))
+        return self._rules.rule(
+            " | ".join(self._format(item, f"{pointer}/elements/{at}", end) for at, item in enumerate(elements))
+        )
 
     def _tag(self, fields: Fields, pointer: str, end: str) -> str:
         begin = _get(fields, "begin", str, pointer)
-        return self._rule(f"{self._literal(begin)} {self._tag_rest(fields, pointer, end)}")
+        return self._rules.rule(f"{self._rules.literal(begin)} {self._tag_rest(fields, pointer, end)}")
 
     def _tag_rest(self, fields: Fields, pointer: str, end: str) -> str:
         """Return what comes after the beginning of a tag."""
@@ -189,7 +165,9 @@ class _Writer:
         texts = [ends] if isinstance(ends, str) else _texts(fields, "end", pointer)
         if not texts:
             raise GrammarError("a tag needs an end", f"{pointer}/end")
-        return self._rule(" | ".join(self._format(fields.get("content"), f"{pointer}/content", text + end) for text in texts))
+        return self._rules.rule(
+            " | ".join(self._format(fields.get("content"), f"{pointer}/content", text + end) for text in texts)
+        )
 
     def _triggered_tags(self, fields: Fields, pointer: str, end: str) -> str:
         if end:
@@ -203,29 +181,37 @@ class _Writer:
             for at, tag in enumerate(tags):
                 begin = _get(tag, "begin", str, f"{pointer}/tags/{at}")
                 if begin.startswith(trigger):
-                    head = self._literal(begin[len(trigger) :])
-                    rests.append(self._rule(f"{head} {self._tag_rest(tag, f'{pointer}/tags/{at}', '')}"))
+                    head = self._rules.literal(begin[len(trigger) :])
+                    rests.append(self._rules.rule(f"{head} {self._tag_rest(tag, f'{pointer}/tags/{at}', '')}"))
             if not rests:
                 raise GrammarError(f"no tag begins with the trigger {trigger!r}", f"{pointer}/triggers")
-            text = self._any_text({"type": "any_text", "excludes": excludes}, pointer, trigger)
-            parts.append(self._rule(f"{text} ({' | '.join(rests)})"))
+            others = [other for other in triggers if other != trigger and not self._rules.is_special(other)]
+            text = self._any_text({"type": "any_text", "excludes": excludes + others}, pointer, trigger)
+            parts.append(self._rules.rule(f"{text} ({' | '.join(rests)})"))
         for at, tag in enumerate(tags):
             if not any(_get(tag, "begin", str, pointer).startswith(trigger) for trigger in triggers):
                 raise GrammarError("no trigger begins this tag", f"{pointer}/tags/{at}/begin")
-        one = self._rule(" | ".join(parts))
-        special = any(self._vocabulary.special_id_of(trigger) is not None for trigger in triggers)
-        rest = self._terminal(_ANY + self._without(excludes + ([] if special else triggers)))
+        one = self._rules.rule(" | ".join(parts))
+        spelled = [trigger for trigger in triggers if not self._rules.is_special(trigger)]
+        rest = self._rules.terminal(ANY_TEXT + without(excludes + spelled))
         if fields.get("stop_after_first"):
-            return self._rule(one if fields.get("at_least_one") else f"{one} | {rest}")
-        return self._rule(f"{one}{'+' if fields.get('at_least_one') else '*'} {rest}")
+            return self._rules.rule(one if fields.get("at_least_one") else f"{one} | {rest}")
+        return self._rules.rule(f"{one}{'+' if fields.get('at_least_one') else '*'} {rest}")
 
     def _tags_with_separator(self, fields: Fields, pointer: str, end: str) -> str:
         tags = _items(fields, "tags", pointer)
-        one = self._rule(" | ".join(self._format(tag, f"{pointer}/tags/{at}", "") for at, tag in enumerate(tags)))
         separator = _get(fields, "separator", str, pointer)
-        more = "" if fields.get("stop_after_first") else f" ({self._literal(separator)} {one})*"
-        body = f"{one}{more}"
-        return self._rule(f"{body if fields.get('at_least_one') else f'({body})?'} {self._literal(end)}")
+        is_single, begin = bool(fields.get("stop_after_first")), fields.get("begin", "")
+        first = one = "" if is_single and begin else self._one_of(tags, pointer)
+        if begin:
+            begin = _get(fields, "begin", str, pointer)
+            starts = [_as_fields(tag, f"{pointer}/tags/{at}") for at, tag in enumerate(tags)]
+            first = self._one_of([{**tag, "begin": f"{begin}{tag.get('begin', '')}"} for tag in starts], pointer)
+        body = first if is_single else f"{first} ({self._rules.literal(separator)} {one})*"
+        return self._rules.rule(f"{body if fields.get('at_least_one') else f'({body})?'} {self._rules.literal(end)}")
+
+    def _one_of(self, tags: list[Any], pointer: str) -> str:
+        return self._rules.rule(" | ".join(self._format(tag, f"{pointer}/tags/{at}", "") for at, tag in enumerate(tags)))
 
 
 def _ends_open(item: Any) -> bool:
@@ -244,18 +230,6 @@ def _beginning(item: Any, pointer: str) -> str:
 def _after_beginning(item: Fields) -> Fields:
     key = "value" if item["type"] == "const_string" else "begin"
     return {**item, key: ""}
-
-
-def _split_markers(text: str) -> list[str]:
-    """Return the text cut before < and [ and after > and ], so that markers stand alone."""
-    parts = [""]
-    for character in text:
-        if character in "<[":
-            parts.append("")
-        parts[-1] += character
-        if character in ">]":
-            parts.append("")
-    return [part for part in parts if part]
 
 
 def _check_keys(fields: Fields, kind: str, pointer: str) -> None:

@@ -13,6 +13,7 @@ from quire.text.parsing.reader import Reader, RefusedError, Steps
 MAX_NESTING = 64
 _MAX_NUMBER_CHARACTERS = 400
 _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z0-9_.+\-]*")
 _STRING_STOPS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -148,6 +149,8 @@ def _read_escape(reader: Reader) -> Steps[str]:
 
 def _word_to_json(word: str) -> str:
     """Return a number or a word as JSON; a name that means nothing becomes a string."""
+    if _NUMBER.fullmatch(word):
+        return word
     if word in _WORDS or len(word) > _MAX_NUMBER_CHARACTERS:
         return _WORDS.get(word) or json.dumps(word)
     try:

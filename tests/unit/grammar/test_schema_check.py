@@ -29,6 +29,8 @@ DRAFT7 = "http://json-schema.org/draft-07/schema#"
         ({"additionalProperties": {"dependentRequired": {"a": ["b"]}}}, "/additionalProperties/dependentRequired"),
         ({"unevaluatedProperties": False}, "/unevaluatedProperties"),
         ({"contains": {"const": 1}}, "/contains"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum"),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, "/exclusiveMaximum"),
     ],
 )
 def test_keyword_is_refused_by_its_pointer_when_it_cannot_be_enforced(schema, pointer):
@@ -46,6 +48,8 @@ def test_keyword_is_refused_by_its_pointer_when_it_cannot_be_enforced(schema, po
         {"minProperties": 2, "required": ["a", "b"]},
         {"$schema": DRAFT7, "items": [{"type": "integer"}]},
         {"somebodys-own": {"not": 1}, "nullable": True},
+        {"exclusiveMinimum": 0, "maximum": 1},
+        {"exclusiveMinimum": 0.5, "exclusiveMaximum": 0.75},
     ],
 )
 def test_schema_stays_as_it_is_when_all_of_it_can_be_enforced(schema):
@@ -99,3 +103,33 @@ def test_open_ends_get_a_limit_and_nothing_else_changes():
     assert closed["d"] == {"type": "array", "maxItems": 8, "items": {"type": "string", "pattern": "x+"}}
     assert closed["c"] == schema["properties"]["c"]
     assert closed["e"] == schema["properties"]["e"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"properties": []}, "/properties"),
+        ({"properties": {"a": "string"}}, "/properties"),
+        ({"properties": {"a": {"additionalProperties": "no"}}}, "/properties/a/additionalProperties"),
+        ({"enum": "abc"}, "/enum"),
+        ({"items": {"minItems": "1"}}, "/items/minItems"),
+        ({"anyOf": {"type": "string"}}, "/anyOf"),
+        ({"anyOf": []}, "/anyOf"),
+        ({"required": 5}, "/required"),
+        ({"required": [5]}, "/required"),
+        ({"maxLength": -1}, "/maxLength"),
+        ({"maxLength": 1.5}, "/maxLength"),
+        ({"minLength": True}, "/minLength"),
+        ({"minItems": 3, "maxItems": 2}, "/minItems"),
+        ({"type": "text"}, "/type"),
+        ({"type": []}, "/type"),
+        ({"minimum": "0"}, "/minimum"),
+        ({"multipleOf": 0}, "/multipleOf"),
+        ({"$ref": 1}, "/$ref"),
+        ({"pattern": 1}, "/pattern"),
+    ],
+)
+def test_schema_is_refused_by_its_pointer_when_a_keyword_has_a_value_that_it_cannot_have(schema, pointer):
+    with pytest.raises(GrammarError) as caught:
+        check_schema(schema)
+    assert caught.value.pointer == pointer

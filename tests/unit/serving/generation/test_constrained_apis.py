@@ -130,8 +130,8 @@ STRICT = [{**tool, "strict": True} for tool in MESSAGE_TOOLS]
         (ask_response, {"tools": RESPONSE_TOOLS, "tool_choice": "required"}, "tool_choice"),
     ],
 )
-def test_demand_is_refused_by_its_field_when_the_format_of_calls_is_not_json(engine, send, body, word):
-    answer = send(engine, parser="qwen3_coder", **body)
+def test_demand_is_refused_by_its_field_when_the_format_of_calls_cannot_be_enforced(engine, send, body, word):
+    answer = send(engine, parser="functionary_v3", **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"{word}: ")
 

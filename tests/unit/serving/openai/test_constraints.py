@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import jsonschema
 import pytest
 
 pytest.importorskip("llguidance")
@@ -172,8 +173,42 @@ def test_request_is_refused_by_the_field_when_its_constraint_cannot_be_enforced(
     assert re.search(re.escape(words), str(caught.value))
 
 
-def test_tool_choice_is_refused_when_the_format_of_calls_is_not_json(engine):
-    context = context_of(engine, tool_call_parser="qwen3_coder", reasoning_parser="none")
-    with pytest.raises(RequestError, match="qwen3_coder") as caught:
+def test_tool_choice_is_refused_when_the_format_of_calls_cannot_be_enforced(engine):
+    context = context_of(engine, tool_call_parser="functionary_v3", reasoning_parser="none")
+    with pytest.raises(RequestError, match="functionary_v3") as caught:
         ask_chat(context, tools=TOOLS, tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "parser", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic", "functiongemma", "openai"]
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_tool_is_called_in_the_format_of_the_model_when_that_is_demanded(engine, parser, choice):
+    reasoning = "openai_gptoss" if parser == "openai" else "none"
+    context = context_of(engine, tool_call_parser=parser, reasoning_parser=reasoning)
+    forced = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 230, "temperature": 2.0}
+    num_calls = 0
+    for seed in range(4):
+        message, reason = message_of(ask_chat(context, seed=seed, **forced))
+        if reason == "length":
+            continue
+        (call,) = message["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        schema = CITY if call["function"]["name"] == "weather" else PERSON
+        jsonschema.validate(arguments, schema)
+        num_calls += 1
+        chunks = chunks_of(ask_chat(context, seed=seed, stream=True, **forced))
+        deltas = [call for chunk in chunks for choice in chunk["choices"] for call in choice["delta"].get("tool_calls") or ()]
+        assert "".join(delta["function"].get("arguments") or "" for delta in deltas) == call["function"]["arguments"]
+    assert num_calls > 0
+
+
+@pytest.mark.parametrize(("param", "strict"), [("tool_choice", False), ("tools", True)])
+def test_schema_is_refused_by_its_pointer_when_calls_that_are_not_json_cannot_have_it(engine, param, strict):
+    context = context_of(engine, tool_call_parser="qwen3_coder", reasoning_parser="none")
+    schema = {"type": "object", "properties": {"a": {"type": ["string", "integer"], "minimum": 3}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+    with pytest.raises(Exception, match=re.escape("(at tool 'f' /properties/a/minimum)")) as caught:
+        ask_chat(context, tools=tools, tool_choice="auto" if strict else "required")
+    assert getattr(caught.value, "param", None) == param

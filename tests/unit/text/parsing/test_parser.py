@@ -302,3 +302,39 @@ def test_an_unknown_format_is_refused_with_the_list(option):
 def test_content_marks_are_taken_out_when_there_are_no_tools():
     assert parse("all\nHi", "functionary_v3", None, tools=(), starts_in_call=True).content == "Hi"
     assert parse(">>>all\nHi>>>now\n{}", "functionary_v3", None, tools=()).content == "Hi>>>now\n{}"
+
+
+REFERRED = Tool(
+    "f",
+    {
+        "type": "object",
+        "properties": {"word": {"$ref": "#/$defs/word"}, "box": {"$ref": "#/$defs/lost"}},
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"word": {"enum": ["1", "2"]}},
+    },
+)
+
+
+def test_values_have_the_types_of_their_schemas_when_these_are_referred_to():
+    text = (
+        "<function=f>\n<parameter=word>\n1\n</parameter>\n<parameter=box>\n{}\n</parameter>\n<parameter=more>\n3\n</parameter>\n"
+        "</function>"
+    )
+    (call,) = parse([text], "qwen3_coder", tools=(REFERRED,)).calls
+    assert call.arguments == '{"word": "1", "box": {}, "more": 3}'
+
+
+def test_numbers_stay_as_they_are_when_a_call_is_written_as_python():
+    big = "1" * 500
+    (call,) = parse([f"[now(a=1.10, b=1e400, c={big}, d=-0, e=.5, f=0x10)]"], "pythonic").calls
+    assert call.arguments == f'{{"a": 1.10, "b": 1e400, "c": {big}, "d": -0, "e": 0.5, "f": 16}}'
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/a", "#/$defs/a/anyOf/" + "1" * 5000])
+def test_schema_whose_references_lead_everywhere_is_read_in_a_moment(reference):
+    """A hundred ways at each of eight steps would never end; nor may an index of thousands of digits raise."""
+    schema = {"properties": {"x": {"$ref": reference}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 100}}}
+    parser = make_parser("qwen3_coder", tools=[Tool("f", schema)])
+    text = "<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>"
+    message = fold([*parser.feed(text), *parser.finish()])
+    assert message.calls[0].arguments in ('{"x": "5"}', '{"x": 5}')

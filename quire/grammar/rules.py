@@ -1,0 +1,94 @@
+"""Rules: the rules and terminals of a grammar in llguidance's Lark while it is written."""
+
+from __future__ import annotations
+
+import re
+
+from quire.grammar.errors import GrammarError
+from quire.grammar.lark import quote
+from quire.grammar.vocabulary import Vocabulary
+
+ANY_TEXT = r"/(?s:.*)/"
+_MAX_PARTS = 16384
+
+
+class Rules:
+    """What was written so far; names are given in order."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lines: list[str] = []
+        self._num_rules = 0
+        self._terminals: dict[str, str] = {}
+        self._special: tuple[re.Pattern[str] | None, dict[str, int]] | None = None
+
+    def write(self, start: str) -> str:
+        """Return the grammar whose outputs are those of a rule."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines]) + "\n"
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name. Raises GrammarError where there are too many."""
+        if self._num_rules >= _MAX_PARTS:
+            raise GrammarError(f"a structural tag may have {_MAX_PARTS} parts")
+        name = f"r{self._num_rules}"
+        self._num_rules += 1
+        self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Return the name of a terminal, which is added unless it is there."""
+        name = self._terminals.get(body)
+        if name is None:
+            name = self._terminals[body] = f"T{len(self._terminals)}"
+            self._lines.append(f"{name}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Return a text as items of a rule, special tokens in it by their ids; it may be empty."""
+        return " ".join(self.literal_parts(text)) or '""'
+
+    def literal_parts(self, text: str) -> list[str]:
+        """Return the items of a text, none where it is empty."""
+        pattern, ids = self._special_tokens()
+        parts = [text] if pattern is None else pattern.split(text)
+        return [f"<[{ids[part]}]>" if part in ids else quote(part) for part in parts if part]
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is spelled with special tokens, so that it cannot stand within other text."""
+        return any(part.startswith("<[") for part in self.literal_parts(text))
+
+    def ended(self, body: str, end: str) -> str:
+        """Return a rule of a text, by the body of a terminal, and the `end` behind it; the text goes up to the first one.
+
+        A special token ends a text by itself, as it is none.
+        """
+        parts = self.literal_parts(end)
+        if not parts:
+            return self.rule(self.terminal(body))
+        at = next((index for index, part in enumerate(parts) if part.startswith("<[")), None)
+        if at is None:
+            return self.rule(self.terminal(body), f"[suffix={quote(end)}]")
+        text = " ".join([f"({body})", *parts[:at]])
+        return self.rule(" ".join([self.terminal(text), *parts[at:]]))
+
+    def _special_tokens(self) -> tuple[re.Pattern[str] | None, dict[str, int]]:
+        """Return what finds the special tokens in a text, None where there are none, and their ids."""
+        if self._special is None:
+            tokens = self._vocabulary.tokens
+            spelled = {
+                tokens[token_id].decode("utf-8", errors="replace"): token_id for token_id in self._vocabulary.special_token_ids
+            }
+            ids = {
+                text: token_id
+                for text, token_id in spelled.items()
+                if text and self._vocabulary.special_id_of(text) is not None
+            }
+            ordered = sorted(ids, key=len, reverse=True)
+            pattern = re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
+            self._special = (pattern, ids)
+        return self._special
+
+
+def without(texts: tuple[str, ...] | list[str]) -> str:
+    """Return what is put behind the body of a terminal so that none of some texts is in it."""
+    return "".join(f" & ~({ANY_TEXT} {quote(text)} {ANY_TEXT})" for text in texts)

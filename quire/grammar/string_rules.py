@@ -1,0 +1,144 @@
+"""Which texts the keywords of a JSON schema allow for a string, as the body of a terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quire.grammar.errors import GrammarError
+from quire.grammar.lark import quote_regex
+from quire.grammar.rules import ANY_TEXT
+
+_DAY = (
+    r"[0-9]{4}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+_HEX = r"[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(
+    [
+        rf"(?:{_HEX}:){{7}}{_HEX}",
+        *(rf"(?:{_HEX}:){{{left}}}(?::{_HEX}){{1,{7 - left}}}" for left in range(1, 7)),
+        rf"(?:{_HEX}:){{1,7}}:",
+        rf":(?:(?::{_HEX}){{1,7}}|:)",
+    ]
+)
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": rf"(?:{_DAY})T{_TIME}",
+    "duration": r"P(?:[0-9]+W|(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
+    r"(?:T[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?)?|T(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S))",
+    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*",
+    "hostname": rf"{_LABEL}(?:\.{_LABEL}){{0,3}}",
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "uuid": r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:(?://[A-Za-z0-9.-]+(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)*|[A-Za-z0-9._~-]+)"
+    r"(?:\?[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?(?:#[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?",
+}
+"""Each no wider than the standard's; some narrower, where it has forms that nobody writes."""
+
+_FLAGS = re.compile(r"\(\?[A-Za-z-]+\)")
+
+
+def has_form(schema: dict[str, Any]) -> bool:
+    """Whether a schema says more of strings than how long they are."""
+    return "pattern" in schema or "format" in schema
+
+
+def form_body(schema: dict[str, Any], pointer: str) -> str:
+    """Return what pattern, format and lengths allow. Raises GrammarError."""
+    parts = [length_body(schema)]
+    if "pattern" in schema:
+        parts.append(search_body(str(schema["pattern"]), f"{pointer}/pattern"))
+    if "format" in schema:
+        form = _FORMATS.get(str(schema["format"]))
+        if form is None:
+            raise GrammarError(
+                f"format {schema['format']!r} cannot be enforced in tool calls of this form", f"{pointer}/format"
+            )
+        parts.append(quote_regex(f"(?:{form})"))
+    return " & ".join(f"({part})" for part in parts)
+
+
+def length_body(schema: dict[str, Any]) -> str:
+    """Return what the lengths allow."""
+    bounds = repeat_bounds(schema, "Length")
+    return ANY_TEXT if bounds == "*" else f"/(?s:.{bounds})/"
+
+
+def repeat_bounds(schema: dict[str, Any], counted: str) -> str:
+    """Return minLength and maxLength, or minItems and maxItems, as what stands behind what is repeated."""
+    least, most = schema.get(f"min{counted}", 0), schema.get(f"max{counted}")
+    if most is None:
+        return f"{{{least},}}" if least else "*"
+    return f"{{{least},{most}}}"
+
+
+def search_body(pattern: str, pointer: str) -> str:
+    """Return the texts in which a pattern is found, which may be anchored at the ends of its alternatives."""
+    alternatives = _alternatives(pattern)
+    if not any(_has_anchor(part) for part in alternatives):
+        return f"{ANY_TEXT} {quote_regex(f'(?:{pattern})')} {ANY_TEXT}"
+    if len(alternatives) > 1 and _FLAGS.match(pattern):
+        raise GrammarError("flags before anchored alternatives cannot be enforced", pointer)
+    found: list[str] = []
+    for part in alternatives:
+        has_head, has_tail = part.startswith("^"), _ends_anchored(part)
+        core = part[has_head : len(part) - has_tail]
+        if _has_anchor(core):
+            raise GrammarError("^ and $ can only be enforced at the ends of a pattern or of its alternatives", pointer)
+        body = quote_regex(f"(?:{core})") if core else '""'
+        found.append(f"{'' if has_head else ANY_TEXT} {body} {'' if has_tail else ANY_TEXT}".strip())
+    return " | ".join(found)
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Return the parts of a pattern between the | that stand in no group."""
+    parts, depth = [""], 0
+    for piece, is_plain in _pieces(pattern):
+        depth += {"(": 1, ")": -1}.get(piece, 0) if is_plain else 0
+        if is_plain and piece == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
+
+
+def _has_anchor(pattern: str) -> bool:
+    return (
+        any(is_plain and piece in "^$" for piece, is_plain in _pieces(pattern)) or re.search(r"\\[AzZbB]", pattern) is not None
+    )
+
+
+def _ends_anchored(pattern: str) -> bool:
+    *_, (piece, is_plain) = [("", False), *_pieces(pattern)]
+    return is_plain and piece == "$"
+
+
+def _pieces(pattern: str) -> list[tuple[str, bool]]:
+    """Return the characters of a pattern, each with its backslash, and whether it stands outside of classes and escapes."""
+    found: list[tuple[str, bool]] = []
+    at, class_begin = 0, -1
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            found.append((pattern[at : at + 2], False))
+            at += 2
+            continue
+        piece = pattern[at]
+        if class_begin < 0 and piece == "[":
+            class_begin = at + 1 + (pattern[at + 1 : at + 2] == "^")
+            found.append((piece, False))
+        elif class_begin >= 0:
+            found.append((piece, False))
+            if piece == "]" and at > class_begin:
+                class_begin = -1
+        else:
+            found.append((piece, True))
+        at += 1
+    return found
