@@ -13,7 +13,7 @@ from quire.base.logging import get_logger
 from quire.contracts.constraint import Constraint, Grammar
 from quire.grammar.banned import BannedGrammar
 from quire.grammar.endings import JsonEndings
-from quire.grammar.errors import GrammarError
+from quire.grammar.errors import GrammarError, PassingError
 from quire.grammar.fitted import FittedGrammar
 from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
@@ -23,7 +23,8 @@ from quire.grammar.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
 
-_NUM_THREADS = 4
+_NUM_THREADS = 64
+"""Most wait for a place in the Prober, which bounds how many compile."""
 _MAX_CACHED = 256
 
 
@@ -101,7 +102,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="quire-grammar")
         self._lock = threading.Lock()
         self._found: OrderedDict[Demand, Future[Grammar]] = OrderedDict()
-        self._backend_lock = threading.Lock()
+        self._making = {name: threading.Lock() for name in ("vocabulary", "index", "endings", "llguidance", "xgrammar")}
         self._backends: dict[str, Backend] = {}
         self._vocabulary: Vocabulary | None = None
         self._index: TokenIndex | None = None
@@ -115,6 +116,7 @@ class GrammarCompiler:
         demand = Demand(constraint, bad_words)
         with self._lock:
             future = self._found.get(demand)
+            is_new = future is None
             if future is None:
                 if self._is_closed:
                     raise demand.explain(GrammarError("the engine has been closed"))
@@ -124,7 +126,15 @@ class GrammarCompiler:
                     self._found.popitem(last=False)
             else:
                 self._found.move_to_end(demand)
+        if is_new:  # outside of the lock: it may be called at once
+            future.add_done_callback(lambda done: self._forget_passing(demand, done))
         return Compilation(future, demand, lambda grammar: self._finish(grammar, demand, Use() if use is None else use))
+
+    def _forget_passing(self, demand: Demand, future: Future[Grammar]) -> None:
+        if not future.cancelled() and isinstance(future.exception(), PassingError):
+            with self._lock:
+                if self._found.get(demand) is future:
+                    del self._found[demand]
 
     def _finish(self, grammar: Grammar, demand: Demand, use: Use) -> Grammar:
         """Return the grammar for a request."""
@@ -166,8 +176,13 @@ class GrammarCompiler:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
             if demand.is_json:
                 self._get_endings()  # which takes a while for the first time
+        except GrammarError:
+            raise
         except (UnsupportedError, RequestError) as error:
             raise GrammarError(str(error)) from None
+        except Exception as error:
+            logger.exception("a constraint could not be compiled")
+            raise PassingError(f"it could not be compiled: {type(error).__name__}: {error}") from None
         with self._lock:
             self.num_compiled += 1
         return grammar
@@ -192,27 +207,29 @@ class GrammarCompiler:
 
     def _ban(self, words: tuple[str, ...]) -> BannedPhrases:
         vocabulary = self._get_vocabulary()
-        with self._backend_lock:
+        with self._making["index"]:
             if self._index is None:
                 self._index = TokenIndex(vocabulary)
         return BannedPhrases(((word.lstrip() or word) for word in words), vocabulary, self._index)
 
     def _get_endings(self) -> JsonEndings:
-        vocabulary = self._get_vocabulary()
-        with self._backend_lock:
-            if self._endings is None:
-                self._endings = JsonEndings(vocabulary)
-            return self._endings
+        if self._endings is None:  # whoever steps asks when it is there, and waits for nobody
+            vocabulary = self._get_vocabulary()
+            with self._making["endings"]:
+                if self._endings is None:
+                    self._endings = JsonEndings(vocabulary)
+        return self._endings
 
     def _get_vocabulary(self) -> Vocabulary:
-        with self._backend_lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._read_vocabulary()
-            return self._vocabulary
+        if self._vocabulary is None:
+            with self._making["vocabulary"]:
+                if self._vocabulary is None:
+                    self._vocabulary = self._read_vocabulary()
+        return self._vocabulary
 
     def _get_backend(self, name: str) -> Backend:
         vocabulary = self._get_vocabulary()
-        with self._backend_lock:
+        with self._making[name]:
             if name not in self._backends:
                 try:
                     self._backends[name] = _make_backend(name, vocabulary, self.prober)

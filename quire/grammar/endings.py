@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from quire.grammar.masks import fill_next
+from quire.grammar.masks import fill_mask
 from quire.grammar.matcher import MaskedMatcher
 from quire.grammar.vocabulary import Vocabulary
 
@@ -138,6 +139,7 @@ class JsonEndings:
 class Search:
     """A search for an end, from where a matcher stands now; where that goes meanwhile makes no difference.
 
+    Thread-safe: the forks of a matcher share it.
     limit  tokens of the end at most
     """
 
@@ -146,6 +148,7 @@ class Search:
         "_has_found",
         "_is_done",
         "_limit",
+        "_lock",
         "_matcher",
         "_num_masks",
         "_num_texts",
@@ -166,12 +169,14 @@ class Search:
         self._num_texts = 0
         self._num_masks = 0
         self._is_done = self._has_found = self._matcher.can_end
+        self._lock = threading.Lock()
 
     def is_known(self, max_masks: int) -> bool:
         """Go on until that many masks are filled altogether; return whether so many, or fewer, tell the result."""
-        while not self._is_done and self._num_masks < max_masks:
-            self._go_on()
-        return self._is_done and self._num_masks <= max_masks
+        with self._lock:
+            while not self._is_done and self._num_masks < max_masks:
+                self._go_on()
+            return self._is_done and self._num_masks <= max_masks
 
     def result(self) -> Ending | None:
         """Go on to the end and return what was found."""
@@ -184,7 +189,7 @@ class Search:
         forced = self._matcher.forced_tokens()
         while forced and self._take(forced):
             forced = self._matcher.forced_tokens()
-        if self._is_done or fill_next([self._matcher], self._words) != [None]:
+        if self._is_done or fill_mask(self._matcher, self._words[0]) is not None:
             self._is_done = True
             return
         token_id = self._endings.choose(self._words, self._place, self._tried.setdefault(self._words.tobytes(), set()))

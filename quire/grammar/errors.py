@@ -7,8 +7,9 @@ import re
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 
-_OWN_SCHEMA = re.compile(r"(?:.*?/tags/(\d+)/content|.*?)/json_schema(/.*)?", re.DOTALL)
-"""A pointer into a schema within a structural tag: the number of its tag, and the pointer within the schema."""
+_OWN_SCHEMA = re.compile(r"((?:(?!/json_schema).)*)/json_schema(/.*)?", re.DOTALL)
+"""A pointer into a schema within a structural tag: what leads to the schema, and the pointer within it."""
+_TAG = re.compile(r".*/tags/(\d+)/content")
 
 
 class GrammarError(Exception):
@@ -33,11 +34,16 @@ class GrammarError(Exception):
         found = _OWN_SCHEMA.fullmatch(self.pointer) if constraint.schema_names else None
         if found is None:
             return self.pointer or "the root"
-        tag, pointer = found.groups()
-        name = constraint.schema_names[int(tag)] if tag is not None else ""
+        before, pointer = found.groups()
+        tag = _TAG.match(before)
+        name = constraint.schema_names[int(tag.group(1))] if tag is not None else ""
         return f"{name} {pointer or ('' if name else 'the root')}".strip()
 
 
 def escape_pointer(key: str) -> str:
     """Return a key as one part of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
+
+
+class PassingError(GrammarError):
+    """A constraint could not be compiled now, by no fault of its own: the next request with it tries again."""

@@ -185,9 +185,10 @@ class FittedMatcher(WrappingMatcher):
         error = self._inner.advance(token_id)
         if error is None:
             step = self._steps[-1]
-            if token_id not in step.following:
-                step.following[token_id] = _Step(self._endings.after(step.place, token_id))
-            self._steps.append(step.following[token_id])
+            following = step.following.get(token_id)  # forks in other threads may forget it at any time
+            if following is None:
+                following = step.following[token_id] = _Step(self._endings.after(step.place, token_id))
+            self._steps.append(following)
             self._tokens.append(token_id)
             if len(self._steps) > _MAX_RETREAT:
                 self._steps[-_MAX_RETREAT].following.clear()

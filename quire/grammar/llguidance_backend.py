@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,35 +15,35 @@ from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.vocabulary import Vocabulary
 
-_MAX_MASK_THREADS = 4
-_MAX_ALONE = 2
-"""Masks that are filled without waking threads."""
 _MAX_MESSAGE = 500
+_SLOW_S = 2e-3
+"""What a mask takes whose output gets a grammar of its own: copies of one share a lock, for which a step would wait."""
 
 
 class LlguidanceBackend:
     """Compiles by llguidance; the vocabulary is read in when the backend is made, which takes parts of a second."""
 
     def __init__(self, vocabulary: Vocabulary, prober: Prober) -> None:
-        from llguidance import LLExecutor
-
         self._vocabulary = vocabulary
         self._prober = prober
         self._tokenizer = make_tokenizer(vocabulary)
         self._limits = make_limits()
-        self._masks = _Masks(LLExecutor(min(_MAX_MASK_THREADS, os.cpu_count() or 1)))
 
     def compile(self, constraint: Constraint) -> BackendGrammar:
         """See Backend. Whether a grammar can be compiled depends on the vocabulary only by the special tokens that it names."""
         vocabulary = self._vocabulary
         special = sorted(vocabulary.special_token_ids)
         spelled = [vocabulary.tokens[token_id].decode("utf-8", errors="replace") for token_id in special]
-        self._prober.probe(
-            {"backend": "llguidance", "size": vocabulary.size, "special": special, "spelled": spelled}, constraint
-        )
-        matcher = compile_source(self._tokenizer, llguidance_source(constraint, vocabulary), self._limits)
-        _check_beginning(matcher.deep_copy(), vocabulary.num_mask_words)
-        return BackendGrammar(matcher.deep_copy, LlguidanceMatcher, self._masks, vocabulary.end_token_id)
+        setup = {"backend": "llguidance", "size": vocabulary.size, "special": special, "spelled": spelled}
+        with self._prober.probe(setup, constraint):
+            source = llguidance_source(constraint, vocabulary)
+
+            def compile_anew() -> Any:
+                return compile_source(self._tokenizer, source, self._limits)
+
+            matcher = compile_anew()
+        masks = _Masks(_check_beginning(matcher.deep_copy(), vocabulary.num_mask_words), compile_anew)
+        return BackendGrammar(lambda: _State(matcher.deep_copy()), LlguidanceMatcher, masks, vocabulary.end_token_id)
 
     def close(self) -> None:
         """See Backend."""
@@ -86,48 +86,74 @@ def make_limits() -> Any:
     )
 
 
+def _message(state: Any) -> str:
+    return " ".join(state.get_error().split())[:_MAX_MESSAGE]
+
+
 def compile_source(tokenizer: Any, source: str, limits: Any) -> Any:
     """Return a matcher at the beginning. Raises GrammarError."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
-        message = " ".join(matcher.get_error().split())
-        raise GrammarError(message[:_MAX_MESSAGE])
+        raise GrammarError(_message(matcher))
     return matcher
 
 
-def _check_beginning(matcher: Any, num_words: int) -> None:
-    """Raise GrammarError where nothing can begin an output, which only its first mask shows, or where that takes too much."""
+def _check_beginning(matcher: Any, num_words: int) -> float:
+    """Return the seconds of computing that the first mask takes.
+
+    Raises GrammarError where nothing can begin an output, which only that shows, or where that takes too much.
+    """
     words = np.zeros(num_words, dtype=np.int32)
+    begin_s = time.thread_time()
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
     if matcher.is_error():
-        raise GrammarError(f"no output can begin: {' '.join(matcher.get_error().split())[:_MAX_MESSAGE]}")
+        raise GrammarError(f"no output can begin: {_message(matcher)}")
+    return time.thread_time() - begin_s
+
+
+class _State:
+    """Where an output stands in llguidance's eyes.
+
+    token_ids  of the output
+    is_alone   no other was copied from it, nor was it: copies wait for each other's masks
+    """
+
+    __slots__ = ("is_alone", "matcher", "token_ids")
+
+    def __init__(self, matcher: Any, token_ids: Sequence[int] = ()) -> None:
+        self.matcher = matcher
+        self.token_ids = list(token_ids)
+        self.is_alone = False
+
+    def leave_copies(self, compile_anew: Callable[[], Any]) -> None:
+        """Go on with a grammar of its own, so that who advances a copy does not wait for a mask of this one."""
+        matcher = compile_anew()
+        if not self.token_ids or matcher.consume_tokens(self.token_ids):
+            self.matcher, self.is_alone = matcher, True
 
 
 class _Masks:
-    """Fills masks in threads of llguidance's own."""
+    """Fills the masks of one grammar without the interpreter, which others have meanwhile."""
 
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
+    def __init__(self, first_mask_s: float, compile_anew: Callable[[], Any]) -> None:
+        self.first_mask_s = first_mask_s
+        self._compile_anew = compile_anew
 
-    def fill(self, matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
+    def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
         """See MaskSource."""
-        states = [cast("LlguidanceMatcher", matcher).state for matcher in matchers]
-        errors: list[str | None] = [state.get_error() or None if state.is_error() else None for state in states]
-        usable = [(state, row) for row, state in enumerate(states) if errors[row] is None]
-        num_bytes = words.shape[1] * words.itemsize
-        if len(usable) <= _MAX_ALONE:
-            for state, row in usable:
-                state.unsafe_compute_mask_ptr(words.ctypes.data + row * num_bytes, num_bytes)
-        else:
-            self._executor.unsafe_compute_mask_ptr(usable, words.ctypes.data, num_bytes, len(words))
-        for state, row in usable:
-            if state.is_error():
-                errors[row] = state.get_error()
-        return [
-            None if error is None else f"the grammar cannot go on: {' '.join(error.split())[:_MAX_MESSAGE]}" for error in errors
-        ]
+        state = cast("_State", matcher.state)
+        if self.first_mask_s > _SLOW_S and not state.is_alone:
+            state.leave_copies(self._compile_anew)
+        begin_s = time.thread_time()
+        if not state.matcher.is_error():
+            state.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if state.matcher.is_error():
+            return f"the grammar cannot go on: {_message(state.matcher)}"
+        if not state.is_alone and time.thread_time() - begin_s > _SLOW_S:
+            state.leave_copies(self._compile_anew)
+        return None
 
 
 class LlguidanceMatcher(StateMatcher):
@@ -137,38 +163,44 @@ class LlguidanceMatcher(StateMatcher):
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
-        if self.state.consume_token(token_id):
+        matcher = self.state.matcher
+        if matcher.consume_token(token_id):
+            self.state.token_ids.append(token_id)
             return None
-        return f"the grammar does not take token {token_id}: {' '.join(self.state.get_error().split())[:_MAX_MESSAGE]}"
+        return f"the grammar does not take token {token_id}: {_message(matcher)}"
 
     def retreat(self, num_tokens: int) -> str | None:
         """See GrammarMatcher."""
-        return (
-            None if self.state.rollback(num_tokens) else f"the grammar cannot go back: {self.state.get_error()[:_MAX_MESSAGE]}"
-        )
+        matcher, token_ids = self.state.matcher, self.state.token_ids
+        if matcher.rollback(num_tokens):
+            del token_ids[len(token_ids) - num_tokens :]
+            return None
+        return f"the grammar cannot go back: {_message(matcher)}"
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
         """See GrammarMatcher."""
-        count = self.state.validate_tokens(list(token_ids))
-        return None if self.state.is_error() else count
+        count = self.state.matcher.validate_tokens(list(token_ids))
+        return None if self.state.matcher.is_error() else count
 
     def forced_tokens(self) -> Sequence[int]:
         """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
-        return self.state.compute_ff_tokens()
+        return self.state.matcher.compute_ff_tokens()
 
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
 
     def fork(self) -> LlguidanceMatcher:
         """See GrammarMatcher."""
-        return LlguidanceMatcher(self.state.deep_copy(), self._masks, self.end_token_id)
+        self.state.is_alone = False
+        state = _State(self.state.matcher.deep_copy(), self.state.token_ids)
+        return LlguidanceMatcher(state, self._masks, self.end_token_id)
 
     @property
     def can_end(self) -> bool:
         """See GrammarMatcher."""
-        return self.state.is_accepting()
+        return self.state.matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        return self.state.is_stopped() and not self.state.is_error()
+        return self.state.matcher.is_stopped() and not self.state.matcher.is_error()

@@ -9,12 +9,17 @@ from quire.contracts.constraint import Constraint, Grammar, GrammarMatcher
 
 
 class MaskSource(Protocol):
-    """Fills the masks of matchers of one kind. Every call may come from another thread, one at a time."""
+    """Fills the masks of matchers of one grammar or more, those of different ones in several threads at once."""
 
-    def fill(self, matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
-        """Write which tokens each matcher allows next; return what went wrong for each.
+    @property
+    def first_mask_s(self) -> float:
+        """What a mask is taken to cost before one was filled for an output: seconds of computing, infinity where unknown."""
+        ...
 
-        words  numpy [num_matchers, num_mask_words] i32: a bit per token, the lowest first, that of the end last
+    def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
+        """Write which tokens a matcher allows next; return what went wrong.
+
+        words  numpy [num_mask_words] i32 in one piece: a bit per token, the lowest first, that of the end last
         """
         ...
 

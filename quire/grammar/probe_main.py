@@ -1,4 +1,4 @@
-"""The process of a Prober: a line of limits in, then a line per constraint, each answered by a line."""
+"""The process of a Nursery: reads what a compiler needs, then forks processes that compile, and ends them when told."""
 
 from __future__ import annotations
 
@@ -6,43 +6,88 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_check import explain
+from quire.grammar.schema_check import explain, iter_tag_schemas
 from quire.grammar.vocabulary import Vocabulary
 
 _STACK_BYTES = 4 << 20
+"""Half of what the engine's threads have: what fits here, fits there."""
+_MAX_MESSAGE = 256
 
 
 def main() -> None:
-    """Answer until the input ends; the system ends the process where a constraint takes more than is allowed."""
-    answers = os.fdopen(os.dup(1), "w")
+    """Fork and end processes as the socket asks, whose number is the last argument; end them all when it closes.
+
+    A process that has ended stays unreaped until it is to be ended, so that its number means no other.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what a library prints is no answer
-    limits = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], hard))
-    compilers: dict[str, Any] = {}
-    _say(answers, {})
-    for line in sys.stdin:
-        message = json.loads(line)
-        key = json.dumps(message["setup"])
-        if key not in compilers:
-            compilers[key] = _COMPILERS[message["setup"]["backend"]](message["setup"])
-        signal.setitimer(signal.ITIMER_PROF, limits["max_cpu_s"])  # SIGPROF ends a process
-        answer = answer_to(compilers[key], message["constraint"])
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(answers, answer)
+    control = socket.socket(fileno=int(sys.argv[-1]))
+    start = json.loads(sys.stdin.buffer.read())
+    compiler = _COMPILERS[start["setup"]["backend"]](start["setup"])
+    pids: set[int] = set()
+    try:
+        control.send(b"{}")
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
+            if not message:
+                break
+            if descriptors:
+                pids.add(_fork(control, descriptors[0], compiler, start["limits"]))
+            else:
+                _end(json.loads(message)["end"], pids)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the engine was killed: there is nobody to tell
+    for pid in tuple(pids):
+        _end(pid, pids)
 
 
-def _say(answers: Any, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def _end(pid: int, pids: set[int]) -> None:
+    pids.remove(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _fork(control: socket.socket, descriptor: int, compiler: Any, limits: dict[str, Any]) -> int:
+    """Let a new process answer at a socket; return its number here."""
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        control.send(json.dumps({"pid": pid}).encode())
+        return pid
+    try:
+        control.close()
+        os.setsid()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], hard))
+        threading.stack_size(_STACK_BYTES)
+        thread = threading.Thread(target=_answer_all, args=(socket.socket(fileno=descriptor), compiler, limits["max_cpu_s"]))
+        thread.start()
+        thread.join()
+    finally:
+        os._exit(0)  # what the process that forks has registered for its end is none of this one's
+
+
+def _answer_all(connection: socket.socket, compiler: Any, max_cpu_s: float) -> None:
+    """Answer constraints, line by line, until the other side closes; the system ends the process where one takes too much."""
+    try:
+        connection.sendall(b"{}\n")
+        for line in connection.makefile("rb"):
+            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF ends a process
+            answer = answer_to(compiler, json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # as above
 
 
 class _LlguidanceCompiler:
@@ -78,8 +123,25 @@ class _LlguidanceCompiler:
         try:
             compile_source(self._tokenizer, source, self._limits)
         except GrammarError as error:
-            raise (explain(str(error), constraint.parsed()) if constraint.kind == "json_schema" else error) from None
+            if constraint.kind == "json_schema":
+                raise explain(str(error), constraint.parsed()) from None
+            if constraint.kind == "structural_tag":
+                self._check_schemas(constraint)
+            raise
         return None
+
+    def _check_schemas(self, constraint: Constraint) -> None:
+        """Compile the schemas of a structural tag alone. Raises GrammarError, with its pointer, for the first at fault."""
+        from quire.grammar.llguidance_backend import compile_source
+        from quire.grammar.llguidance_source import llguidance_source
+
+        for pointer, schema in iter_tag_schemas(constraint.parsed(), ""):
+            alone = replace(constraint, kind="json_schema", source=json.dumps(schema))
+            try:
+                compile_source(self._tokenizer, llguidance_source(alone, self._vocabulary), self._limits)
+            except GrammarError as error:
+                found = explain(str(error), schema)
+                raise GrammarError(str(found), f"{pointer}{found.pointer or ''}") from None
 
 
 def _xgrammar_compiler(setup: dict[str, Any]) -> Any:
@@ -103,21 +165,5 @@ def answer_to(compiler: Any, fields: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:500], "pointer": None}
 
 
-def _main_until_nobody_listens() -> None:
-    try:
-        main()
-    except BrokenPipeError:  # the engine was killed: there is nobody to tell
-        os._exit(0)
-
-
-def run() -> None:
-    """Run main with half of the stack that the engine's threads have: what fits here, fits there."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=_main_until_nobody_listens)
-    thread.start()
-    thread.join()
-
-
 if __name__ == "__main__":
-    run()
+    main()

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
 import sys
-import sysconfig
 import threading
 import time
-from pathlib import Path
-from typing import IO, Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
-import quire
 from quire.contracts.constraint import Constraint
-from quire.grammar.errors import GrammarError
+from quire.grammar.errors import GrammarError, PassingError
+from quire.grammar.nursery import Nursery, NurseryError, Worker
 
 PROBE_COMMAND = (sys.executable, "-P", "-m", "quire.grammar.probe_main")
-_START_S = 60.0
+_NUM_QUICK = 4
+_NUM_SLOW = 2
+_MAX_WAITING = 16
+_NICENESS = 5
+_CLOSED = "the engine has been closed"
 
 
 class Prober:
     """Hands constraints to processes; one that exceeds the limits ends, and its constraint is refused. Thread-safe.
 
-    A process that is free is used again; there are as many as calls at a time. They end with this process, too: their input
-    closes, and an alarm of the system's ends one that is busy then.
+    A few are compiled at a time. One that is not done soon stands still until one of fewer places for slow ones is free, and
+    then goes on more nicely than the rest: so it holds up no other but slow ones. A process that is free is used again.
+    command       starts a Nursery
     max_cpu_s     seconds of computing that a constraint may take
-    max_wall_s    seconds altogether, for what waits instead
+    max_wall_s    seconds that it may take without standing still, for what waits instead of computing
+    quick_s       seconds after which one is slow
     memory_bytes  address space of a process
     """
 
@@ -36,136 +39,147 @@ class Prober:
         command: tuple[str, ...] = PROBE_COMMAND,
         *,
         max_cpu_s: float = 2.0,
-        max_wall_s: float = 10.0,
+        max_wall_s: float = 20.0,
+        quick_s: float = 0.1,
         memory_bytes: int = 4 << 30,
     ) -> None:
         self._command = command
         self._limits = {"max_cpu_s": max_cpu_s, "memory_bytes": memory_bytes}
         self._max_cpu_s = max_cpu_s
         self._max_wall_s = max_wall_s
+        self._quick_s = quick_s
         self._lock = threading.Lock()
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._busy: list[subprocess.Popen[bytes]] = []
+        self._quick = threading.Semaphore(_NUM_QUICK)
+        self._slow = threading.Semaphore(_NUM_SLOW)
+        self._num_slow = 0
+        self._starting: dict[str, threading.Lock] = {}
+        self._nurseries: dict[str, Nursery] = {}
+        self._idle: dict[str, list[Worker]] = {}
         self._is_closed = False
         self.num_killed = 0
 
-    def probe(self, setup: dict[str, Any], constraint: Constraint) -> dict[str, Any]:
-        """Compile a constraint there and return the answer. Raises GrammarError when it is at fault or takes too much.
+    @contextmanager
+    def probe(self, setup: dict[str, Any], constraint: Constraint) -> Iterator[dict[str, Any]]:
+        """Compile a constraint there and hold the answer, and where it was slow, its place. Raises GrammarError.
 
         setup  what the process has to know of the vocabulary
         """
+        key = json.dumps(setup)
         names = ("kind", "source", "whitespace_pattern", "disable_any_whitespace", "max_open_length")
-        fields = {name: getattr(constraint, name) for name in names}
-        message = json.dumps({"setup": setup, "constraint": fields})
-        process = self._take()
+        message = {name: getattr(constraint, name) for name in names}
+        with self._quick:
+            worker, answer, may_wait = self._begin(key, message)
+        if not may_wait:
+            self._give(key, worker, answer)
+            yield self._checked(answer)
+            return
         try:
-            answer = self._ask(process, message)
-        except BaseException:
-            self._end(process)
-            raise
-        if answer is None:
-            self._end(process)
+            with self._slow:
+                try:
+                    worker.resume(_NICENESS)
+                    answer = worker.read(self._max_wall_s)
+                finally:
+                    worker.end()
+                yield self._checked(answer)
+        finally:
             with self._lock:
-                self.num_killed += 1
-            raise GrammarError(
-                f"compiling takes more than {self._max_cpu_s:g} s or the memory that is allowed: make it simpler"
-            )
-        self._give(process)
-        if answer.get("error") is not None:
-            raise GrammarError(str(answer["error"]), cast("str | None", answer.get("pointer")))
-        return answer
+                self._num_slow -= 1
 
     def close(self) -> None:
         """End all processes."""
         with self._lock:
             self._is_closed = True
-            processes = [*self._idle, *self._busy]
+            idle = [worker for workers in self._idle.values() for worker in workers]
             self._idle.clear()
-        for process in processes:
-            process.kill()
-            process.wait()
-            _close_pipes(process)
+        for worker in idle:
+            worker.end()
+        for key, lock in tuple(self._starting.items()):
+            with lock:
+                nursery = self._nurseries.get(key)
+                if nursery is not None:
+                    nursery.close()
 
-    def _take(self) -> subprocess.Popen[bytes]:
+    def _begin(self, key: str, message: dict[str, Any]) -> tuple[Worker, dict[str, Any] | None, bool]:
+        """Return a process with its answer, or one that stands still (True).
+
+        One that was used before may have been ended by the system: where it is found so at once, a new one is asked.
+        """
         with self._lock:
             if self._is_closed:
-                raise GrammarError("the engine has been closed")
-            if self._idle:
-                process = self._idle.pop()
-                self._busy.append(process)
-                return process
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), bufsize=0, start_new_session=True
-        )
-        with self._lock:
-            self._busy.append(process)
-        self._write(process, json.dumps(self._limits))
-        if self._read(process, _START_S) is None:
-            self._end(process)
-            raise GrammarError(f"the process that compiles did not start: exit status {process.returncode}")
-        return process
+                raise GrammarError(_CLOSED)
+            worker = self._idle[key].pop() if self._idle.get(key) else None
+        if worker is not None:
+            begin_s = time.monotonic()
+            answer, may_wait = self._ask(worker, message)
+            if may_wait or answer is not None or time.monotonic() - begin_s > self._quick_s:
+                return worker, answer, may_wait
+            worker.end()
+        worker = self._fork(key)
+        return worker, *self._ask(worker, message)
 
-    def _give(self, process: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            self._busy.remove(process)
-            if not self._is_closed:
-                self._idle.append(process)
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        process.kill()
-        process.wait()
-        with self._lock:
-            if process in self._busy:
-                self._busy.remove(process)
-        _close_pipes(process)
-
-    def _ask(self, process: subprocess.Popen[bytes], message: str) -> dict[str, Any] | None:
-        return self._read(process, self._max_wall_s) if self._write(process, message) else None
-
-    def _write(self, process: subprocess.Popen[bytes], message: str) -> bool:
-        pipe = _pipe(process.stdin)
-        data = memoryview(message.encode() + b"\n")
+    def _ask(self, worker: Worker, message: dict[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+        """Return the answer, None where there is none; or True where the process stands still, as it takes longer."""
         try:
-            while data:
-                data = data[pipe.write(data) :]
-        except (BrokenPipeError, ValueError):
-            return False
-        return True
+            if worker.send(message) and worker.is_silent(min(self._quick_s, self._max_wall_s)) and self._begin_waiting():
+                worker.pause()
+                return None, True
+            return worker.read(self._max_wall_s), False
+        except BaseException:
+            worker.end()
+            raise
 
-    def _read(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any] | None:
-        """Return the next line, None when none comes in time or the process ends."""
-        pipe = _pipe(process.stdout)
-        deadline_s = time.monotonic() + timeout_s
-        line = b""
-        while not line.endswith(b"\n"):
-            left_s = deadline_s - time.monotonic()
+    def _begin_waiting(self) -> bool:
+        """Return whether one more may stand still: such processes keep their memory."""
+        with self._lock:
+            may_wait = self._num_slow < _NUM_SLOW + _MAX_WAITING
+            self._num_slow += may_wait
+        return may_wait
+
+    def _checked(self, answer: dict[str, Any] | None) -> dict[str, Any]:
+        if answer is None:
+            with self._lock:
+                if self._is_closed:
+                    raise GrammarError(_CLOSED)
+                self.num_killed += 1
+            raise GrammarError(
+                f"compiling takes more than {self._max_cpu_s:g} s or the memory that is allowed: make it simpler"
+            )
+        if answer.get("error") is not None:
+            raise GrammarError(str(answer["error"]), cast("str | None", answer.get("pointer")))
+        return answer
+
+    def _fork(self, key: str) -> Worker:
+        try:
+            nursery = self._nursery(key)
             try:
-                is_ready = left_s > 0 and bool(select.select([pipe], [], [], left_s)[0])
-                part = os.read(pipe.fileno(), 1 << 16) if is_ready else b""
-            except ValueError:  # closed meanwhile
-                return None
-            if not part:
-                return None
-            line += part
-        return json.loads(line)
+                return nursery.fork()
+            except NurseryError:
+                self._forget(key, nursery)
+                return self._nursery(key).fork()  # the system may have ended the one before
+        except NurseryError as error:
+            raise (GrammarError(_CLOSED) if self._is_closed else PassingError(str(error))) from None
 
+    def _give(self, key: str, worker: Worker, answer: dict[str, Any] | None) -> None:
+        with self._lock:
+            if answer is not None and not self._is_closed:
+                self._idle.setdefault(key, []).append(worker)
+                return
+        worker.end()
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    if pipe is None:
-        raise GrammarError("the process that compiles has no pipe")
-    return pipe
+    def _nursery(self, key: str) -> Nursery:
+        with self._lock:
+            lock = self._starting.setdefault(key, threading.Lock())
+            if self._is_closed:
+                raise GrammarError(_CLOSED)
+        with lock:
+            if self._is_closed:
+                raise GrammarError(_CLOSED)
+            if key not in self._nurseries:
+                self._nurseries[key] = Nursery(self._command, json.loads(key), self._limits)
+            return self._nurseries[key]
 
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment, in which the same quire is found, also where it is not the installed one."""
-    folder = str(Path(quire.__file__).resolve().parents[1])
-    if folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return dict(os.environ)
-    others = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": folder if not others else f"{folder}{os.pathsep}{others}"}
+    def _forget(self, key: str, nursery: Nursery) -> None:
+        with self._starting[key]:
+            if self._nurseries.get(key) is nursery:
+                del self._nurseries[key]
+        nursery.close()

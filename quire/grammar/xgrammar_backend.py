@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from quire.contracts.argument_types import type_name
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
@@ -25,6 +27,12 @@ _ENFORCED = frozenset(
         "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "enum",
         "const", "anyOf", "$ref", "$defs", "definitions", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
         "exclusiveMaximum", "format", "pattern", "minProperties", "maxProperties", "propertyNames",
+    )
+)  # fmt: skip
+_NEED_TYPE = frozenset(
+    (
+        "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+        "minItems", "maxItems", "minProperties", "maxProperties",
     )
 )  # fmt: skip
 _BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
@@ -54,8 +62,8 @@ class XgrammarBackend:
         """See Backend."""
         from xgrammar import CompiledGrammar, GrammarMatcher
 
-        answer = self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint)
-        compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
+        with self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint) as answer:
+            compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
         return BackendGrammar(lambda: GrammarMatcher(compiled), XgrammarMatcher, self._masks, self._end_token_id)
 
     def close(self) -> None:
@@ -127,6 +135,19 @@ def check_for_xgrammar(constraint: Constraint) -> Any:
 
 def _check_beside(schema: dict[str, Any], pointer: str) -> None:
     """Refuse what xgrammar forgets in silence beside other keywords."""
+    if schema.keys() & {"enum", "const"}:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        kinds = schema.get("type", ())
+        names = {kinds} if isinstance(kinds, str) else set(kinds)
+        names |= {"integer"} if "number" in names else set()
+        others = sorted((schema.keys() & KNOWN_KEYWORDS) - {"enum", "const", "type", "$defs", "definitions"})
+        if {"enum", "const"} <= schema.keys() or (names and any(type_name(value) not in names for value in values)):
+            others.append("type")
+        if others:
+            raise GrammarError("xgrammar forgets what stands beside enum and const", f"{pointer}/{others[0]}")
+    elif "type" not in schema and not re.search(r"(?<!/properties)/propertyNames$", pointer):  # names are strings
+        for key in sorted(schema.keys() & _NEED_TYPE):
+            raise GrammarError(f"xgrammar forgets {key} where there is no type", f"{pointer}/{key}")
     properties: Any = schema.get("properties")
     named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
     if set(cast("list[str]", schema.get("required") or ())) - named:
@@ -159,31 +180,34 @@ def _whitespace(constraint: Constraint) -> dict[str, Any]:
 
 
 class _Masks:
-    """Fills masks one after the other; tokens without a text are left out of each."""
+    """Fills masks; tokens without a text are left out of each."""
+
+    first_mask_s = math.inf
 
     def __init__(self, tokens: list[bytes]) -> None:
-        from xgrammar import allocate_token_bitmask
-
         has_text = np.zeros(len(tokens) // 32 * 32 + 32, dtype=np.bool_)
         has_text[: len(tokens)] = [bool(token) for token in tokens]
         self._possible = np.packbits(has_text, bitorder="little").view(np.int32)
-        self._bits = allocate_token_bitmask(1, len(tokens))
-        self._lock = threading.Lock()
+        self._num_tokens = len(tokens)
+        self._own = threading.local()  # of each thread, the bits that xgrammar writes
 
-    def fill(self, matchers: Sequence[MaskedMatcher], words: Any) -> list[str | None]:
+    def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
         """See MaskSource."""
-        for row, matcher in enumerate(matchers):
-            found = self.next_of(cast("XgrammarMatcher", matcher).state)
-            words[row] = 0
-            words[row, : len(found)] = found
-        return [None] * len(matchers)
+        found = self.next_of(matcher.state)
+        words[:] = 0
+        words[: len(found)] = found
+        return None
 
     def next_of(self, state: Any) -> Any:
         """Return the mask of a matcher, numpy [words] i32."""
-        with self._lock:
-            is_written = state.fill_next_token_bitmask(self._bits, 0)
-            found = self._bits.numpy()[0][: len(self._possible)]
-            return self._possible & found if is_written else self._possible.copy()
+        if not hasattr(self._own, "bits"):
+            from xgrammar import allocate_token_bitmask
+
+            self._own.bits = allocate_token_bitmask(1, self._num_tokens)
+        bits = self._own.bits
+        is_written = state.fill_next_token_bitmask(bits, 0)
+        found = bits.numpy()[0][: len(self._possible)]
+        return self._possible & found if is_written else self._possible.copy()
 
 
 class XgrammarMatcher(StateMatcher):

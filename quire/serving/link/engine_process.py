@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-import quire
+from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.serving.link.engine_log import EngineLog
@@ -69,7 +68,7 @@ class EngineProcess:
                 log_format=log_format,
             )
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log_format == "json" else {}
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=_environment(), bufsize=0, **pipes)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment_with_quire(), bufsize=0, **pipes)
         except BaseException:
             self._release()
             raise
@@ -181,12 +180,3 @@ class EngineProcess:
         self._socket.close()
         self._context.term()
         self.seal()
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment, in which the same quire is found, also where it is not the installed one."""
-    folder = str(Path(quire.__file__).resolve().parents[1])
-    if folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return dict(os.environ)
-    others = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": folder if not others else f"{folder}{os.pathsep}{others}"}

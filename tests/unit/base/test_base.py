@@ -9,6 +9,7 @@ import pytest
 from quire.base.errors import UnsupportedError
 from quire.base.mixing import mix_seed
 from quire.base.registry import Registry
+from quire.base.threads import prefer_short_spins
 
 
 def test_mixing_is_splitmix64():
@@ -31,14 +32,28 @@ def test_unknown_name_is_an_error_that_lists_the_known_ones():
 
 @pytest.mark.parametrize(
     "environment, expected",
-    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
-def test_threads_spin_shortly_unless_the_environment_says_how_to_wait(environment, expected):
+def test_threads_spin_shortly_unless_the_environment_says_how_to_wait(monkeypatch, environment, expected):
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    prefer_short_spins()
+    assert environment.get("GOMP_SPINCOUNT") == expected
+
+
+def test_environment_stays_when_torch_is_loaded_and_would_not_see_a_change(monkeypatch):
+    environment = {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    prefer_short_spins()
+    assert environment == {}
+
+
+def test_how_threads_wait_is_settled_when_quire_loads_torch():
     kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     code = "import os; from quire import LLM; print(os.environ.get('GOMP_SPINCOUNT'))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "5000"
 
 
 @pytest.mark.parametrize("setup, is_shown", [("", True), ("logging.basicConfig(level='WARNING')", False)])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.grammar.masks import fill_masks
+from quire.grammar.masks import NO_DRAFT, MaskFill
 from quire.grammar.vocabulary import Vocabulary
 
 SPECIAL = "<|tool|>"
@@ -27,15 +27,22 @@ def accepts(grammar, text):
 
 def can_end(matcher):
     """Return whether an output may end here."""
-    words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
-    assert matcher.source.fill([matcher], words) == [None]
-    return bool(words.view(np.uint32)[0, matcher.end_token_id // 32] >> (matcher.end_token_id % 32) & 1)
+    words = np.zeros(matcher.end_token_id // 32 + 1, dtype=np.int32)
+    assert matcher.source.fill(matcher, words) is None
+    return bool(words.view(np.uint32)[matcher.end_token_id // 32] >> (matcher.end_token_id % 32) & 1)
+
+
+def filled(matcher, ending_ids=(), draft=NO_DRAFT):
+    """Return the masks of a matcher."""
+    masks = MaskFill(matcher, ending_ids, draft)
+    masks.run()
+    return masks
 
 
 def allowed_ids(matcher, vocab_size, ending_ids=()):
     """Return the tokens that may come next."""
-    masks = fill_masks([matcher], [ending_ids])
-    assert masks.errors == [None]
+    masks = filled(matcher, ending_ids)
+    assert masks.error is None
     bits = np.unpackbits(masks.words.view(np.uint8)[0], bitorder="little")
     assert not bits[vocab_size:].any(), "a bit beyond the vocabulary is set"
     return set(np.flatnonzero(bits[:vocab_size]).tolist())

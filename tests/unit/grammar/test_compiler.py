@@ -1,11 +1,18 @@
 """What compiled grammars let through, against brute force; and how compilations are kept, bounded and ended."""
 
+import contextlib
 import itertools
 import json
+import os
 import re
+import resource
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -15,27 +22,40 @@ from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
-from quire.grammar.masks import fill_masks
 from quire.grammar.probing import Prober
-from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, can_end, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, can_end, filled, make_vocabulary
 
 TEXTS = ("ab", "ba", "abb", "bba", "a0", '"a', " a", "yes", "no")
 HANG = """
-import json, sys, time
-sys.stdin.readline()
-print("{}", flush=True)
-for line in sys.stdin:
-    if "hang" in json.loads(line)["constraint"]["source"]:
-        time.sleep(600)
-    print("{}", flush=True)
+import time
+from quire.grammar import probe_main
+class Hang:
+    def compile(self, constraint):
+        if "hang" in constraint.source:
+            time.sleep(600)
+probe_main._COMPILERS["llguidance"] = lambda setup: Hang()
+probe_main.main()
 """
 SPIN = """
 import itertools
 from quire.grammar import probe_main
-probe_main.answer_to = lambda compiler, fields: [None for _ in itertools.count() if False]
+class Spin:
+    def compile(self, constraint):
+        if "spin" in constraint.source:
+            [None for _ in itertools.count() if False]
+probe_main._COMPILERS["llguidance"] = lambda setup: Spin()
 probe_main.main()
 """
 
+REST = """
+import time
+from quire.grammar import probe_main
+class Rest:
+    def compile(self, constraint):
+        time.sleep(0.1 if "rest" in constraint.source else 0)
+probe_main._COMPILERS["llguidance"] = lambda setup: Rest()
+probe_main.main()
+"""
 HOARD = """
 from quire.grammar import probe_main
 class Hoard:
@@ -219,7 +239,7 @@ def test_process_is_ended_by_the_system_when_compiling_computes_for_too_long(voc
     compiler = GrammarCompiler(lambda: vocabulary, prober)
     try:
         with pytest.raises(RequestError, match="takes more than"):
-            compile_one(compiler, "regex", "a")
+            compile_one(compiler, "regex", "spin")
         assert prober.num_killed == 1
     finally:
         compiler.close()
@@ -242,9 +262,8 @@ def test_limit_of_what_is_open_is_probed_too(vocabulary):
 
     class Recorder(Prober):
         def probe(self, setup, constraint):
-            answer = super().probe(setup, constraint)
-            seen.append(answer)
-            return answer
+            seen.append(constraint)
+            return super().probe(setup, constraint)
 
     compiler = GrammarCompiler(lambda: vocabulary, Recorder())
     nested = {"type": "array", "items": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}}}
@@ -280,8 +299,8 @@ def test_hostile_constraint_ends_in_a_refusal_or_a_grammar_whose_masks_come(comp
         grammar = compile_one(compiler, kind, source)
     except RequestError:
         return
-    masks = fill_masks([grammar.new_matcher()], [[0]])
-    assert masks.errors == [None] or "cannot go on" in masks.errors[0]
+    masks = filled(grammar.new_matcher(), [0])
+    assert masks.error is None or "cannot go on" in masks.error
 
 
 def test_constraint_is_refused_when_its_first_mask_fails(compiler):
@@ -291,20 +310,175 @@ def test_constraint_is_refused_when_its_first_mask_fails(compiler):
         compile_one(compiler, "json_schema", endless)
 
 
+def wait_until(is_so):
+    while not is_so():
+        time.sleep(0.001)
+
+
+def read_process(pid):
+    """Return the state of a process and the number of the one that has started it."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    return state, int(parent)
+
+
+def is_alive(pid):
+    return read_process(pid)[0] not in "XZ"
+
+
+def group_of(nursery):
+    """Return the numbers of a nursery's process and of those that it has forked."""
+    others = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [nursery._process.pid, *(pid for pid in others if read_process(pid)[1] == nursery._process.pid)]
+
+
 def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600)
+    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
     compiler = GrammarCompiler(lambda: vocabulary, prober)
     compile_one(compiler, "regex", "a")
-    pending = compiler.start(Constraint(kind="regex", source="hang"))
-    while not prober._busy:
-        pass
-    processes = [*prober._idle, *prober._busy]
+    pending = [compiler.start(Constraint(kind="regex", source=f"hang{number}")) for number in range(5)]
+    wait_until(lambda: prober._num_slow == 5)
+    (nursery,) = prober._nurseries.values()
+    pids = group_of(nursery)
+    assert len(pids) >= 6
     compiler.close()
-    assert all(process.poll() is not None for process in processes)
-    with pytest.raises(RequestError):
-        pending.result()
+    assert not any(map(is_alive, pids))
+    for compilation in pending:
+        with pytest.raises(RequestError, match="the engine has been closed"):
+            compilation.result()
     with pytest.raises(RequestError, match="closed"):
         compiler.start(Constraint(kind="regex", source="b"))
+
+
+def test_no_process_is_left_when_what_started_it_is_killed(vocabulary):
+    """One that stands still could not see that its input has ended."""
+    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    for number in range(4):
+        compiler.start(Constraint(kind="regex", source=f"hang{number}"))
+    wait_until(lambda: prober._num_slow == 4)
+    (nursery,) = prober._nurseries.values()
+    pids = group_of(nursery)
+    nursery._control.shutdown(socket.SHUT_RDWR)  # as the system does for a process that has ended
+    wait_until(lambda: not any(map(is_alive, pids)))
+    compiler.close()
+
+
+def test_nursery_that_was_ended_by_the_system_is_started_again(vocabulary):
+    compiler = GrammarCompiler(lambda: vocabulary)
+    try:
+        compile_one(compiler, "regex", "a")
+        (nursery,) = compiler.prober._nurseries.values()
+        pids = group_of(nursery)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, pids)))
+        assert accepts(compile_one(compiler, "regex", "b"), "b")
+    finally:
+        compiler.close()
+
+
+def test_failure_that_is_no_fault_of_the_constraint_refuses_its_request_and_is_not_kept(vocabulary, monkeypatch):
+    """An engine that cannot open a file must neither end nor refuse that constraint from then on."""
+    prober = Prober()
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+
+    def fail_to_pair(*args):
+        raise OSError(24, "Too many open files")
+
+    def fail(*args):
+        raise RuntimeError("odd")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", fail_to_pair)
+            with pytest.raises(RequestError, match="Too many open files"):
+                compile_one(compiler, "regex", "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Prober, "_give", fail)
+            with pytest.raises(RequestError, match="RuntimeError: odd"):
+                compile_one(compiler, "regex", "a")
+        assert accepts(compile_one(compiler, "regex", "a"), "a")
+    finally:
+        compiler.close()
+
+
+def test_slow_constraint_goes_on_when_its_process_may_not_be_made_nicer(vocabulary, monkeypatch):
+    """An engine at a niceness above may not lower it."""
+
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    compiler = GrammarCompiler(lambda: vocabulary, Prober((sys.executable, "-c", REST), quick_s=0.01))
+    try:
+        assert accepts(compile_one(compiler, "regex", "rest"), "rest")
+    finally:
+        compiler.close()
+
+
+def test_constraint_is_ready_when_twenty_others_do_not_end(vocabulary):
+    """Two go on, sixteen stand still, and three keep their places among the quick ones, of which there are four."""
+    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    try:
+        pending = [compiler.start(Constraint(kind="regex", source=f"hang{number}")) for number in range(21)]
+        assert accepts(compile_one(compiler, "regex", "a"), "a")
+        assert not any(compilation.is_done for compilation in pending)
+    finally:
+        compiler.close()
+
+
+def test_constraint_that_is_slow_is_compiled_behind_those_that_are_quick(vocabulary):
+    compiler = GrammarCompiler(lambda: vocabulary, Prober((sys.executable, "-c", REST), quick_s=0.01))
+    try:
+        slow = [compiler.start(Constraint(kind="regex", source=f"rest{number}")) for number in range(5)]
+        assert accepts(compile_one(compiler, "regex", "a"), "a")
+        for number, compilation in enumerate(slow):
+            assert accepts(compilation.result(), f"rest{number}")
+        wait_until(lambda: compiler.prober._num_slow == 0)
+    finally:
+        compiler.close()
+
+
+def test_process_that_was_being_started_ends_when_the_prober_is_closed(monkeypatch):
+    prober = Prober()
+    begun = []
+
+    def close_then_start(*args, **kwargs):
+        closing.start()
+        begun.append(start(*args, **kwargs))
+        return begun[0]
+
+    closing = threading.Thread(target=prober.close)
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", close_then_start)
+    with (
+        pytest.raises(GrammarError, match="closed"),
+        prober.probe(
+            {"backend": "llguidance", "size": 300, "special": [], "spelled": []}, Constraint(kind="regex", source="a")
+        ),
+    ):
+        pass
+    closing.join()
+    assert begun[0].poll() is not None
+
+
+def test_constraint_compiles_in_a_process_whose_pipes_have_large_numbers(vocabulary):
+    """A server with a thousand connections has such numbers, which select() refuses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"only {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        compiler = GrammarCompiler(lambda: vocabulary)
+        files.callback(compiler.close)
+        assert accepts(compile_one(compiler, "regex", "ab"), "ab")
 
 
 class HeldProber:
@@ -313,11 +487,13 @@ class HeldProber:
     def __init__(self):
         self.go_on = threading.Event()
 
+    @contextlib.contextmanager
     def probe(self, setup, constraint):
         if "slow" in constraint.source:
             self.go_on.wait()
         if "wrong" in constraint.source:
             raise GrammarError("it is wrong")
+        yield {}
 
     def close(self):
         self.go_on.set()
@@ -348,15 +524,15 @@ def test_matchers_of_one_grammar_go_separate_ways(compiler):
 
 
 def test_process_that_compiles_ends_quietly_when_nobody_listens_any_more():
-    probe = subprocess.Popen(
-        [sys.executable, "-m", "quire.grammar.probe_main"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    probe.stdout.close()
-    probe.stdin.write(json.dumps({"memory_bytes": 1 << 32, "max_cpu_s": 5}) + "\n")
-    probe.stdin.close()
-    assert (probe.wait(60), probe.stderr.read()) == (0, "")
-    probe.stderr.close()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.close()
+    setup = {"backend": "llguidance", "size": 300, "special": [], "spelled": []}
+    with theirs:
+        ended = subprocess.run(
+            [sys.executable, "-m", "quire.grammar.probe_main", str(theirs.fileno())],
+            input=json.dumps({"setup": setup, "limits": {}}).encode(),
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")

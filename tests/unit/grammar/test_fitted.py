@@ -13,8 +13,8 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler, Use
 from quire.grammar.endings import JsonEndings
 from quire.grammar.fitted import FittedGrammar
-from quire.grammar.masks import DraftedTokens, fill_masks
-from tests.unit.grammar.byte_vocabulary import allowed_ids, make_vocabulary
+from quire.grammar.masks import DraftedTokens
+from tests.unit.grammar.byte_vocabulary import allowed_ids, filled, make_vocabulary
 
 PIECES = ('"}', '":', '", "', "}}", "]}", "null", "true", "{}", "the", " a", "12", '"name"')
 OPEN = {"type": "object"}
@@ -160,7 +160,7 @@ def test_no_end_is_looked_for_again_when_drafts_are_accepted(compiler):
     tokens = list(b'{"name": "abcdefghijklmnopqrst", "tags": ["ab", "cd"')
     for first in range(0, len(tokens), 6):
         drafted = tokens[first : first + 6]
-        masks = fill_masks([matcher], [()], [DraftedTokens(drafted, range(-1, len(drafted) - 1))])
+        masks = filled(matcher, (), DraftedTokens(drafted, range(-1, len(drafted) - 1)))
         assert all(masks.is_known)
         num_finds = endings.num_finds
         for token_id in drafted:  # on the path of the step, where others wait
@@ -171,10 +171,10 @@ def test_no_end_is_looked_for_again_when_drafts_are_accepted(compiler):
 
 def test_no_end_is_looked_for_on_the_way_to_one(compiler):
     matcher, endings = counted_matcher(compiler, PERSON, 60)
-    fill_masks([matcher], [()])
+    filled(matcher)
     for token_id in b'{"name": "abcdefgh':
         assert matcher.advance(token_id) is None
-        fill_masks([matcher], [()])
+        filled(matcher)
     num_finds = endings.num_finds
     while not matcher.is_complete:
         allowed = allowed_ids(matcher, 299)

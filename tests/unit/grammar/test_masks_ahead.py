@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("llguidance")
 
 from quire.contracts.constraint import Constraint
+from quire.grammar import llguidance_backend
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.masks import DraftedTokens, MaskFiller, fill_masks
-from tests.unit.grammar.byte_vocabulary import allowed_ids, make_vocabulary
+from quire.grammar.mask_filler import MaskFiller
+from quire.grammar.masks import DraftedTokens, MaskCost, MaskFill
+from tests.unit.grammar.byte_vocabulary import allowed_ids, filled, make_vocabulary
 
 ENDING = 299
 SCHEMA = {
@@ -92,9 +94,9 @@ def test_masks_behind_drafts_are_those_of_fresh_matchers(grammar, vocabulary):
                 matcher = after(grammar, prefix)
                 break
         draft, paths = draw_tree(grammar, prefix, vocabulary.size, rng)
-        masks = fill_masks([matcher], [[ENDING]], [draft])
-        assert masks.errors == [None]
-        assert masks.is_broken == [False]
+        masks = filled(matcher, [ENDING], draft)
+        assert masks.error is None
+        assert not masks.is_broken
         assert bits(masks.words[0], vocabulary.size) == allowed_ids(after(grammar, prefix), vocabulary.size, [ENDING])
         for row, path in enumerate(paths, start=1):
             can_come = can_follow(grammar, prefix + path, vocabulary.size)
@@ -117,19 +119,25 @@ def can_follow(grammar, tokens, size):
     return not matcher.is_complete
 
 
-def test_several_matchers_of_two_backends_fill_their_drafts_in_one_call(compiler, vocabulary):
+def test_several_matchers_of_two_backends_fill_their_drafts_beside_each_other(compiler, vocabulary):
     pytest.importorskip("xgrammar")
     grammars = [
         compiler.start(Constraint(kind="regex", source="(ab|cd)+", backend=backend)).result()
         for backend in ("llguidance", "xgrammar", "llguidance")
     ]
     drafts = [DraftedTokens([97, 98, 99], [-1, 0, 1]), DraftedTokens(), DraftedTokens([120, 99], [-1, -1])]
-    masks = fill_masks([grammar.new_matcher() for grammar in grammars], [[ENDING]] * 3, drafts)
-    assert masks.is_known == [True, True, True, True, True, True, False, True]
-    found = [bits(row, vocabulary.size) for row in masks.words]
-    assert found[:3] == [{97, 99, 257}] * 3
-    assert found[3:6] == [{98}, {97, 99, 257, ENDING}, {100}]
-    assert found[7] == {100}
+    fills = [MaskFill(one.new_matcher(), [ENDING], draft) for one, draft in zip(grammars, drafts, strict=True)]
+    filler = MaskFiller()
+    try:
+        filler.start(fills)
+        assert filler.wait_for_all(fills, 60)
+    finally:
+        filler.close()
+    assert [fill.is_known for fill in fills] == [[True] * 4, [True], [True, False, True]]
+    found = [[bits(row, vocabulary.size) for row in fill.words] for fill in fills]
+    assert found[0] == [{97, 99, 257}, {98}, {97, 99, 257, ENDING}, {100}]
+    assert found[1] == [{97, 99, 257}]
+    assert (found[2][0], found[2][2]) == ({97, 99, 257}, {100})
 
 
 def test_forced_tokens_are_the_only_ones_that_masks_allow(grammar, vocabulary):
@@ -183,53 +191,100 @@ class Fragile:
 
 def test_matcher_is_known_to_be_lost_when_it_fails_behind_a_draft(compiler):
     matcher = compiler.start(Constraint(kind="regex", source="(ab|cd)+")).result().new_matcher()
-    masks = fill_masks([Fragile(matcher)], [[ENDING]], [DraftedTokens([97, 98], [-1, 0])])
-    assert (masks.errors, masks.is_known, masks.is_broken) == ([None], [True, False, False], [True])
+    masks = filled(Fragile(matcher), [ENDING], DraftedTokens([97, 98], [-1, 0]))
+    assert (masks.error, masks.is_known, masks.is_broken) == (None, [True, False, False], True)
 
 
-class Clock:
-    """Says that every step took what it is told; knows whether the one who made it asked last: whether it fills masks."""
-
-    def __init__(self, *costs):
-        self.now, self.owner, self.is_callers = 0.0, threading.get_ident(), False
-        self.costs = iter([part for cost in costs for part in (0.0, cost)])  # nothing at the beginning of a step
-
-    def __call__(self):
-        self.now += next(self.costs, 0.0)
-        self.is_callers = threading.get_ident() == self.owner
-        return self.now
-
-
-def test_masks_are_filled_at_once_when_they_take_next_to_no_time(compiler):
-    matcher = compiler.start(Constraint(kind="regex", source="(ab|c){1,4}")).result().new_matcher()
-    clock = Clock(5e-5, 3e-5, 4e-3)
-    filler = MaskFiller(clock)
-    expected = fill_masks([matcher], [()]).words
-    was_inline = []
-    try:
-        for _ in range(4):
-            assert np.array_equal(filler.start([matcher], [()]).result().words, expected)
-            was_inline.append(clock.is_callers)
-        assert was_inline == [False, True, True, False], "a mask that took long is followed by others that may"
-        num_steps = 0
-        while not clock.is_callers:
-            filler.start([matcher], [()]).result()
-            num_steps += 1
-        assert 3 < num_steps < 10
-        drafts = [DraftedTokens(list(b"c" * 20), range(-1, 19))]
-        filler.start([matcher], [()], drafts).result()
-        assert not clock.is_callers
-    finally:
-        filler.close()
+def test_masks_are_the_same_when_an_output_gets_a_grammar_of_its_own(compiler, vocabulary, monkeypatch):
+    """As it does where they are slow, lest others of the grammar wait for them."""
+    grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(SCHEMA))).result()
+    monkeypatch.setattr(llguidance_backend, "_SLOW_S", -1.0)
+    rng = random.Random(7)
+    matcher, tokens = grammar.new_matcher(), ()
+    assert not matcher.state.is_alone
+    while len(tokens) < 25 and not matcher.is_complete:
+        if len(tokens) % 5 == 4:
+            matcher = matcher.fork()
+            assert not matcher.state.is_alone
+        found = filled(matcher, (), DraftedTokens([97, 34], [-1, -1]))
+        assert matcher.state.is_alone
+        assert bits(found.words[0], vocabulary.size) == allowed_ids(after(grammar, tokens), vocabulary.size)
+        tokens += (rng.choice(sorted(allowed_ids(matcher, vocabulary.size) - {257})),)
+        assert matcher.advance(tokens[-1]) is None
+    assert len(tokens) > 10
 
 
-def test_masks_are_not_taken_for_cheap_when_other_threads_filled_them(compiler):
-    matchers = [compiler.start(Constraint(kind="regex", source="(ab|c){1,4}")).result().new_matcher() for _ in range(3)]
-    clock = Clock(0.0)
-    filler = MaskFiller(clock)
-    try:
-        for count in (3, 1):
-            filler.start(matchers[:count], [()] * count).result()
-            assert not clock.is_callers
-    finally:
-        filler.close()
+class Held:
+    """A matcher, and the source of its masks, which come when the test lets them."""
+
+    end_token_id = 300
+
+    def __init__(self, mask_s=float("inf")):
+        self.source, self.first_mask_s, self.may_go_on, self.is_filled = self, mask_s, threading.Event(), False
+
+    def fill(self, matcher, words):
+        assert self.may_go_on.wait(60)
+        self.is_filled = True
+
+    def narrow(self, words):
+        pass
+
+
+@pytest.fixture
+def filler():
+    filler = MaskFiller()
+    yield filler
+    filler.close()
+
+
+def test_cheap_masks_are_filled_while_more_slow_ones_than_threads_are_not(filler):
+    slow, cheap = [Held(1.0) for _ in range(20)], [Held(1e-5) for _ in range(3)]
+    for matcher in cheap:
+        matcher.may_go_on.set()
+    fills = [MaskFill(matcher) for matcher in (*slow, *cheap)]
+    filler.start(fills)
+    assert filler.wait_for_all(fills[20:], 60)
+    assert not any(fill.is_done for fill in fills[:20])
+    for matcher in slow:
+        matcher.may_go_on.set()
+    assert filler.wait_for_all(fills, 60)
+
+
+def test_those_behind_a_mask_that_is_slow_all_of_a_sudden_are_filled_without_it(filler):
+    first, others = Held(1e-6), [Held(1e-5) for _ in range(3)]
+    for matcher in others:
+        matcher.may_go_on.set()
+    fills = [MaskFill(matcher) for matcher in (first, *others)]
+    filler.start(fills)
+    filler.start_again(fills)
+    assert filler.wait_for_all(fills[1:], 60)
+    assert not fills[0].is_done
+    first.may_go_on.set()
+    assert filler.wait_for_all(fills, 60)
+
+
+def test_masks_are_filled_at_once_when_they_take_next_to_no_time_and_nobody_else_waits(filler):
+    matchers = [Held(1e-5) for _ in range(2)]
+    for matcher in matchers:
+        matcher.may_go_on.set()
+    fill = MaskFill(matchers[0])
+    filler.start([fill], is_alone=True)
+    assert fill.is_done
+    dear = MaskFill(matchers[1], cost=MaskCost(1e-3))
+    filler.start([dear], is_alone=True)
+    assert filler.wait_for_all([dear], 60)
+    assert dear.cost.mask_s == 5e-4, "what a dear mask makes believe of those to come is forgotten by halves"
+
+
+def test_nothing_is_filled_for_an_output_that_has_ended(filler):
+    matchers = [Held(1.0) for _ in range(3)]
+    fills = [MaskFill(matcher) for matcher in matchers]
+    for fill in fills:
+        fill.drop()
+    matchers.append(Held(1.0))
+    fills.append(MaskFill(matchers[-1]))
+    filler.start(fills)
+    for matcher in matchers:
+        matcher.may_go_on.set()
+    assert filler.wait_for_all(fills[3:], 60)
+    assert [matcher.is_filled for matcher in matchers] == [False, False, False, True]

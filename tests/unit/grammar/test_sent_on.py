@@ -51,6 +51,14 @@ def test_schema_is_enforced_when_the_other_backend_can(compiler, schema, values)
         ({"type": "array", "uniqueItems": True}, "/uniqueItems"),
         ({"format": "uri-reference"}, "/format"),  # xgrammar would refuse absolute ones
         ({"type": "object", "additionalProperties": {}, "minProperties": 2}, "/minProperties"),
+        (
+            {"properties": {"a": {"type": "object", "propertyNames": {"minLength": 1}}, "b": {"minLength": 3}}},
+            "/properties/a/propertyNames",
+        ),
+        (
+            {"properties": {"a": {"type": "object", "propertyNames": {"minLength": 1}}, "b": {"enum": ["ab"], "minLength": 3}}},
+            "/properties/a/propertyNames",
+        ),
     ],
 )
 def test_schema_is_refused_with_its_pointer_when_no_backend_enforces_it(compiler, schema, pointer):

@@ -1,0 +1,18 @@
+"""The environment of processes that run quire."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import quire
+
+
+def environment_with_quire() -> dict[str, str]:
+    """Return this process's environment, in which the same quire is found, also where it is not the installed one."""
+    folder = str(Path(quire.__file__).resolve().parents[1])
+    if folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return dict(os.environ)
+    others = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": folder if not others else f"{folder}{os.pathsep}{others}"}

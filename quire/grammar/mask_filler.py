@@ -1,0 +1,123 @@
+"""MaskFiller: fills the masks of constrained outputs in threads, while the model runs; none waits for a slow one."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from quire.grammar.masks import MaskFill
+
+_MAX_INLINE_S = 2e-4
+"""What masks may take for the caller to fill them: to wake a thread, which then wants the interpreter too, takes longer."""
+_SHARE_S = 5e-4
+"""What masks have to take for another thread to be woken for a share of them."""
+_HIDDEN_S = 2e-3
+"""What the masks of a step may take together, or half of the step where that is more; the dearest beyond are filled apart."""
+_NUM_THREADS = 4
+_CORES_PER_SLOW_THREAD = 4
+"""Slow masks take little of what the model computes with. Their threads must not stand back behind others in the system's eyes:
+they hold the interpreter now and then, and everybody waits for that."""
+
+
+class MaskFiller:
+    """Fills masks in threads of its own. One thread calls start and wait.
+
+    Outputs share threads, the cheapest mask first, as long as a step hides what that takes. Where one is dear all of a sudden,
+    those behind it can be handed to another thread (`start_again`). From then on it is filled by a few threads for slow ones,
+    until its masks are cheap again.
+
+    clock  seconds that the calling thread has computed
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        num_cores = os.cpu_count() or 1
+        self._max_shares = min(_NUM_THREADS, num_cores)
+        self._quick = ThreadPoolExecutor(_NUM_THREADS, "quire-masks")
+        num_slow = min(_NUM_THREADS, max(1, num_cores // _CORES_PER_SLOW_THREAD))
+        self._slow = ThreadPoolExecutor(num_slow, "quire-slow-masks")
+        self._news = threading.Condition()
+        self._is_asked_for_any = False
+        self._is_closed = False
+
+    def start(self, fills: Sequence[MaskFill], step_s: float = 0.0, is_alone: bool = False) -> None:
+        """Begin to fill; what is done is said by each.
+
+        step_s    what the step takes that they are for
+        is_alone  nobody else waits for the caller: where that takes next to no time, the masks are filled at once
+        """
+        if is_alone and len(fills) == 1 and fills[0].expected_s <= _MAX_INLINE_S:
+            self._fill(fills)
+            return
+        left_s = max(_HIDDEN_S, step_s / 2)
+        cheap: list[MaskFill] = []
+        for fill in sorted(fills, key=_mask_s):
+            mask_s = fill.cost.mask_s
+            if math.isinf(mask_s):
+                self._quick.submit(self._fill, (fill,))
+                continue
+            left_s -= mask_s
+            if left_s >= 0:
+                cheap.append(fill)
+            else:
+                fill.is_slow = True
+                self._slow.submit(self._fill, (fill,))
+        if not cheap:
+            return
+        total_s = sum([fill.expected_s for fill in cheap])
+        num_shares = max(1, min(self._max_shares, len(cheap), int(total_s / _SHARE_S)))
+        for index in range(num_shares):
+            self._quick.submit(self._fill, cheap[index::num_shares])
+
+    def start_again(self, fills: Sequence[MaskFill]) -> None:
+        """Have those that wait for their turn behind a slow one be filled without it."""
+        for fill in fills:
+            if not fill.is_begun and not fill.is_slow:
+                self._quick.submit(self._fill, (fill,))
+
+    def _fill(self, fills: Sequence[MaskFill]) -> None:
+        for fill in fills:
+            with self._news:
+                if fill.is_begun or self._is_closed:
+                    continue
+                fill.is_begun = True
+            begin_s = self._clock()
+            fill.run()
+            fill.cost.note((self._clock() - begin_s) / max(1, sum(fill.is_known)))
+            with self._news:
+                fill.is_done = True
+                if self._is_asked_for_any:
+                    self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def wait_for_all(self, fills: Sequence[MaskFill], timeout_s: float | None) -> bool:
+        """Wait until all are done, or the time is over, None: as long as it takes; return whether they are."""
+        if all(fill.is_done for fill in fills):
+            return True
+        with self._news:
+            return self._news.wait_for(lambda: all(fill.is_done for fill in fills), timeout_s)
+
+    def wait_for_any(self, fills: Sequence[MaskFill], timeout_s: float) -> bool:
+        """Wait until one is done, or the time is over; return whether one is."""
+        with self._news:
+            self._is_asked_for_any = True
+            try:
+                return self._news.wait_for(lambda: any(fill.is_done for fill in fills), timeout_s)
+            finally:
+                self._is_asked_for_any = False
+
+    def close(self) -> None:
+        """End the threads; what is not begun is not filled any more."""
+        with self._news:
+            self._is_closed = True
+        for threads in (self._quick, self._slow):
+            threads.shutdown(cancel_futures=True)
+
+
+def _mask_s(fill: MaskFill) -> float:
+    return fill.cost.mask_s
