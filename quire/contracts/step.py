@@ -40,7 +40,8 @@ class StepPlan:
     """One step: which sequences compute how many tokens, and where.
 
     num_scheduled_tokens  sequence -> number of tokens, >= 1, in batch order. Where they reach the last known token of the
-                          sequence, the worker samples the next one, or pools the hidden states of a request that asks for that
+                          sequence, the worker samples the next one, or pools the hidden states of a request that asks for that.
+                          Empty where all that could go on are late: the worker waits for a moment until one is not
     starts                sequences that the worker sees for the first time (again), all of them in num_scheduled_tokens
     new_block_ids         blocks appended to the tables of sequences the worker knows
     replaced_blocks       sequence -> (index in its table, new block), after copy on write
@@ -93,6 +94,9 @@ class StepResult:
     verified         sequence -> how many drafts this step computed of it, and how many of them were accepted: the KV of these
                      stands, they are the sampled tokens but the last one
     draft_wishes     sequence -> drafts that the worker could use in the next step, > 0
+    late             sequences that got no token although it was due, as the worker does not know yet what their constraints
+                     allow: their last known token counts as not computed, and they are to be left out of plans
+    caught_up        sequences that were late in an earlier step, and are to be in plans again
     """
 
     step_id: int
@@ -104,6 +108,8 @@ class StepResult:
     verified: dict[SequenceId, tuple[int, int]] = field(default_factory=dict[SequenceId, tuple[int, int]])
     draft_wishes: dict[SequenceId, int] = field(default_factory=dict[SequenceId, int])
     completed: frozenset[SequenceId] = frozenset()
+    late: frozenset[SequenceId] = frozenset()
+    caught_up: tuple[SequenceId, ...] = ()
 
 
 class Runner(Protocol):

@@ -87,7 +87,12 @@ class LLMEngine:
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
         with shared_reads():
             runner, report = build_runner(config)
-            tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+            try:
+                tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+            except BaseException:
+                # Its threads would go on beside the end of the process.
+                runner.close()
+                raise
         # What is there now stays: the collector need not walk through it again in every step.
         gc.freeze()
         self.config = config

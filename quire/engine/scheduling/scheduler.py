@@ -18,7 +18,8 @@ Where a running sequence needs a block and none is free, the last running one in
 blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
 admitted in that step, but those for whom the background made room. The first running sequence is preempted for nobody but
 them, as one that is alone in the pool always fits (see admission; a fork needs a block to spare, so this holds for it too):
-there is always progress, and no step is empty.
+there is always progress. A sequence is left out while the worker says that it is late: its constraint does not know yet what it
+allows. A step is empty only where nobody else has anything to compute: the worker then waits for that.
 
 The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
 prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
@@ -157,8 +158,10 @@ class Scheduler:
         if step is None or len(self.in_flight) > 1:
             raise InvariantError(f"{len(self.in_flight)} steps are in flight: exactly one can be followed by a step ahead")
         launched = step.num_scheduled_tokens
-        if not self.kv.has_room_behind(self.running, launched) or must_make_room(
-            self.waiting, self.running, self.kv, self.config.max_num_seqs
+        if (
+            not launched
+            or not self.kv.has_room_behind(self.running, launched)
+            or must_make_room(self.waiting, self.running, self.kv, self.config.max_num_seqs)
         ):
             return None
         return self._plan(launched, now)
@@ -170,6 +173,8 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[tuple[Sequence, int]] = []
         for sequence in self.running:
+            if sequence.is_late:
+                continue
             num_left = len(sequence.token_ids) - sequence.num_computed_tokens
             if launched:
                 num_left = sequence.num_tokens_behind(launched.get(sequence.sequence_id, 0))
@@ -187,7 +192,7 @@ class Scheduler:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # what drafts follow is not known before
             give_draft_slots(draft, self.kv, len(self.running))
-        if draft.is_empty:
+        if draft.is_empty and (launched or not any(sequence.is_late for sequence in self.running)):
             return None
         plan = draft.build(next(self._step_ids), tuple(self._ended))
         self.in_flight.begin(plan)
@@ -222,6 +227,10 @@ class Scheduler:
             update = self._commit_sequence(sequence, num_tokens, result, now)
             if update is not None:
                 updates.append(update)
+        for sequence_id in result.caught_up:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None:
+                sequence.is_late = False
         return updates
 
     def finish(
@@ -294,6 +303,7 @@ class Scheduler:
         self._forget_row(sequence)
         self._start_waiting(sequence)
         sequence.num_draft_wish = 0
+        sequence.is_late = False
         sequence.num_preemptions += 1
         self._num_preemptions += 1
 
@@ -308,7 +318,8 @@ class Scheduler:
         prompt_logprobs_start = 0
         if sequence.next_prompt_logprob < num_prompt:
             prompt_logprobs, prompt_logprobs_start = take_prompt_logprobs(sequence, result)
-        sequence.num_computed_tokens += num_tokens
+        sequence.is_late = sequence.sequence_id in result.late
+        sequence.num_computed_tokens += num_tokens - sequence.is_late
         if result.verified:
             sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
         sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)

@@ -37,6 +37,7 @@ class Sequence:
     last_entry           the index entry of the last of them
     next_prompt_logprob  prompt position whose log probabilities are still to be handed out; all before it have been
     num_draft_wish       drafts that the worker could use behind its last known token; 0 unless it decodes
+    is_late              the worker has not sampled its next token, and computes it again when it says so; only while RUNNING
     num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
     times                in seconds on the clock of the caller's `now`
     """
@@ -58,6 +59,7 @@ class Sequence:
     num_published_blocks: int = 0
     last_entry: PrefixEntry | None = None
     num_draft_wish: int = 0
+    is_late: bool = False
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None

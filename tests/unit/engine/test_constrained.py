@@ -1,6 +1,7 @@
 """Constrained outputs through the engine: what they match, and that they depend on nothing but the request."""
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -179,11 +180,13 @@ class HeldProber:
     def __init__(self):
         self.go_on = threading.Event()
 
+    @contextlib.contextmanager
     def probe(self, setup, constraint):
         if "slow" in constraint.source:
             self.go_on.wait()
         if "wrong" in constraint.source:
             raise GrammarError("it is wrong", "/here")
+        yield {}
 
     def close(self):
         self.go_on.set()

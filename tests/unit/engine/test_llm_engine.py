@@ -1,12 +1,14 @@
 """LLMEngine: one terminal event per request, whatever happens to it or to a step."""
 
 import random
+import shutil
 import signal
 
 import pytest
 import torch
 
-from quire import LLM, EngineConfig, LLMEngine, RequestError, SamplingParams
+from quire import LLM, EngineConfig, LLMEngine, ModelFormatError, RequestError, SamplingParams
+from quire.worker.runner import ModelRunner
 from tests.tiny_checkpoint import VOCAB_SIZE
 
 
@@ -306,3 +308,14 @@ def test_every_request_ends_exactly_once_in_a_random_run(tiny_model, seed):
     assert engine.scheduler.kv_usage == 0
     assert engine.num_unfinished_requests() == 0
     engine.close()
+
+
+def test_runner_is_closed_when_there_is_no_tokenizer(tiny_model, tmp_path, monkeypatch):
+    # Its threads would go on beside the end of the process, which that ended with an abort.
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    closed = []
+    monkeypatch.setattr(ModelRunner, "close", lambda runner: closed.append(runner))
+    with pytest.raises(ModelFormatError, match="has no tokenizer"):
+        make_engine(tmp_path / "model")
+    assert len(closed) == 1

@@ -53,7 +53,7 @@ class CheckedScheduler(Scheduler):
             return None
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         threshold, size = self.config.long_prefill_token_threshold, self.config.block_size
-        assert not threshold or max(plan.num_scheduled_tokens.values()) <= threshold
+        assert not threshold or max(plan.num_scheduled_tokens.values(), default=0) <= threshold
         written = self.writes[plan.step_id] = set()
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             sequence = self.sequence(sequence_id)

@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 from scheduling_fakes import EOS, STOP_STRING, VOCAB_SIZE, make_config, make_request
+
+
+def seeds(first, count, num_fast):
+    """Return `count` seeds as parameters of a test, of which those after the first `num_fast` run with the slow tests."""
+    return [
+        pytest.param(seed, marks=[] if seed < first + num_fast else pytest.mark.slow) for seed in range(first, first + count)
+    ]
 
 
 def random_config(rng):
@@ -53,6 +61,8 @@ def random_request(rng, name, prefixes):
 
 def fail_some(rng, result, plan):
     """Let one sequence of the step fail, as a worker does when its logits are not finite."""
+    if not plan.num_scheduled_tokens:
+        return result
     victim = rng.choice(list(plan.num_scheduled_tokens))
     sampled = {key: tokens for key, tokens in result.sampled.items() if key != victim}
     pooled = {key: vector for key, vector in result.pooled.items() if key != victim}

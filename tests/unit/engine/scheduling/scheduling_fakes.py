@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -126,6 +127,10 @@ class FakeWorker:
         self.wishes: dict[SequenceId, int] = {}
         self.rng = random.Random(seed)
         self.plans: list[StepPlan] = []
+        self.may_be_late: Callable[[Request], bool] = lambda request: False
+        self._late: list[SequenceId] = []
+        self._rng_of_late = random.Random(seed)
+        self.num_late = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.next_step_id
@@ -159,12 +164,17 @@ class FakeWorker:
             assert plan.num_scheduled_tokens[sequence_id] == 1
             verified[sequence_id] = self._draft(self.rows[sequence_id], num_slots, holders)
         self.wishes = {}
+        late: list[SequenceId] = []
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             row = self.rows[sequence_id]
             row.num_computed += num_tokens
             self.check_row(row)
             if row.num_computed == len(row.tokens) and row.request.pooling is not None:
                 pooled[sequence_id] = pool(row.request, row.pooled)
+            elif row.num_computed == len(row.tokens) and self.may_be_late(row.request):
+                row.num_computed -= 1
+                verified.pop(sequence_id, None)
+                late.append(sequence_id)
             elif row.num_computed == len(row.tokens):
                 num_accepted = verified.get(sequence_id, (0, 0))[1]
                 row.num_computed += num_accepted
@@ -177,7 +187,21 @@ class FakeWorker:
             if self.rows[sequence_id].request.params.needs_logprob
         }
         wishes = {sequence_id: count for sequence_id, count in self.wishes.items() if count}
-        return StepResult(plan.step_id, sampled, logprobs, prompt_logprobs, {}, pooled, verified, wishes)
+        caught_up = [sequence_id for sequence_id in self._late if self._rng_of_late.random() < 0.3]
+        self._late = [sequence_id for sequence_id in self._late if sequence_id not in caught_up] + late
+        self.num_late += len(late)
+        return StepResult(
+            plan.step_id,
+            sampled,
+            logprobs,
+            prompt_logprobs,
+            {},
+            pooled,
+            verified,
+            wishes,
+            late=frozenset(late),
+            caught_up=tuple(caught_up),
+        )
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
         """Write the KV of drafts behind the last known token: right ones, and then garbage."""
@@ -210,6 +234,8 @@ class FakeWorker:
     def _apply(self, plan: StepPlan) -> None:
         for sequence_id in plan.ended:
             del self.rows[sequence_id]
+        self._late = [sequence_id for sequence_id in self._late if sequence_id not in plan.ended]
+        assert not set(self._late) & set(plan.num_scheduled_tokens), "a late sequence is planned"
         known = set(self.rows)
         for start in plan.starts:
             assert start.sequence_id not in self.rows
@@ -273,7 +299,7 @@ class Driver:
 
     def schedule(self) -> StepPlan | None:
         scheduler = self.scheduler
-        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
+        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1 and not s.is_late]
         plan = scheduler.schedule(now=self.now)
         assert (plan is not None) == scheduler.has_unfinished
         if plan is not None:
@@ -282,7 +308,7 @@ class Driver:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
             assert set(plan.num_scheduled_tokens) <= {s.sequence_id for s in still_running}
             threshold = self.config.long_prefill_token_threshold
-            assert not threshold or max(plan.num_scheduled_tokens.values()) <= threshold
+            assert not threshold or max(plan.num_scheduled_tokens.values(), default=0) <= threshold
         check_invariants(scheduler)
         return plan
 

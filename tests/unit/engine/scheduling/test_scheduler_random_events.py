@@ -1,9 +1,10 @@
 """Seeded random lives of a scheduler: whatever happens, every output is that of an isolated run and nothing leaks."""
 
+import functools
 import random
 
 import pytest
-from random_lives import fail_some, random_config, random_request
+from random_lives import fail_some, random_config, random_request, seeds
 from scheduling_fakes import Driver, make_config, make_request
 
 from quire.base.errors import RequestError
@@ -11,12 +12,15 @@ from quire.contracts.step import StepResult
 from quire.engine.scheduling import invariants, kv_allocator, prefix_index
 
 
-def live(seed, num_events):
+def live(seed, num_events, late_share=0.0):
     """Return a driver that has lived through num_events random events and then drained."""
     rng = random.Random(seed)
     config = random_config(rng)
     driver = Driver(config, max_sampled=rng.choice([1, 1, 1, 3]), seed=seed, max_drafts=(0, 1, 4, 9)[seed % 4])
     prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(3)]
+    if late_share:
+        lateness = random.Random(seed)
+        driver.worker.may_be_late = lambda request: lateness.random() < late_share
     names: list[int] = []
     add_share = rng.choice([0.1, 0.25, 0.5])
 
@@ -43,6 +47,7 @@ def live(seed, num_events):
         driver.commit(plan, result)
     driver.run()
     driver.check_outputs()
+    driver.worker.may_be_late = lambda request: False
     driver.flush()
     return driver
 
@@ -58,12 +63,24 @@ def weak_hash(monkeypatch):
         monkeypatch.setattr(module, "block_key", weak_key)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@functools.cache
+def ordinary_life(seed):
+    """Return a driver after its life, which several tests look at."""
+    return live(seed, num_events=80)
+
+
+@pytest.mark.parametrize("seed", seeds(0, 120, num_fast=48))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
-    live(seed, num_events=80)
+    ordinary_life(seed)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1030))
+@pytest.mark.parametrize("seed", seeds(0, 60, num_fast=24))
+@pytest.mark.parametrize("late_share", [0.1, 0.6])
+def test_outputs_equal_isolated_runs_when_sequences_are_late(seed, late_share):
+    live(seed, num_events=80, late_share=late_share)
+
+
+@pytest.mark.parametrize("seed", seeds(1000, 30, num_fast=16))
 def test_outputs_equal_isolated_runs_when_hashes_collide(seed, weak_hash):
     live(seed, num_events=80)
 
@@ -80,8 +97,8 @@ def test_random_events_reach_every_mechanism():
         "pooled again": 0,
         "pooled after a hit": 0,
     }
-    for seed in range(60):
-        driver = live(seed, num_events=80)
+    for seed in range(48):
+        driver = ordinary_life(seed)
         seen["preempted"] += driver.scheduler.num_preemptions
         seen["hit"] += driver.scheduler.prefix_cache_hits
         embedded = [output.last for output in driver.outputs.values() if output.last and output.last.pooled]

@@ -1,11 +1,12 @@
 """Steps launched ahead: the order of calls, and the same outputs as without, whatever happens meanwhile."""
 
+import functools
 import random
 from itertools import pairwise
 
 import pytest
 from ahead_fakes import AheadDriver
-from random_lives import random_config, random_request
+from random_lives import random_config, random_request, seeds
 from scheduling_fakes import make_config, make_request
 
 from quire.base.errors import DeviceLostError, RequestError
@@ -17,12 +18,15 @@ def ask_for_logprobs(request):
     return request.params.needs_logprob
 
 
-def live(seed, num_events, is_ahead=True, is_calm=False):
+def live(seed, num_events, is_ahead=True, is_calm=False, late_share=0.0):
     """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted."""
     rng = random.Random(seed)
     config = random_config(rng)
     samples_on_host = ask_for_logprobs if rng.random() < 0.5 else lambda request: False
     driver = AheadDriver(config, seed=seed, is_ahead=is_ahead, samples_on_host=samples_on_host)
+    if late_share:
+        lateness = random.Random(seed + 2)
+        driver.worker.may_be_late = lambda request: samples_on_host(request) and lateness.random() < late_share
     prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(3)]
     names: list[int] = []
     add_share = rng.choice([0.1, 0.25, 0.5])
@@ -45,6 +49,7 @@ def live(seed, num_events, is_ahead=True, is_calm=False):
         driver.step()
     driver.run()
     driver.check_outputs()
+    driver.worker.may_be_late = lambda request: False
     flush(driver)
     return driver
 
@@ -193,21 +198,32 @@ def test_records_do_not_overlap_and_count_the_tokens_that_each_step_attends_to()
         assert after.started_s >= before.started_s + before.duration_s
 
 
-@pytest.mark.parametrize("seed", range(80))
+@functools.cache
+def ordinary_life(seed):
+    """Return a driver after its life, which several tests look at."""
+    return live(seed, num_events=80)
+
+
+@pytest.mark.parametrize("seed", seeds(0, 80, num_fast=40))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
-    live(seed, num_events=80)
+    ordinary_life(seed)
 
 
-@pytest.mark.parametrize("seed", range(500, 540))
+@pytest.mark.parametrize("seed", seeds(500, 40, num_fast=16))
 def test_outputs_equal_those_of_steps_one_by_one(seed):
     ahead, one_by_one = (live(seed, num_events=60, is_ahead=is_ahead, is_calm=True) for is_ahead in (True, False))
     assert ends_of(ahead) == ends_of(one_by_one)
 
 
+@pytest.mark.parametrize("seed", seeds(0, 40, num_fast=20))
+def test_outputs_equal_isolated_runs_when_sequences_are_late(seed):
+    live(seed, num_events=80, late_share=(0.1, 0.6)[seed % 2])
+
+
 def test_random_events_reach_every_mechanism():
     seen = dict.fromkeys(("ahead", "refused ahead", "preempted", "copied", "hit", "forked", "chunked", "surplus", "error"), 0)
     for seed in range(40):
-        driver = live(seed, num_events=80)
+        driver = ordinary_life(seed)
         seen["ahead"] += driver.scheduler.num_ahead
         seen["refused ahead"] += driver.scheduler.num_refused_ahead
         seen["preempted"] += driver.scheduler.num_preemptions
