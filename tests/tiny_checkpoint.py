@@ -51,6 +51,19 @@ _CONFIGS = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_act": "silu",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 11,
+        "swiglu_limit": 2.0,
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+            **{"beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    },
 }
 WIDE_EXPERTS = {
     **{"hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
@@ -91,18 +104,32 @@ def _tensors(config):
             yield f"{prefix}{norm}.weight", (hidden,), 0.3, 1
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             yield f"{prefix}self_attn.{name}_proj.weight", (size, hidden), 0.3, 0
-            if config["model_type"] == "qwen2":
+            if config["model_type"] in ("qwen2", "gpt_oss"):
                 yield f"{prefix}self_attn.{name}_proj.bias", (size,), 0.5, 0
         yield f"{prefix}self_attn.o_proj.weight", (hidden, q), 0.3, 0
         if config["model_type"].startswith("qwen3"):
             yield f"{prefix}self_attn.q_norm.weight", (head_dim,), 0.3, 1
             yield f"{prefix}self_attn.k_norm.weight", (head_dim,), 0.3, 1
-        if config["model_type"] == "qwen3_moe":
+        if config["model_type"] == "gpt_oss":
+            yield f"{prefix}self_attn.o_proj.bias", (hidden,), 0.3, 0
+            yield f"{prefix}self_attn.sinks", (config["num_attention_heads"],), 1.0, 0
+            yield from _fused_experts(f"{prefix}mlp.", config)
+        elif config["model_type"] == "qwen3_moe":
             yield f"{prefix}mlp.gate.weight", (config["num_experts"], hidden), 0.5, 0
             for expert in range(config["num_experts"]):
                 yield from _mlp(f"{prefix}mlp.experts.{expert}.", hidden, config["moe_intermediate_size"])
         else:
             yield from _mlp(f"{prefix}mlp.", hidden, config["intermediate_size"])
+
+
+def _fused_experts(prefix, config):
+    count, hidden, inner = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+    yield f"{prefix}router.weight", (count, hidden), 0.5, 0
+    yield f"{prefix}router.bias", (count,), 0.5, 0
+    yield f"{prefix}experts.gate_up_proj", (count, hidden, 2 * inner), 0.3, 0
+    yield f"{prefix}experts.gate_up_proj_bias", (count, 2 * inner), 0.5, 0
+    yield f"{prefix}experts.down_proj", (count, inner, hidden), 0.3, 0
+    yield f"{prefix}experts.down_proj_bias", (count, hidden), 0.5, 0
 
 
 def _mlp(prefix, hidden, inner):

@@ -370,7 +370,7 @@ def is_short(timeout):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("num_examples", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_answers_are_as_described(server, name, num_examples):
     statuses = collections.Counter()
 

@@ -64,6 +64,16 @@ _QWEN3_MOE = {
     "head_dim": 16,
 }
 _GPT2 = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": MAX_POSITIONS, "vocab_size": 131, "n_inner": None}
+_GPT_OSS = {
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 11,
+    "swiglu_limit": 2.0,
+    "rope_parameters": {**_LONG_YARN, "rope_theta": 150000.0, "truncate": False},
+}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -122,6 +132,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "olmo2": ("olmo2", {}),
     "olmo2-bias": ("olmo2", {"attention_bias": True, "rope_parameters": _rope("default", rope_theta=500000.0)}),
+    "gpt-oss": ("gpt_oss", _GPT_OSS),
+    "gpt-oss-no-bias": (
+        "gpt_oss",
+        {**_GPT_OSS, "attention_bias": False, "swiglu_limit": 1.25, "swiglu_alpha": 0.9, "head_dim": 20},
+    ),
     "granite": ("granite", _GRANITE),
     "granite-bias": ("granite", {**_GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -172,7 +187,7 @@ def copy_as_v4(source: Path, folder: Path) -> Path:
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the transformers model of a folder in eval mode, with the plain attention and the plain loop over experts."""
     options: dict[str, str] = {"attn_implementation": "eager"}
-    if json.loads((folder / "config.json").read_text())["model_type"] in ("mixtral", "qwen3_moe"):
+    if json.loads((folder / "config.json").read_text())["model_type"] in ("gpt_oss", "mixtral", "qwen3_moe"):
         options["experts_implementation"] = "eager"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
 

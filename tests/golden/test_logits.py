@@ -17,9 +17,10 @@ VOCAB_SIZE = 131
 # Shorter and longer than a KV block (16), a window (11) and the original length of the scaled ropes (16, 32).
 LENGTHS = (1, 10, 17, 40)
 F32_TOLERANCE = 3e-5
-# transformers rounds after each operation of gelu_new; we use torch's gelu, which rounds once.
+# transformers rounds after each operation of gelu_new; we use torch's gelu, which rounds once. It multiplies with the experts
+# of gpt-oss as they are stored, transposed, in another order of sums: single rows differ by a unit in the last place.
 F16_TOLERANCE = 2**-6  # a few units in the last place: float16 products of other shapes are summed in other orders
-BF16_TOLERANCE = {"gpt2": 0.25}
+BF16_TOLERANCE = {"gpt2": 0.25, "gpt-oss": 0.05, "gpt-oss-no-bias": 0.05}
 
 
 def _prompt(length):
@@ -43,7 +44,7 @@ def _errors(folder, dtype):
     return errors
 
 
-@pytest.mark.parametrize("style", ["v5", "v4"])
+@pytest.mark.parametrize("style", ["v5", pytest.param("v4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     errors = _errors(checkpoint(case, style), torch.float32)

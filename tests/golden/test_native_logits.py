@@ -9,7 +9,8 @@ from quire.kernels.native import load_native
 from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
-from quire.model.native_decoder import NativeDecoder, native_refusal
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_model import native_refusal
 from tests.golden.make_checkpoints import CASES, reference_model
 
 pytestmark = [

@@ -1,7 +1,4 @@
-"""Tiny checkpoints written by the owners of the formats: logits of the dense weights recorded beside them.
-
-gptoss-mxfp4 is not among them: its architecture is not supported, which is tested here too.
-"""
+"""Tiny checkpoints written by the owners of the formats: logits of the dense weights recorded beside them."""
 
 from pathlib import Path
 
@@ -10,7 +7,6 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.base.errors import UnsupportedError
 from quire.kernels.native import load_native
 from quire.model.build import build_model, load_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
@@ -18,8 +14,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
-UNSUPPORTED = "gptoss-mxfp4"
-NAMES = sorted(path.name for path in FOLDER.glob("*/") if path.is_dir() and path.name != UNSUPPORTED)
+NAMES = sorted(path.name for path in FOLDER.glob("*/") if path.is_dir())
 TOLERANCE = 1e-4
 NATIVE_SHARES = {"float32": 0.03, "bfloat16": 0.03}
 """Of the range of the logits: native kernels quantise the inputs of integers to int8, and round to the dtype."""
@@ -62,8 +57,3 @@ def test_native_logits_are_near_those_of_the_dense_weights(name, dtype):
     assert isinstance(decoder, NativeDecoder)
     error = (whole_prompt_logits(decoder, token_ids) - expected).abs()
     assert error.max() <= NATIVE_SHARES[dtype] * (expected.max() - expected.min())
-
-
-def test_mxfp4_of_gpt_oss_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="gpt_oss|mxfp4"):
-        read_model_spec(FOLDER / UNSUPPORTED)

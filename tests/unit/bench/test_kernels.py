@@ -32,7 +32,7 @@ def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path,
     assert record["provenance"]["machine"]
     assert {"linear", "attention", "norm"} <= {result["kernel"] for result in record["results"]}
     formats = {result["number_format"] for result in record["results"] if result["kernel"] == "linear"}
-    assert formats == {"bf16", "bf12", "f32", "int8", "int4"}
+    assert formats == {"bf16", "bf12", "f32", "int8", "int4", "fp8"}
     for result in record["results"]:
         assert result["seconds"] > 0
         assert result["bandwidth_share"] == pytest.approx(result["bytes_per_s"] / result["machine_bytes_per_s"])
