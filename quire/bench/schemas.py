@@ -165,15 +165,15 @@ def measure_schemas(config: EngineConfig, trial: SchemaTrial, show_progress: boo
 def _look_times(grammar: Grammar, max_tokens: int, draws: random.Random, texts: Sequence[int]) -> list[float]:
     """Return the milliseconds of computing by token, of an output that is drawn: mostly text, as long as it may be."""
     matcher = cast("MaskedMatcher", grammar.new_matcher())
-    words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)
+    words = np.zeros(matcher.end_token_id // 32 + 1, dtype=np.int32)
     found: list[float] = []
     while len(found) < max_tokens and not matcher.is_complete:
-        if matcher.source.fill([matcher], words) != [None]:
+        if matcher.source.fill(matcher, words) is not None:
             break
         begin = time.thread_time()
-        matcher.narrow(words[0])
+        matcher.narrow(words)
         taken = time.thread_time() - begin
-        token_id = _draw(words[0].view(np.uint32), matcher.end_token_id, draws, texts)
+        token_id = _draw(words.view(np.uint32), matcher.end_token_id, draws, texts)
         if token_id is None:
             break
         begin = time.thread_time()

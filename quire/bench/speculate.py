@@ -86,6 +86,8 @@ class Line:
     best             ratio of the fastest runs, which others disturbed least
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
+    same_outputs     share of the outputs with drafts that are those of plain decoding: all, but on a GPU that is not
+                     deterministic, where sums of steps with drafts have other bits, and near-ties other ends
     """
 
     method: str
@@ -98,6 +100,7 @@ class Line:
     tokens_per_step: float
     drafts_per_step: float
     acceptance: list[float]
+    same_outputs: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class SpeculationRecord:
             text.append(
                 f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.best:>6.2f}"
                 f"{line.tokens_per_step:>10.2f}{line.drafts_per_step:>8.2f}  {shares}"
+                + (f"  ({line.same_outputs:.0%} of the outputs are those without drafts)" if line.same_outputs < 1 else "")
             )
         return "\n".join(text)
 
@@ -140,7 +144,10 @@ def _share_of(method: str) -> float:
 
 
 def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool = False) -> SpeculationRecord:
-    """Measure every method at every batch size. Raises InvariantError where a token differs from plain decoding."""
+    """Measure every method at every batch size.
+
+    Raises InvariantError where a token differs from plain decoding, and sums have one order.
+    """
     lines: list[Line] = []
     with progress_bar(trial.num_runs, "run", show_progress) as bar:
         for method in trial.methods:
@@ -191,7 +198,8 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         bar.update()
     plain_s: list[float] = []
     speculative_s: list[float] = []
-    counts = _Counts()
+    counts, num_same = _Counts(), 0
+    is_exact = engine.report.device == "cpu" or engine.config.deterministic
     for index in range(trial.num_rounds):
         for with_drafts in (index % 2 == 0, index % 2 == 1):
             before = replace(engine.stats, accepted_per_pos=list(engine.stats.accepted_per_pos))
@@ -202,7 +210,8 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
                 continue
             speculative_s.append(duration_s)
             counts.add(before, engine.stats)
-            if [o.outputs[0].token_ids for o in found] != [o.outputs[0].token_ids for o in expected]:
+            num_same += sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(found, expected, strict=True))
+            if is_exact and num_same < len(speculative_s) * len(expected):
                 raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in expected) * trial.num_rounds
     ratios = [plain / drafted for plain, drafted in zip(plain_s, speculative_s, strict=True)]
@@ -218,6 +227,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         tokens_per_step=num_tokens / (counts.num_steps * batch_size),
         drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
         acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
+        same_outputs=num_same / (trial.num_rounds * len(expected)),
     )
 
 

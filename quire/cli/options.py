@@ -37,7 +37,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     quantizations = ("int8", "int4", "fp8")
-    group.add_argument("--quantization", choices=quantizations, help="quantise the weights when they are loaded (fp8: GPU)")
+    group.add_argument("--quantization", choices=quantizations, help="quantise the weights when they are loaded")
     group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help="auto: the model's; int8, fp8 (GPU): half")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
