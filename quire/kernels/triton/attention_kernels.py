@@ -14,6 +14,7 @@ import triton.language as tl
 from quire.kernels.triton.arithmetic import LOG2_E, dot, narrow, tanh
 
 TINY = tl.constexpr(1e-37)
+_MOST_DRAFTS = tl.constexpr(64)  # of a tree, as a path is 64 bits
 
 
 @triton.jit
@@ -102,8 +103,10 @@ def _is_seen(
     if WINDOW > 0:
         from_positions = queries
         to_positions = keys
-        if ancestors_ptr is not None:
+        if positions_ptr is not None:
             from_positions = tl.load(positions_ptr + token_shift + queries, mask=is_row, other=0)
+        # A wider window has all drafts of a path, even counted from their places, which are not before their positions.
+        if ancestors_ptr is not None and WINDOW < _MOST_DRAFTS:
             is_draft = (keys >= tree_start) & (keys < end)
             to_positions = tl.load(positions_ptr + token_shift + keys, mask=is_draft, other=0)
             to_positions = tl.where(is_draft, to_positions, keys)
@@ -224,9 +227,11 @@ def attend_keys(
     first = low
     if WINDOW > 0:
         first = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, low), high)
+        # Behind a wide window there are no drafts.
         acc, best, total = _attend_span(
             acc, best, total, q, low, first, queries, is_row, end, tree_start, token_shift, kv_head,
-            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
+            k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+            ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale,
             HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
         )  # fmt: skip
     middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N

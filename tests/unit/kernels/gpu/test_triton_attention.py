@@ -119,7 +119,7 @@ def test_runs_that_see_most_keys_come_first():
 PARENTS = [-1, -1, 0, 1, 2, 2, 3, 0, 4, 8]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 64])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=["split", "whole"])
 def test_drafts_see_their_ancestors_alone_when_they_are_a_tree(heads, window, device):
     spec = AttentionSpec(*heads, 16, 0.25, window=window)
