@@ -172,5 +172,5 @@ def run_apart(code: str, **environment: str) -> None:
     root = Path(__file__).resolve().parents[4]
     paths = os.pathsep.join((str(root), os.environ.get("PYTHONPATH", "")))
     options = {"env": {**os.environ, "PYTHONPATH": paths, **environment}, "cwd": root}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options)
     assert result.returncode == 0, result.stderr[-600:]
