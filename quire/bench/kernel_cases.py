@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 4096
 _MAX_OUT_BYTES = 256 << 20
 """Results larger than this are left out: no step computes logits of so many rows."""
 _NOISE_ELEMENTS = 1 << 20
-_INT8_GROUP, _INT4_GROUP, _INPUT_GROUP = 256, 64, 256
+_INT8_GROUP, _INT4_GROUP, _INPUT_GROUP = 256, 128, 256
 _UNITS = {"bf12": 8, "fp8": 4}
 """Columns of such a weight come in units of so many."""
 _FP8_BLOCK = 128
@@ -165,7 +165,7 @@ def _linear_case(setup: Setup, number_format: str, name: str, weights: list, m: 
 def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
     """Return a packed weight as the engine makes it.
 
-    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 64 with uneven levels, fp8 blocks of 128 columns.
+    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 128 with uneven levels, fp8 blocks of 128 columns.
     """
     group = {"int8": min(_INT8_GROUP, k), "int4": min(_INT4_GROUP, k), "fp8": _FP8_BLOCK}.get(number_format, 0)
     input_group = min(_INPUT_GROUP, k) if number_format.startswith("int") else 0

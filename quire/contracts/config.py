@@ -77,7 +77,7 @@ class EngineConfig:
     skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
-    quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 64 columns (some
+    quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 128 columns (some
                             weights get int8 there, see quant/policy.py), "fp8" per row, None: run them as they are
                             stored. For checkpoints that are not quantised already
     kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head; "fp8": the

@@ -19,7 +19,21 @@ QUIRE_INLINE void dot_pairs_of(const Pairs& w, int p, const u32* x, F32 (&acc)[P
 template <int R, int P, bool IS_EXPANDED, bool IS_WIDE>
 QUIRE_INLINE void dot_four_inputs(const Tile& t, i64 s, const Float8Table& table, const u32* x, F32 (&acc)[P][R]) {
     const u32* next = x + (IS_WIDE ? 2 : 1) * R;
-    if constexpr (IS_EXPANDED) {
+    if constexpr (QUIRE_LEVEL == 2 && !IS_WIDE) {
+        // An input after the other: panel after panel GCC keeps all inputs of a line in registers, and half of the sums in memory.
+        Bytes first[P], second[P];
+#pragma GCC unroll 32
+        for (int p = 0; p < P; ++p) {
+            if constexpr (IS_EXPANDED) {
+                first[p] = load_bytes(t.panels[p] + s * 128), second[p] = load_bytes(t.panels[p] + s * 128 + 64);
+            } else {
+                const Float8Line line = load_float8(table, t.panels[p] + s * 64);
+                first[p] = float8_bytes<0>(line), second[p] = float8_bytes<1>(line);
+            }
+        }
+        dot_line<R, P>(first, x, acc);
+        dot_line<R, P>(second, next, acc);
+    } else if constexpr (IS_EXPANDED) {
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p) dot_pairs_of<R, P, IS_WIDE>(pairs_of(load_bytes(t.panels[p] + s * 128)), p, x, acc);
 #pragma GCC unroll 32
