@@ -26,6 +26,7 @@ _FIRST_TOKENS = 512
 _MAX_LENGTH = 255
 _CLOSES_STRING = re.compile(rb'"(?:[}\]]*|:)')
 _CLOSES_ITEM = re.compile(rb"[}\]]+")
+_PUNCTUATION = re.compile(rb'[]":,{}[]+')
 _RANKS_OUTSIDE = tuple(
     re.compile(pattern)
     for pattern in (
@@ -67,6 +68,7 @@ class JsonEndings:
         outside_order, inside_order = (np.argsort(scores, kind="stable") for scores in (outside, inside))
         self._orders = (outside_order, inside_order, inside_order)
         self._kinds = np.array([_kind(token) for token in self._tokens], dtype=np.int8)
+        self._punctuation = {token: token_id for token_id, token in enumerate(self._tokens) if _PUNCTUATION.fullmatch(token)}
         self._closing = (_pack(closes_item), _pack(closes_string))
 
     def after(self, place: int, token_id: int) -> int:
@@ -101,8 +103,32 @@ class JsonEndings:
         return Search(self, matcher, place, limit).result()
 
     def fits(self, ending: tuple[int, ...], matcher: MaskedMatcher) -> bool:
-        """Return whether tokens end an output, which may have gone on since they were found."""
+        """Return whether tokens end an output."""
         return matcher.num_fitting((*ending, matcher.end_token_id)) == len(ending) + 1
+
+    def fitting_part(self, ending: tuple[int, ...], matcher: MaskedMatcher, limit: int) -> tuple[int, ...] | None:
+        """Return the shortest part from the back of an ending that ends an output which has gone on since; None: none does.
+
+        It may begin with a piece of a token: an output writes `"` and then `:` where the ending has them in one.
+        limit  tokens of the part at most
+        """
+        if matcher.can_end:
+            return ()
+        is_next: dict[int, bool] = {}
+        for start in range(len(ending) - 1, max(-1, len(ending) - 1 - limit), -1):
+            for first in (*self._pieces(ending[start]), ending[start]):
+                if first not in is_next:
+                    is_next[first] = matcher.num_fitting((first,)) == 1
+                part = (first, *ending[start + 1 :])
+                if is_next[first] and self.fits(part, matcher):
+                    return part
+        return None
+
+    def _pieces(self, token_id: int) -> list[int]:
+        """Return the tokens of punctuation that a token ends with."""
+        token = self._tokens[token_id]
+        ends = (token[start:] for start in range(1, len(token)))
+        return [self._punctuation[end] for end in ends if end in self._punctuation]
 
     def choose(self, words: Any, place: int, tried: set[int]) -> int | None:
         """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.

@@ -136,14 +136,17 @@ class FittedMatcher(WrappingMatcher):
         return self._endings.find(self._inner, self._steps[-1].place, min(self._max_tokens - self._count, _MAX_ENDING))
 
     def _known_ending(self, last: _Look) -> Ending | None:
-        """Return what is left of the last ending where the output has taken its way, or all of it where it still fits."""
+        """Return what is left of the last ending where the output has taken its way, or a part of it that still fits.
+
+        Where the output wrote something of its own, what the ending has behind that mostly is one still.
+        """
         if not last.ending:
             return None
         num_taken, place = self._count - last.count, self._steps[-1].place
         if last.ending[:num_taken] == tuple(self._tokens[last.count :]) and len(last.ending) > num_taken:
             return self._endings.rest(last.ending[num_taken:], place)
-        has_room = len(last.ending) <= self._max_tokens - self._count
-        return self._endings.rest(last.ending, place) if has_room and self._endings.fits(last.ending, self._inner) else None
+        part = self._endings.fitting_part(last.ending, self._inner, self._max_tokens - self._count)
+        return None if part is None else self._endings.rest(part, place)
 
     def _judge_found(self, ending: Ending | None, last: _Look) -> _Look:
         count, num_left = self._count, self._max_tokens - self._count

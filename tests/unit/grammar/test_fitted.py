@@ -135,11 +135,12 @@ def test_fitting_is_left_to_the_constraint_when_what_is_needed_does_not_fit(comp
 
 
 class CountedEndings:
-    """JsonEndings that count the looks for an end."""
+    """JsonEndings that count the looks for an end, and those that find a part of the last one."""
 
     def __init__(self, endings):
         self._endings = endings
         self.num_finds = 0
+        self.num_parts = 0
 
     def __getattr__(self, name):
         return getattr(self._endings, name)
@@ -147,6 +148,11 @@ class CountedEndings:
     def find(self, *args):
         self.num_finds += 1
         return self._endings.find(*args)
+
+    def fitting_part(self, *args):
+        part = self._endings.fitting_part(*args)
+        self.num_parts += part is not None
+        return part
 
 
 def counted_matcher(compiler, schema, max_tokens):
@@ -162,11 +168,21 @@ def test_no_end_is_looked_for_again_when_drafts_are_accepted(compiler):
         drafted = tokens[first : first + 6]
         masks = filled(matcher, (), DraftedTokens(drafted, range(-1, len(drafted) - 1)))
         assert all(masks.is_known)
-        num_finds = endings.num_finds
+        looks = endings.num_finds, endings.num_parts
         for token_id in drafted:  # on the path of the step, where others wait
             assert matcher.advance(token_id) is None
-        assert endings.num_finds == num_finds
-    assert endings.num_finds > 2
+        assert (endings.num_finds, endings.num_parts) == looks
+    assert endings.num_finds + endings.num_parts > 3
+
+
+def test_an_end_is_looked_for_once_when_the_output_writes_its_parts_in_tokens_of_its_own(compiler):
+    matcher, endings = counted_matcher(compiler, PERSON, 70)
+    for token_id in b'{"name": "abcdef" , "tags": ["a"], "kind": "beta"}':
+        filled(matcher)
+        assert matcher.advance(token_id) is None
+    assert matcher.can_end
+    assert endings.num_finds == 1
+    assert endings.num_parts > 3
 
 
 def test_no_end_is_looked_for_on_the_way_to_one(compiler):
@@ -225,6 +241,37 @@ def test_an_end_fits_when_the_output_could_take_it_and_end(compiler, backend):
                 outcomes.add(expected)
             ending = () if found is None else found.tokens
     assert outcomes == {False, True}
+
+
+def test_the_shortest_part_of_an_end_that_fits_ends_an_output_which_went_on(compiler):
+    endings, rng = compiler._get_endings(), random.Random(9)
+    grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(PERSON))).result()
+    num_parts = num_pieces = 0
+    for _ in range(12):
+        matcher, place, ending = grammar.new_matcher(), 0, ()
+        for count in range(40):
+            allowed = sorted(allowed_ids(matcher, 299))
+            if not allowed:
+                break
+            token_id = rng.choice(allowed)
+            matcher.advance(token_id)
+            place = endings.after(place, token_id)
+            part = endings.fitting_part(ending, matcher, 30)
+            shorter = [ending[start:] for start in range(len(ending))]
+            if part is None:
+                assert not any(endings.fits(one, matcher) for one in shorter if 0 < len(one) <= 30)
+            else:
+                assert endings.fits(part, matcher)
+                assert len(part) <= 30
+                assert (part == ()) == matcher.can_end
+                assert not any(endings.fits(one, matcher) for one in shorter if 0 < len(one) < len(part))
+                assert part[1:] == ending[len(ending) + 1 - len(part) :][: len(part[1:])]
+                num_parts += 1
+                num_pieces += part[:1] != ending[len(ending) - len(part) :][:1]
+            if count % 4 == 0:
+                found = endings.find(matcher, place, 200)
+                ending = () if found is None else found.tokens
+    assert num_parts > num_pieces > 0
 
 
 def test_a_look_goes_on_with_the_tokens_when_there_is_room(compiler):
