@@ -82,10 +82,20 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
-    def end(self) -> None:
-        """End it, whatever it does."""
-        self.nursery.end(self)
+    def end(self) -> bool:
+        """End it, whatever it does; return whether the system had killed it, as it does where memory ends."""
+        was_killed = self.nursery.end(self, self._is_ending())
         self.connection.close()
+        return was_killed
+
+    def _is_ending(self) -> bool:
+        """Whether it has let go of its socket, which it does only as it ends."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
 
 class Nursery:
@@ -139,19 +149,26 @@ class Nursery:
     def _ask_for_fork(self, theirs: socket.socket) -> int:
         socket.send_fds(self._control, [json.dumps({"fork": True}).encode()], [theirs.fileno()])
         reply = self._control.recv(_MAX_REPLY)
-        if not reply:
+        pid = json.loads(reply or b"{}").get("pid")
+        if pid is None:  # it has ended, or a reply before came too late
             raise ConnectionResetError("no reply")
-        return json.loads(reply)["pid"]
+        return pid
 
-    def end(self, worker: Worker) -> None:
-        """Kill a process that this one has forked. When this one has ended, or is closed, they end without being told."""
+    def end(self, worker: Worker, is_ending: bool) -> bool:
+        """Kill a process that this one has forked, or wait for its end; return whether another had killed it.
+
+        When this one has ended, or is closed, they end without being told.
+        """
         with self._lock:
             if self._is_closed:
-                return
+                return False
             try:
-                self._control.send(json.dumps({"end": worker.pid}).encode())
+                self._control.send(json.dumps({"end": worker.pid, "is_ending": is_ending}).encode())
+                reply = self._control.recv(_MAX_REPLY)
             except OSError as error:
                 logger.debug("the process that forks those that compile has ended: %s", error)
+                return False
+        return json.loads(reply or b"{}").get("signal") == signal.SIGKILL
 
     def close(self) -> None:
         """End the process, and all that it has forked, and wait for that."""

@@ -44,17 +44,22 @@ def main() -> None:
             if descriptors:
                 pids.add(_fork(control, descriptors[0], compiler, start["limits"]))
             else:
-                _end(json.loads(message)["end"], pids)
+                ended = json.loads(message)
+                signal_number = _end(ended["end"], pids, ended["is_ending"])
+                control.send(json.dumps({"signal": signal_number}).encode())
     except (BrokenPipeError, ConnectionResetError):
         pass  # the engine was killed: there is nobody to tell
     for pid in tuple(pids):
         _end(pid, pids)
 
 
-def _end(pid: int, pids: set[int]) -> None:
+def _end(pid: int, pids: set[int], is_ending: bool = False) -> int:
+    """Kill a process, or wait for its end; return the signal that has ended it, 0 where it was none or this one's."""
     pids.remove(pid)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    if not is_ending:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.WTERMSIG(status) if is_ending and os.WIFSIGNALED(status) else 0
 
 
 def _fork(control: socket.socket, descriptor: int, compiler: Any, limits: dict[str, Any]) -> int:

@@ -70,8 +70,8 @@ class Prober:
         with self._quick:
             worker, answer, may_wait = self._begin(key, message)
         if not may_wait:
-            self._give(key, worker, answer)
-            yield self._checked(answer)
+            was_killed = self._give(key, worker, answer)
+            yield self._checked(answer, was_killed)
             return
         try:
             with self._slow:
@@ -79,8 +79,8 @@ class Prober:
                     worker.resume(_NICENESS)
                     answer = worker.read(self._max_wall_s)
                 finally:
-                    worker.end()
-                yield self._checked(answer)
+                    was_killed = worker.end()
+                yield self._checked(answer, was_killed)
         finally:
             with self._lock:
                 self._num_slow -= 1
@@ -135,12 +135,14 @@ class Prober:
             self._num_slow += may_wait
         return may_wait
 
-    def _checked(self, answer: dict[str, Any] | None) -> dict[str, Any]:
+    def _checked(self, answer: dict[str, Any] | None, was_killed: bool) -> dict[str, Any]:
         if answer is None:
             with self._lock:
                 if self._is_closed:
                     raise GrammarError(_CLOSED)
-                self.num_killed += 1
+                self.num_killed += not was_killed
+            if was_killed:
+                raise PassingError("the system has ended the process that compiles it, as it does where memory ends: try again")
             raise GrammarError(
                 f"compiling takes more than {self._max_cpu_s:g} s or the memory that is allowed: make it simpler"
             )
@@ -159,12 +161,13 @@ class Prober:
         except NurseryError as error:
             raise (GrammarError(_CLOSED) if self._is_closed else PassingError(str(error))) from None
 
-    def _give(self, key: str, worker: Worker, answer: dict[str, Any] | None) -> None:
+    def _give(self, key: str, worker: Worker, answer: dict[str, Any] | None) -> bool:
+        """Keep a process for the next constraint, or end one without an answer; return whether the system had killed it."""
         with self._lock:
             if answer is not None and not self._is_closed:
                 self._idle.setdefault(key, []).append(worker)
-                return
-        worker.end()
+                return False
+        return worker.end()
 
     def _nursery(self, key: str) -> Nursery:
         with self._lock:

@@ -66,6 +66,19 @@ class Hoard:
 probe_main._COMPILERS["llguidance"] = lambda setup: Hoard()
 probe_main.main()
 """
+KILLED = """
+import os, signal, time
+from quire.grammar import probe_main
+class Killed:
+    def compile(self, constraint):
+        marker, _, rest_s = constraint.source.partition(" ")
+        time.sleep(float(rest_s))
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+probe_main._COMPILERS["llguidance"] = lambda setup: Killed()
+probe_main.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +265,20 @@ def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
         with pytest.raises(RequestError, match="memory|MemoryError"):
             compile_one(compiler, "regex", "hoard")
         compile_one(compiler, "regex", "a")
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
+def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s):
+    prober = Prober((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    source = f"{tmp_path / 'marker'} {rest_s}"
+    try:
+        with pytest.raises(RequestError, match="the system has ended the process"):
+            compile_one(compiler, "regex", source)
+        assert accepts(compile_one(compiler, "regex", source), source.replace(".", "x"))
+        assert prober.num_killed == 0
     finally:
         compiler.close()
 
