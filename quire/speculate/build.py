@@ -66,7 +66,7 @@ def build_speculator(
     builder = _Builder(config, report, target, limits)
     proposers = [there[method] if method in there else builder.build(method) for method in config.methods]
     proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
-    return Speculator(config, proposer, report.spec.vocab_size)
+    return Speculator(config, proposer, report.spec.vocab_size, limits.num_drafts)
 
 
 def count_drafts(config: SpeculativeConfig, report: ModelReport, limits: StepLimits) -> DraftBytes:

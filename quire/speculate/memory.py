@@ -24,10 +24,11 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Sequences and tokens of a step at most."""
+    """Sequences and tokens of a step at most, and of drafts; None: as many as a CPU verifies."""
 
     num_sequences: int
     num_tokens: int
+    num_drafts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

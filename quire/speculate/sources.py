@@ -51,15 +51,20 @@ def find_parallel_head(config: SpeculativeConfig, report: ModelReport) -> tuple[
     return folder, read_parallel_head(folder, report.spec)
 
 
-def check_sources(config: SpeculativeConfig, report: ModelReport) -> None:
-    """Look whether there is all that the methods draft with, as it must be. Raises as find_draft_model does."""
+def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None:
+    """Look whether there is all that the methods draft with on a GPU, and can run there. Raises as find_draft_model does."""
     for method in config.methods:
         if method == "draft_model":
             find_draft_model(config, report)
         elif method == "medusa":
             find_parallel_head(config, report)
         elif method in LAYER_KINDS:
-            find_layer_head(config, method, report)
+            folder, head = find_layer_head(config, method, report)
+            if config.top_k > 1 and head.body.layers[0].attention.window is not None:
+                raise UnsupportedError(
+                    f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} attends in a window, with which "
+                    "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"
+                )
 
 
 def longest_drafted(config: SpeculativeConfig, spec: ModelSpec, report: ModelReport) -> int:

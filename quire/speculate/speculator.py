@@ -23,9 +23,24 @@ MAX_DRAFT_LOGITS = 1 << 24
 _NONE = Draft()
 
 
-def most_drafts(max_tokens: int, vocab_size: int) -> int:
-    """Return how many drafts there are in a step at most; max_tokens of a sequence."""
-    return max(max_tokens, MAX_DRAFT_LOGITS // vocab_size)
+def most_drafts(max_tokens: int, vocab_size: int, max_logits: int = MAX_DRAFT_LOGITS) -> int:
+    """Return how many drafts there are in a step at most; max_tokens of a sequence, max_logits behind all of them."""
+    return max(max_tokens, max_logits // vocab_size)
+
+
+def share_drafts(wanted: Mapping[SequenceId, int], limit: int) -> dict[SequenceId, int]:
+    """Return how many drafts each sequence gets of what it wants, together at most `limit`: as even shares as can be.
+
+    Nobody gets more than another that wants as much or more, but for one where the limit does not divide.
+    """
+    if sum(wanted.values()) <= limit:
+        return {key: count for key, count in wanted.items() if count > 0}
+    granted: dict[SequenceId, int] = {}
+    left = limit
+    for index, (key, count) in enumerate(sorted(wanted.items(), key=lambda pair: pair[1])):
+        granted[key] = min(count, left // (len(wanted) - index))
+        left -= granted[key]
+    return {key: granted[key] for key in wanted if granted[key] > 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +63,12 @@ class Speculator:
 
     config, proposer  None: nothing is drafted but what constraints force
     typical           what takes drafts that were not sampled; None: tokens are those of plain decoding
+    max_drafts        of a step; None: as many as the logits allow that a CPU holds at once
     """
 
-    def __init__(self, config: SpeculativeConfig | None, proposer: Proposer | None, vocab_size: int) -> None:
+    def __init__(
+        self, config: SpeculativeConfig | None, proposer: Proposer | None, vocab_size: int, max_drafts: int | None = None
+    ) -> None:
         self._max_tokens = 0 if config is None else config.max_tokens
         self._proposer = proposer
         is_typical = config is not None and config.acceptance_method == "typical_acceptance_sampler"
@@ -58,7 +76,7 @@ class Speculator:
         self._stops_early = proposer is not None and proposer.stops_early
         self._record = AcceptanceRecord if proposer is None else proposer.record
         self._pace = Pace(config.max_tokens, self._record) if config is not None and config.adaptive else None
-        self._max_drafts = most_drafts(self._max_tokens, vocab_size)
+        self._max_drafts = most_drafts(self._max_tokens, vocab_size) if max_drafts is None else max_drafts
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
         self._constrained: set[SequenceId] = set()
@@ -287,16 +305,12 @@ class Speculator:
     def _wish(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the drafts that the sequences could use, those of the proposer and those that are forced."""
         wishes: dict[SequenceId, int] = {}
-        num_left = self._max_drafts
         for sequence_id in advanced:
             num_forced = 0
             if self.drafts_forced and sequence_id in self._constrained:
                 num_forced = self._forced.look(sequence_id, self._followed[sequence_id].sequence.sampling)
-            granted = min(max(self._num_wanted.get(sequence_id, 0), num_forced), num_left)
-            if granted > 0:
-                wishes[sequence_id] = granted
-                num_left -= granted
-        return wishes
+            wishes[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
+        return share_drafts(wishes, self._max_drafts)
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts of the proposer to take in the next step."""

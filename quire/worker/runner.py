@@ -33,7 +33,7 @@ from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator, count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.proposer import Reads
-from quire.speculate.sources import check_sources
+from quire.speculate.sources import check_device_sources
 from quire.speculate.speculator import Speculator
 from quire.speculate.target import Target
 from quire.speculate.verifier import verify
@@ -98,7 +98,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     if config.speculative_config is None:
         return report
     if device is not None:
-        check_sources(config.speculative_config, report)
+        check_device_sources(config.speculative_config, report)
         return report  # what a device has left for the cache is measured, with drafts
     drafts = count_drafts(config.speculative_config, report, _step_limits(config))
     return replace(report, memory=leave_room(config, memory, drafts))

@@ -15,6 +15,8 @@ from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.triton.sizes import power_of_two
 
+_ALIGNMENT = 16
+
 
 class Tiles(NamedTuple):
     """Runs of queries of one sequence each, which one program attends.
@@ -104,21 +106,25 @@ class DeviceStep:
     @classmethod
     def of(cls, step: AttentionInput, device: torch.device) -> DeviceStep:
         """Return the step on a device."""
-        starts = step.query_starts
-
-        def on_device(values: list[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(device)
-
         trees = step.trees
-        counts = tuple(last - first for first, last in itertools.pairwise(starts))
+        counts = tuple(last - first for first, last in itertools.pairwise(step.query_starts))
+        numbers: list[list[int] | Tensor] = [step.query_starts, step.context_lens, step.block_tables]
+        if trees is not None:
+            numbers += [trees.num_drafts, _tree_positions(step, counts)]
+        parts = [torch.as_tensor(values, dtype=torch.int32) for values in numbers]
+        wide = [step.slots.long(), *(() if trees is None else (trees.ancestors.long(),))]
+        sent = send_together([*wide, *parts], device)
+        slots, ancestors = sent[0], sent[1] if trees is not None else None
+        starts, context_lens, block_tables, *of_trees = sent[len(wide) :]
+        num_drafts, positions = of_trees or (None, None)
         return cls(
-            on_device(step.slots, torch.int64),
-            on_device(starts),
-            on_device(step.context_lens),
-            on_device(step.block_tables),
-            None if trees is None else on_device(trees.num_drafts),
-            None if trees is None else on_device(trees.ancestors, torch.int64),
-            None if trees is None else on_device(_tree_positions(step, counts)),
+            slots,
+            starts,
+            context_lens,
+            block_tables,
+            num_drafts,
+            ancestors,
+            positions,
             counts,
             max(step.context_lens, default=0),
             trees is not None and any(drafts > count for drafts, count in zip(trees.num_drafts.tolist(), counts, strict=True)),
@@ -163,13 +169,30 @@ class DeviceStep:
         if self.is_decode:
             return Tiles(None, None, len(counts), 1), Tiles(None, None, 0, num_queries)
         lists = list_tiles(counts, num_queries, num_short, self.host_context_lens or counts)
-        return self._send(lists.short, lists.longest_short), self._send(lists.long, num_queries)
+        columns = [
+            torch.tensor([pair[side] for pair in pairs], dtype=torch.int32)
+            for pairs in (lists.short, lists.long)
+            for side in (0, 1)
+        ]
+        short, short_offsets, long, long_offsets = send_together(columns, self.slots.device)
+        return (
+            Tiles(short, short_offsets, len(lists.short), lists.longest_short),
+            Tiles(long, long_offsets, len(lists.long), num_queries),
+        )
 
-    def _send(self, pairs: list[tuple[int, int]], num_queries: int) -> Tiles:
-        # Tensors of their own: kernels are compiled ahead for lists that begin at an aligned address.
-        columns = [torch.tensor([pair[side] for pair in pairs], dtype=torch.int32) for side in (0, 1)]
-        sequences, offsets = (column.to(self.slots.device) for column in columns)
-        return Tiles(sequences, offsets, len(pairs), num_queries)
+
+def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return CPU tensors on a device, in one copy. Each begins at an aligned address, for which kernels are compiled ahead."""
+    places, end = list[slice](), 0
+    for tensor in tensors:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + tensor.numel() * tensor.element_size()
+        places.append(slice(start, end))
+    host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for tensor, place in zip(tensors, places, strict=True):
+        host[place].view(tensor.dtype).copy_(tensor.reshape(-1))
+    there = host.to(device, non_blocking=True)
+    return [there[place].view(tensor.dtype).view(tensor.shape) for tensor, place in zip(tensors, places, strict=True)]
 
 
 def list_tiles(counts: Sequence[int], num_queries: int, num_short: int, context_lens: Sequence[int]) -> TileLists:

@@ -42,6 +42,9 @@ from quire.worker.device.stepper import DeviceStepper, StepSizes
 
 logger = get_logger(__name__)
 
+_MAX_DRAFT_LOGITS = 1 << 27
+"""Logits behind drafts that are held at once: half a GiB, which the memory plan sees in the largest step."""
+
 
 def build_device_runner(
     config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
@@ -61,7 +64,7 @@ def build_device_runner(
     memory = CudaMemory(device) if device.type == "cuda" else None
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     max_model_len, kv = report.memory.max_model_len, report.memory.kv
-    sizes = _step_sizes(config, report, num_batched_tokens)
+    sizes = step_sizes(config, report, num_batched_tokens)
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
     try:
         parameters = open_parameters(report.folder, report.spec)
@@ -93,16 +96,19 @@ def build_device_runner(
     runner = DeviceRunner(*parts, config.async_scheduling is not False, own.steppers[1:])
     report = replace(report, memory=plan)
     if config.speculative_config is not None:
-        limits = StepLimits(config.max_num_seqs, num_batched_tokens)
+        limits = StepLimits(config.max_num_seqs, num_batched_tokens, sizes.max_num_drafts)
         there = {} if drafter is None else {drafter.method: drafter.proposer()}
         runner.draft_with(build_speculator(config.speculative_config, report, None, limits, there))
     return runner, report
 
 
-def _step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
+def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
     """Return how large steps become; what constraints force is drafted in any case."""
-    drafting = config.speculative_config
-    num_drafts = most_drafts(0 if drafting is None else drafting.max_tokens, report.spec.vocab_size)
+    drafting, vocab_size = config.speculative_config, report.spec.vocab_size
+    num_drafts = most_drafts(0, vocab_size)
+    if drafting is not None:
+        wanted = config.max_num_seqs * drafting.max_tokens
+        num_drafts = max(num_drafts, min(wanted, most_drafts(drafting.max_tokens, vocab_size, _MAX_DRAFT_LOGITS)))
     return StepSizes(
         config.max_num_seqs,
         num_batched_tokens,

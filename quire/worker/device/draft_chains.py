@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.reference.attention import AttentionInput, TreeInput
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.step import DeviceStep, send_together
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
@@ -152,9 +152,10 @@ class HeadChains(DeviceChains):
             begin, end = step.query_starts[first], step.query_starts[last]
             head.inputs[: end - begin].copy_(features[begin:end])
             places = DeviceStep.of(_part(step, first, last), device)
-            hidden = head.forward(token_ids[begin:end].to(device), positions[begin:end].to(device), places, self.kv.pool)
-            own = [row - begin for row in rows if begin <= row < end]
-            parts.append(hidden.index_select(0, torch.tensor(own, dtype=torch.int64).to(device)))
+            own = torch.tensor([row - begin for row in rows if begin <= row < end], dtype=torch.int64)
+            own_ids, own_positions, own = send_together([token_ids[begin:end], positions[begin:end], own], device)
+            hidden = head.forward(own_ids, own_positions, places, self.kv.pool)
+            parts.append(hidden.index_select(0, own))
         return head.logits(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def recycled(self, count: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.base.errors import InvariantError, UnsupportedError
+from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
@@ -165,12 +165,7 @@ class _DraftModel(_Stepping):
 class _Head(_Stepping):
     def __init__(self, method: str, target: DraftedModel) -> None:
         drafting, report, decoder = target.drafting, target.report, target.decoder
-        folder, head = find_layer_head(drafting, method, report)
-        if drafting.top_k > 1 and head.body.layers[0].attention.window is not None:
-            raise UnsupportedError(
-                f"speculative_config: draft_top_k is {drafting.top_k}, but the head {folder} attends in a window, with which "
-                "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"
-            )
+        _, head = find_layer_head(drafting, method, report)
         self.method, self._target = method, target
         self._max_len = longest_drafted(drafting, head.body, report)
         kv = KvSpec.of(head.body, report.memory.kv.block_size, head.body.dtype)

@@ -1,5 +1,6 @@
-"""What is drafted of constrained sequences, and what the pace learns of it."""
+"""How many drafts there are, what is drafted of constrained sequences, and what the pace learns of it."""
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from quire.speculate import speculator as speculator_module
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.forced import fit_draft
 from quire.speculate.pace import Pace as RealPace
-from quire.speculate.speculator import Speculator
+from quire.speculate.speculator import Speculator, share_drafts
 
 
 class Sampling:
@@ -300,3 +301,30 @@ def test_the_next_step_may_begin_early_only_where_nothing_is_drafted_or_learnt()
         assert nothing.lets_next_begin is not is_constrained
     speculator, _ = start(Sampling(is_constrained=False))
     assert not speculator.lets_next_begin
+
+
+def test_drafts_of_a_step_are_shared_evenly_when_there_are_too_many():
+    assert share_drafts({0: 4, 1: 0, 2: 1, 3: 4}, 9) == {0: 4, 2: 1, 3: 4}
+    assert share_drafts({0: 4, 1: 0, 2: 1, 3: 5}, 8) == {0: 3, 2: 1, 3: 4}
+    assert share_drafts({0: 9, 1: 9, 2: 9}, 2) == {1: 1, 2: 1}
+    rng = random.Random(0)
+    for _ in range(200):
+        wanted = {key: rng.randint(0, 6) for key in range(rng.randint(1, 9))}
+        limit = rng.randint(0, 20)
+        granted = share_drafts(wanted, limit)
+        assert sum(granted.values()) == min(limit, sum(wanted.values()))
+        assert all(0 < granted[key] <= wanted[key] for key in granted)
+        cut = [granted.get(key, 0) for key, count in wanted.items() if granted.get(key, 0) < count]
+        assert not cut or max(granted.values(), default=0) <= min(cut) + 1
+
+
+def test_no_sequence_goes_without_drafts_when_others_could_take_all():
+    speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), Guess(3), 300, max_drafts=4)
+    speculator._pace = None
+    plans = [StepPlan(step, {SequenceId(key): 1 for key in range(2)}, ()) for step in range(2)]
+    speculator.begin(plans[0])
+    for key in range(2):
+        request = SimpleNamespace(request_id=str(key), prompt_token_ids=(5,))
+        speculator.follow(DraftedSequence(SequenceId(key), request, 0, [5, 6], Sampling((), (1, 2, 3)), None))
+    assert speculator.propose(plans[0]) == {}
+    assert speculator.end(plans[0], {SequenceId(key): () for key in range(2)}) == {SequenceId(0): 2, SequenceId(1): 2}

@@ -4,20 +4,24 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.contracts.speculative import SpeculativeConfig
 from quire.engine.scheduling import check_invariants
 from quire.kernels.triton.launching import noted_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.token_runs import TokenRuns, address_of
+from quire.worker.device.build import step_sizes
 from quire.worker.device.changes import TableChanges
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -310,3 +314,17 @@ def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, 
     assert [allows_next for allows_next, _ in allowed] == [True] * 3
     assert [count for _, count in allowed] == [1, 2, 2]
     llm.close()
+
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "max_num_seqs", "num_tokens", "expected"),
+    [(NGRAM, 64, 8192, 256), (NGRAM, 1024, 8192, 883), (NGRAM, 64, 100, 99), (NGRAM, 4, 8192, 110), (None, 64, 8192, 110)],
+    ids=["all that are wanted", "what memory allows", "what the step allows", "what constraints force", "without drafts"],
+)
+def test_a_step_has_room_for_the_drafts_of_all_sequences_when_there_is_memory(config, max_num_seqs, num_tokens, expected):
+    options = EngineConfig(model="demo", max_num_seqs=max_num_seqs, speculative_config=config)
+    report = SimpleNamespace(spec=SimpleNamespace(vocab_size=151936), memory=SimpleNamespace(max_model_len=4096))
+    assert step_sizes(options, report, num_tokens).max_num_drafts == expected

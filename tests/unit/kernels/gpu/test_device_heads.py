@@ -281,11 +281,12 @@ def test_a_head_drafts_again_when_drafts_were_paused(model, tmp_path):
     llm.close()
 
 
-def test_trees_of_a_head_with_a_window_are_refused_by_name(tmp_path):
+def test_trees_of_a_head_with_a_window_are_refused_before_the_model_is_loaded(tmp_path):
     model = write_checkpoint(tmp_path / "mistral", "mistral")
     folder = heads.mtp(tmp_path / "head", qk_norm=False)
+    drafts = SpeculativeConfig(method="mtp", model=str(folder), num_speculative_tokens=3, draft_top_k=2)
     with pytest.raises(UnsupportedError, match="draft_top_k is 2, but the head .* window"):
-        drafting(model, folder, "mtp", drafts={"draft_top_k": 2})
+        inspect_model(EngineConfig(model=str(model), device=DEVICE, speculative_config=drafts, **OPTIONS))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.triton import attention
 from quire.kernels.triton.attention import KvCache, attend, attend_launches
-from quire.kernels.triton.step import DeviceStep, list_tiles
+from quire.kernels.triton.step import DeviceStep, list_tiles, send_together
 from quire.kernels.triton.tiles import CHUNK, most_chunks
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
 
@@ -286,3 +286,12 @@ def test_a_context_of_more_keys_than_chunks_of_the_smallest_size_hold_is_attende
     spec = AttentionSpec(8, 8, 16, 0.25)
     case = make_case([32 * CHUNK + 77, 3], [1, 2], spec, 64)
     torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+
+
+def test_tensors_that_are_sent_together_arrive_whole_and_aligned(device):
+    tensors = [torch.arange(5), torch.arange(7, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)]
+    tensors += [torch.arange(6, dtype=torch.int32).reshape(2, 3).T, torch.arange(3)]
+    for tensor, sent in zip(tensors, send_together(tensors, device), strict=True):
+        assert sent.dtype == tensor.dtype
+        assert torch.equal(sent.cpu(), tensor)
+        assert sent.data_ptr() % 16 == 0
