@@ -127,6 +127,17 @@ def test_a_head_drafts_on_the_device_what_it_drafts_on_the_cpu(drafted, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_tokens_are_those_of_plain_decoding_when_a_head_drafts_in_bfloat16(drafted, tmp_path, method):
+    model, options = drafted(method), {"dtype": "bfloat16"}
+    expected = plain(model, PROMPTS, [GREEDY, CUT, PENALISED], DEVICE, **options)
+    llm, noted = drafting(model, HEADS[method](tmp_path / method), method, **options)
+    assert said(llm.generate(PROMPTS, [GREEDY, CUT, PENALISED], use_tqdm=False)) == expected
+    assert sum(len(tokens) for tokens, _ in noted.values()) > 3
+    llm.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "mtp", "medusa"])
 def test_a_head_drafts_the_trees_that_it_drafts_on_the_cpu(drafted, tmp_path, method):
     folder = HEADS[method](tmp_path / method)
