@@ -145,6 +145,8 @@ public:
     const Kernels* kernels_used;
 
 private:
+    friend struct StepRows;
+    friend struct StepExperts;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);

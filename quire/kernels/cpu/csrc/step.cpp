@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "plan.h"
+#include "step_experts.h"
 
 namespace quire {
 
@@ -14,9 +14,6 @@ namespace {
 
 // Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
-
-// Up to so many rows are packed in parts of so many inputs.
-constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
 
 // Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
 bool are_alike(const Weight& a, const Weight& b) {
@@ -28,121 +25,7 @@ bool are_alike(const Weight& a, const Weight& b) {
 }  // namespace
 
 // One thread's walk through a step. All threads take the same way; what they share lies in the plan.
-struct Stepper {
-    Plan& plan;
-    const StepInput& in;
-    const Kernels& kernels;
-    Worker& worker;
-    i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
-
-    // Call body(item) for every item and wait for all. A thread has the same share of rows every time: what it wrote is in its caches.
-    template <class Body>
-    void each(i64 count, Body body) {
-        for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
-            for (i64 item = range.first; item < range.last; ++item) body(item);
-        barrier(worker);
-    }
-
-    // Rows that one thread packs: those of a tile, whose words lie side by side, where there are tiles enough.
-    i64 pack_grain(const Site& site) const { return num_rows > MAX_CUT_ROWS ? kernels.linear->tile_rows(site.forms[0].kind, num_rows) : 1; }
-
-    i64 hidden_stride() const { return row_stride(plan.hidden_); }
-    float* x(i64 row) const { return plan.x_ + row * hidden_stride(); }
-    float* extra(i64 row) const { return plan.extra_ + row * hidden_stride(); }
-    float* own_row() const { return plan.row_ + worker.rank * hidden_stride(); }
-    static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
-
-    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. One row is packed by every
-    // thread for itself: that takes less than to wait for another and to fetch what it wrote.
-    Packed packed(const Site& site, i32 form_index, i32 rows) const {
-        i64 words = rows == 1 ? worker.rank * own_stride(plan.packed_words_) : 0;
-        i64 groups = rows == 1 ? worker.rank * own_stride(plan.packed_groups_) : 0;
-        for (i32 i = 0; i < form_index; ++i) {
-            words += static_cast<i64>(steps_of(site.forms[i].kind, site.forms[i].k)) * rows;
-            groups += static_cast<i64>(groups_of(site.forms[i].k, site.forms[i].group)) * rows;
-        }
-        return packed_at(site.forms[form_index], rows, words, groups);
-    }
-
-    Packed packed_at(const InputForm& form, i32 rows, i64 words, i64 groups) const {
-        Packed p;
-        p.kind = form.kind;
-        p.m = rows;
-        p.k = form.k;
-        p.group = form.group;
-        p.input_group = form.input_group;
-        p.columns = form.columns;
-        p.tile_rows = kernels.linear->tile_rows(form.kind, rows > 0 ? rows : 1);
-        p.data = plan.packed_data_ + words;
-        p.scales = plan.packed_scales_ + groups;
-        p.sums = plan.packed_sums_ + groups;
-        p.starts = plan.packed_starts_ + groups;
-        return p;
-    }
-
-    void pack(const Site& site, i64 row, const float* values) const {
-        for (size_t f = 0; f < site.forms.size(); ++f)
-            kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
-    }
-
-    // Pack all rows, and wait for them. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
-    void pack_all(const Site& site, const float* values, i64 stride) {
-        if (num_rows == 1) return pack(site, 0, values);
-        bool is_cut = num_rows <= MAX_CUT_ROWS;
-        for (const InputForm& form : site.forms) is_cut = is_cut && (form.input_group == 0 || CUT_INPUTS % form.input_group == 0);
-        if (!is_cut) {
-            const i64 rows = pack_grain(site);
-            each((num_rows + rows - 1) / rows, [&](i64 tile) {
-                const i32 first = static_cast<i32>(tile * rows), count = num_rows - first < rows ? num_rows - first : static_cast<i32>(rows);
-                for (size_t f = 0; f < site.forms.size(); ++f)
-                    kernels.linear->pack_rows(packed(site, static_cast<i32>(f), num_rows), first, count, values + first * stride, stride, 0, site.forms[f].k);
-            });
-            return;
-        }
-        const i32 k = site.forms[0].k;
-        each(ceil_div(k, CUT_INPUTS), [&](i64 part) {
-            const i32 begin = static_cast<i32>(part) * CUT_INPUTS, end = k - begin < CUT_INPUTS ? k : begin + CUT_INPUTS;
-            for (size_t f = 0; f < site.forms.size(); ++f) {
-                const Packed input = packed(site, static_cast<i32>(f), num_rows);
-                kernels.linear->pack_rows(input, 0, num_rows, values, stride, begin, end);
-            }
-        });
-    }
-
-    // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
-    // One row is normed by every thread for itself, unless others read it from normed_.
-    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept) {
-        const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr && before->is_present;
-        if (!is_own || has_before) {
-            each(num_rows, [&](i64 row) {
-                if (has_before) add_normed(*before, scale, row);
-                if (is_own) return;
-                keep_input(kept, row);
-                norm_row(norm, row, plan.normed_ + row * hidden_stride());
-            });
-        }
-        if (is_own && worker.rank == 0) keep_input(kept, 0);
-        if (is_own) norm_row(norm, 0, own_row());
-        pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
-    }
-
-    LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) const {
-        LinearJob j;
-        j.weight = &weight.weight;
-        j.input = &input;
-        j.finish = finish;
-        j.out = out;
-        j.out_stride = stride;
-        j.factor = factor;
-        j.is_near = plan.is_near;
-        return j;
-    }
-
-    void run(const LinearJob* jobs, i32 count) {
-        kernels.linear->linear(worker, jobs, count);
-        barrier(worker);
-    }
-
+struct Stepper : StepExperts {
     void embed() {
         each(in.batch.num_tokens, [&](i64 row) {
             kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), x(row));
@@ -197,34 +80,6 @@ struct Stepper {
             if (plan.is_residual_normed_) memcpy(x(row), beside(row) + hidden, sizeof(float) * hidden);
         });
         pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
-    }
-
-    // Keep a row of what layer i reads, if that is wanted.
-    void keep_input(i32 layer, i64 row) const {
-        const std::vector<i32>& kept = plan.kept_layers_;
-        const i64 count = static_cast<i64>(kept.size());
-        for (i64 i = 0; i < count; ++i)
-            if (kept[i] == layer) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
-    }
-
-    // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
-    void add_normed(const Norm& norm, float scale, i64 row) const {
-        if (!norm.is_present) return;
-        kernels.elementwise->norm(norm.job, extra(row), extra(row));
-        kernels.elementwise->add_scaled(x(row), extra(row), scale, plan.hidden_);
-    }
-
-    void norm_row(const Norm& norm, i64 row, float* to) const {
-        if (norm.is_present)
-            kernels.elementwise->norm(norm.job, x(row), to);
-        else
-            memcpy(to, x(row), sizeof(float) * plan.hidden_);
-    }
-
-    // A linear layer whose result is added to the residual, or goes to extra_ where `norm` comes first.
-    void run_to_residual(const NativeWeight& weight, const Packed& input, const Norm& norm, float scale) {
-        const LinearJob j = norm.is_present ? job(weight, input, Finish::store, plan.extra_, hidden_stride()) : job(weight, input, Finish::add, plan.x_, hidden_stride(), scale);
-        run(&j, 1);
     }
 
     // Ask for the cache lines that a new token goes to, of some heads: they are many.
@@ -364,87 +219,6 @@ struct Stepper {
             return;
         }
         run_to_residual(*l.down, activate(l), l.mlp_out, l.residual_scale);
-    }
-
-    // Sort the (row, choice) pairs by expert, rows in order: expert e has places [expert_start_[e], expert_start_[e + 1]).
-    void group_by_expert(const PlanLayer& l) const {
-        const i32 num_experts = static_cast<i32>(l.experts.size()), pairs = num_rows * l.top_k;
-        i32* start = plan.expert_start_;
-        memset(start, 0, sizeof(i32) * (num_experts + 1));
-        for (i32 i = 0; i < pairs; ++i) ++start[plan.chosen_[i] + 1];
-        for (i32 e = 0; e < num_experts; ++e) start[e + 1] += start[e];
-        for (i32 i = 0; i < pairs; ++i) {
-            const i32 place = start[plan.chosen_[i]]++;
-            plan.pair_row_[place] = i / l.top_k;
-            plan.pair_of_[i] = place;
-        }
-        memmove(start + 1, start, sizeof(i32) * num_experts);
-        start[0] = 0;
-    }
-
-    i32 expert_at(const PlanLayer& l, i64 place) const {
-        const i32 *begin = plan.expert_start_, *end = begin + l.experts.size() + 1;
-        return static_cast<i32>(std::upper_bound(begin, end, static_cast<i32>(place)) - begin) - 1;
-    }
-
-    Packed expert_input(const InputForm& form, i32 expert) const {
-        const i64 first = plan.expert_start_[expert], words = steps_of(form.kind, form.k), groups = groups_of(form.k, form.group);
-        return packed_at(form, plan.expert_start_[expert + 1] - static_cast<i32>(first), first * words, first * groups);
-    }
-
-    // Pack row values(place) of every pair into its expert's input, then run one linear layer per expert.
-    template <class Values, class Make>
-    void run_experts(const PlanLayer& l, const InputForm& form, Values values, Make make) {
-        each(static_cast<i64>(num_rows) * l.top_k, [&](i64 place) {
-            const i32 e = expert_at(l, place);
-            kernels.linear->pack_row(expert_input(form, e), static_cast<i32>(place) - plan.expert_start_[e], values(place), 0, form.k);
-        });
-        const i32 num_experts = static_cast<i32>(l.experts.size());
-        if (worker.rank == 0) {
-            for (i32 e = 0; e < num_experts; ++e) {
-                plan.packs_[e] = expert_input(form, e);
-                plan.jobs_[e] = make(l.experts[e], plan.packs_[e], static_cast<i64>(plan.expert_start_[e]));
-            }
-        }
-        barrier(worker);
-        run(plan.jobs_.data(), num_experts);
-    }
-
-    void mixture(const PlanLayer& l) {
-        const i32 num_experts = static_cast<i32>(l.experts.size());
-        const i64 hidden = hidden_stride(), inner = row_stride(l.experts[0].up->weight.n);
-        const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
-        const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
-        run(&router, 1);
-        each(num_rows, [&](i64 row) {
-            kernels.elementwise->route(plan.route_logits_ + row * num_experts, num_experts, l.top_k, l.is_renormalized, plan.chosen_ + row * l.top_k,
-                                       plan.route_weights_ + row * l.top_k);
-        });
-        if (worker.rank == 0) group_by_expert(l);
-        barrier(worker);
-        run_experts(
-            l, l.expert_site.forms[0], [&](i64 place) { return plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden; },
-            [&](const Expert& expert, const Packed& input, i64 first) {
-                LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner, inner);
-                j.second = &expert.up->weight;
-                j.activation = l.activation;
-                j.limit = l.gate_limit;
-                j.slope = l.gate_slope;
-                return j;
-            });
-        run_experts(
-            l, l.down_site.forms[0], [&](i64 place) { return plan.inner_ + place * inner; },
-            [&](const Expert& expert, const Packed& input, i64 first) { return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden, hidden); });
-        each(num_rows, [&](i64 row) { add_experts(l, row); });
-    }
-
-    // The weighted sum of a row's experts, in the order in which they were chosen.
-    void add_experts(const PlanLayer& l, i64 row) const {
-        float* sum = l.mlp_out.is_present ? extra(row) : own_row();
-        memset(sum, 0, sizeof(float) * plan.hidden_);
-        for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at)
-            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), plan.route_weights_[at], plan.hidden_);
-        if (!l.mlp_out.is_present) kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
     }
 
     void layers() {
