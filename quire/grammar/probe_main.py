@@ -56,8 +56,7 @@ def main() -> None:
 def _end(pid: int, pids: set[int], is_ending: bool = False) -> int:
     """Kill a process, or wait for its end; return the signal that has ended it, 0 where it was none or this one's."""
     pids.remove(pid)
-    if not is_ending:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGCONT if is_ending else signal.SIGKILL)  # it may have been stopped on its way out
     _, status = os.waitpid(pid, 0)
     return os.WTERMSIG(status) if is_ending and os.WIFSIGNALED(status) else 0
 
