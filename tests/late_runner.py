@@ -1,4 +1,7 @@
-"""LateRunner: lets the engine step ahead of the CPU's runner, without a GPU: what is launched runs when it is collected."""
+"""LateRunner: lets the engine step ahead of the CPU's runner, without a GPU: what is launched runs when it is collected.
+
+As a GPU's runner, it allows no step behind one with constraints, whose masks the host has.
+"""
 
 from dataclasses import dataclass
 
@@ -22,12 +25,15 @@ class LateRunner:
         self.inner = inner
         self.launched = []
         self.log = []
+        self._constrained = set()
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
     def launch(self, plan):
-        step = LateStep(self, plan, plan.num_draft_slots is None)
+        self._constrained |= {start.sequence_id for start in plan.starts if start.request.grammar is not None}
+        is_free = self._constrained.isdisjoint(plan.num_scheduled_tokens)
+        step = LateStep(self, plan, plan.num_draft_slots is None and is_free)
         assert all(other.allows_next for other in self.launched)
         assert len(self.launched) < 2
         self.launched.append(step)

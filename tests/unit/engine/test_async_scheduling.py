@@ -10,6 +10,7 @@ import torch
 from quire import LLM, ConfigError, EngineConfig, LLMEngine, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.serving.link.engine_loop import EngineLoop
 from quire.serving.link.messages import Abort, StepOutputs, Stop, Submit
+from quire.worker.constrained import Patience
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
 
@@ -80,13 +81,15 @@ def outputs_of(engine, seed):
     return found
 
 
+@pytest.mark.parametrize("patience", [None, Patience(0.0, 0.0, 0.0, 0.0)], ids=["waiting", "masks late"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_kv_blocks", [40, 8], ids=["room", "preempted"])
-def test_outputs_are_those_of_steps_one_by_one(tiny_model, late_runners, seed, num_kv_blocks):
+def test_outputs_are_those_of_steps_one_by_one(tiny_model, late_runners, seed, num_kv_blocks, patience):
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "num_kv_blocks": num_kv_blocks}
     found = []
     for is_ahead in (False, True):
         engine = make_engine(tiny_model, async_scheduling=None if is_ahead else False, **options)
+        late_runners[-1].inner._constrained.patience = patience
         found.append(outputs_of(engine, seed))
         engine.close()
     assert found[0] == found[1]

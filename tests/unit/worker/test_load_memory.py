@@ -22,7 +22,7 @@ pytestmark = [
 
 OWN_BYTES = 72 << 20
 """What loading takes whatever the model: one weight on its way into the kernels' layout, and pages of the file that were read
-and wait to be given back, of which there are more on a busy machine: 37 to 54 MiB were seen on a quiet one, 57 on a busy one."""
+and wait to be given back, of which there are more on a busy machine: 37 to 54 MiB on a quiet one, 57 on a busy one."""
 SHAPE = {
     **{"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 3072},
     **{"num_hidden_layers": 6, "vocab_size": 20000, "tie_word_embeddings": True},
