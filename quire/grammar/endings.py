@@ -119,8 +119,7 @@ class JsonEndings:
             for first in (*self._pieces(ending[start]), ending[start]):
                 if first not in is_next:
                     is_next[first] = matcher.num_fitting((first,)) == 1
-                part = (first, *ending[start + 1 :])
-                if is_next[first] and self.fits(part, matcher):
+                if is_next[first] and self.fits(part := (first, *ending[start + 1 :]), matcher):
                     return part
         return None
 
