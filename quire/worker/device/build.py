@@ -96,7 +96,7 @@ def build_device_runner(
     runner = DeviceRunner(*parts, config.async_scheduling is not False, own.steppers[1:])
     report = replace(report, memory=plan)
     if config.speculative_config is not None:
-        limits = StepLimits(config.max_num_seqs, num_batched_tokens, sizes.max_num_drafts)
+        limits = StepLimits(config.max_num_seqs, num_batched_tokens, _most_drafts(config, report))
         there = {} if drafter is None else {drafter.method: drafter.proposer()}
         runner.draft_with(build_speculator(config.speculative_config, report, None, limits, there))
     return runner, report
@@ -104,19 +104,25 @@ def build_device_runner(
 
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
     """Return how large steps become; what constraints force is drafted in any case."""
-    drafting, vocab_size = config.speculative_config, report.spec.vocab_size
-    num_drafts = most_drafts(0, vocab_size)
-    if drafting is not None:
-        wanted = config.max_num_seqs * drafting.max_tokens
-        num_drafts = max(num_drafts, min(wanted, most_drafts(drafting.max_tokens, vocab_size, _MAX_DRAFT_LOGITS)))
+    drafting = config.speculative_config
     return StepSizes(
         config.max_num_seqs,
         num_batched_tokens,
         report.memory.max_model_len,
-        min(num_drafts, num_batched_tokens - 1),
+        min(_most_drafts(config, report), num_batched_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
     )
+
+
+def _most_drafts(config: EngineConfig, report: ModelReport) -> int:
+    """Return how many drafts are wished for together, whatever room a step has: those of all sequences where memory allows."""
+    drafting, vocab_size = config.speculative_config, report.spec.vocab_size
+    least = most_drafts(0, vocab_size)
+    if drafting is None:
+        return least
+    wanted = config.max_num_seqs * drafting.max_tokens
+    return max(least, min(wanted, most_drafts(drafting.max_tokens, vocab_size, _MAX_DRAFT_LOGITS)))
 
 
 def _compile_ahead(
