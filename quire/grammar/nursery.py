@@ -167,8 +167,10 @@ class Nursery:
                 reply = self._control.recv(_MAX_REPLY)
             except OSError as error:
                 logger.debug("the process that forks those that compile has ended: %s", error)
-                return False
-        return json.loads(reply or b"{}").get("signal") == signal.SIGKILL
+                reply = b""
+        if not reply:  # the system has ended this one, and so perhaps the other
+            return is_ending
+        return json.loads(reply).get("signal") == signal.SIGKILL
 
     def close(self) -> None:
         """End the process, and all that it has forked, and wait for that."""

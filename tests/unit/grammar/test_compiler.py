@@ -71,10 +71,12 @@ import os, signal, time
 from quire.grammar import probe_main
 class Killed:
     def compile(self, constraint):
-        marker, _, rest_s = constraint.source.partition(" ")
+        marker, rest_s, whom = constraint.source.split(" ")
         time.sleep(float(rest_s))
         if not os.path.exists(marker):
             open(marker, "w").close()
+            if whom == "both":
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 probe_main._COMPILERS["llguidance"] = lambda setup: Killed()
 probe_main.main()
@@ -269,11 +271,13 @@ def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
         compiler.close()
 
 
+@pytest.mark.parametrize("whom", ["one", "both"])
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
-def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s):
+def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s, whom):
+    """Alone, or with the one that had forked it, as where all that a container runs is killed."""
     prober = Prober((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
     compiler = GrammarCompiler(lambda: vocabulary, prober)
-    source = f"{tmp_path / 'marker'} {rest_s}"
+    source = f"{tmp_path / 'marker'} {rest_s} {whom}"
     try:
         with pytest.raises(RequestError, match="the system has ended the process"):
             compile_one(compiler, "regex", source)
