@@ -2,14 +2,15 @@
 
     python tools/train_demo.py tokenizer --text classic_prose.txt --work build/train
     python tools/train_demo.py train demo --minutes 80 --threads 1 --work build/train
-    python tools/train_demo.py copies demo --minutes 25 --threads 1 --work build/train
     python tools/train_demo.py export demo --work build/train --out quire/demo_models/demo
+    python tools/train_demo.py copies demo --from quire/demo_models/demo --minutes 40 --threads 2 --work build/train
+    python tools/train_demo.py export demo --stage copies --work build/train --out quire/demo_models/demo
 
 `train` may be stopped at any time and started again with the same arguments: it resumes from its last checkpoint. The
 learning rate follows the share of the time budget that is spent, so a slower machine trains on fewer tokens, not on a
 broken schedule. Whole books are held out; the loss that `export` writes into the model card is measured on them.
-`copies` trains further, resumably too, with a share of windows that quote, copy and edit a passage of the same books, so
-that the model can go on with a text that its prompt holds.
+`copies` trains an exported model further, resumably too, with a share of windows that quote, copy and edit a passage of the
+same books, so that the model can go on with a text that its prompt holds.
 """
 
 from __future__ import annotations
@@ -170,16 +171,17 @@ def train(args: argparse.Namespace) -> None:
     copies = args.command == "copies"
     separators = read_separators(work) if copies else []
     lr_share = COPIES_LR if copies else 1.0
-    step, seconds, num_tokens = 0, 0.0, 0
+    step, seconds, num_tokens, before = 0, 0.0, 0, ""
     if state_path.exists():
         state = torch.load(state_path)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        step, seconds, num_tokens = state["step"], state["seconds"], state["num_tokens"]
+        step, seconds, num_tokens, before = (state[key] for key in ("step", "seconds", "num_tokens", "before"))
         print(f"resumed at step {step}, {seconds / 60:.1f} minutes", flush=True)
     elif copies:
-        model.load_state_dict(torch.load(state_file(work, args.name, "train"))["model"])
+        model.load_state_dict(read_exported(args.source))
+        before = trained_before(args.source)
     print(f"{args.name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     budget_s = args.minutes * 60
     smoothed = None
@@ -194,6 +196,7 @@ def train(args: argparse.Namespace) -> None:
                 "seconds": seconds,
                 "num_tokens": num_tokens,
                 "threads": args.threads,
+                "before": before,
             },
             temporary,
         )
@@ -228,6 +231,21 @@ def train(args: argparse.Namespace) -> None:
             save()
     report(model, held_out, separators)
     save()
+
+
+def read_exported(folder: Path) -> dict[str, Tensor]:
+    """Return the parameters of an exported model, in float32, under the names that `DemoModel` has for them."""
+    from safetensors.torch import load_file
+
+    return {name.removeprefix("model."): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def trained_before(folder: Path) -> str:
+    """Return what the card of an exported model says of its training."""
+    row = re.search(r"^\| training \| (.*) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if row is None:
+        raise SystemExit(f"{folder}/README.md: expected a row of the table that begins with '| training |'")
+    return row[1]
 
 
 def read_separators(work: Path) -> list[Tensor]:
@@ -319,7 +337,10 @@ def hf_config(shape: Shape) -> dict[str, object]:
 
 
 def model_card(name: str, num_parameters: int, state: dict, loss: float) -> str:
-    effort = f"{state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on {state['threads']} CPU core(s)"
+    effort = f"{state['step']:,} steps, {state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on "
+    effort += f"{state['threads']} CPU core(s), bf16 autocast"
+    if state["before"]:
+        effort = f"{state['before']} |\n| further training | {effort}; half of the windows quote, copy and edit a passage"
     form = "Qwen3-MoE (8 experts, 2 a token)" if SHAPES[name].num_experts else "Qwen3"
     return f"""---
 license: apache-2.0
@@ -336,7 +357,7 @@ instructions. `chat_template` only joins the messages as paragraphs.
 | parameters | {num_parameters:,} (bf16) |
 | text | 57 public-domain books by Jane Austen, Arthur Conan Doyle and Mark Twain (12 MB) |
 | tokenizer | byte-level BPE, {VOCAB_SIZE} entries, trained on the same books |
-| training | {state["step"]:,} steps, {effort}, bf16 autocast |
+| training | {effort} |
 | optimizer | Muon for hidden matrices, AdamW for embedding and norms, linear decay to zero |
 | context | {MAX_POSITIONS} tokens (512 for the first four fifths of the training) |
 | held-out loss | {loss:.3f} nats a token, windows of 512 tokens |
@@ -359,6 +380,8 @@ def main() -> None:
             sub.add_argument("--minutes", type=float, required=True)
             sub.add_argument("--threads", type=int, default=1)
             sub.add_argument("--batch-tokens", type=int, default=4096)
+        if command == "copies":
+            sub.add_argument("--from", type=Path, required=True, dest="source", metavar="FOLDER", help="an exported model")
         if command == "export":
             sub.add_argument("--out", type=Path, required=True)
             sub.add_argument("--stage", choices=("train", "copies"), default="train")
