@@ -23,7 +23,7 @@ from quire.text.parsing.events import fold
 from quire.text.parsing.formats import markers_of
 from quire.text.parsing.parser import OutputParser
 from quire.text.parsing.tools import Tool
-from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids, can_end, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import accepts, allowed_next, make_vocabulary
 
 WEATHER = {
     "type": "object",
@@ -50,6 +50,7 @@ WEATHER = {
 }
 TOOLS = (Tool("weather", WEATHER), Tool("now", {"type": "object", "properties": {}, "additionalProperties": False}))
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
+VALIDATORS: dict[str, jsonschema.Draft202012Validator] = {}
 HARMONY = "openai_gptoss"
 FORMATS = sorted((*CALL_FORMS, "openai"))
 MAX_BYTES = 4000
@@ -95,13 +96,22 @@ def parse(name, text, tools=TOOLS, reasoning=None, starts=False):
     return fold([*parser.feed(text), *parser.finish()])
 
 
+def validate(arguments, schema):
+    """Check what is of one of a few schemas; that of the schema itself takes longer, so it is done once."""
+    text = json.dumps(schema, sort_keys=True)
+    if text not in VALIDATORS:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        VALIDATORS[text] = jsonschema.Draft202012Validator(schema, format_checker=CHECKER)
+    VALIDATORS[text].validate(arguments)
+
+
 def sample(grammar, seed, begin=""):
     """Return a text that a grammar lets through, byte by byte at random, None for one that would be too long."""
     chance, matcher, found = random.Random(seed), grammar.new_matcher(), bytearray(begin.encode())
     assert all(matcher.advance(byte) is None for byte in found)
     while len(found) < MAX_BYTES:
-        allowed = sorted(allowed_ids(matcher, 257))
-        if can_end(matcher) and (not allowed or chance.random() < 0.5):
+        allowed, may_end = allowed_next(matcher)
+        if may_end and (not allowed or chance.random() < 0.5):
             return found.decode()
         ending = [byte for byte in allowed if byte in ENDING]
         plain = [byte for byte in allowed if 32 <= byte < 127]
@@ -118,7 +128,7 @@ def check_calls(name, text, tools=TOOLS, **options):
     for call in message.calls:
         pairs = json.loads(call.arguments, object_pairs_hook=list)
         assert len({key for key, _ in pairs}) == len(pairs), text
-        jsonschema.validate(json.loads(call.arguments), schemas[call.name], format_checker=CHECKER)
+        validate(json.loads(call.arguments), schemas[call.name])
     return message
 
 
@@ -395,7 +405,7 @@ def test_arguments_are_valid_when_the_schema_has_what_is_seldom(compiler, name, 
         assert len(message.calls) == 1, text
         assert not message.content.strip(), text
         arguments = json.loads(message.calls[0].arguments)
-        jsonschema.validate(arguments, schema, format_checker=CHECKER)
+        validate(arguments, schema)
 
 
 @pytest.mark.parametrize(
