@@ -190,6 +190,8 @@ def test_tool_is_called_in_the_format_of_the_model_when_that_is_demanded(engine,
     forced = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 230, "temperature": 2.0}
     num_calls = 0
     for seed in range(4):
+        if num_calls == 2:
+            break  # test_call_grammars.py samples many more
         message, reason = message_of(ask_chat(context, seed=seed, **forced))
         if reason == "length":
             continue
