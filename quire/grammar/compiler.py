@@ -19,6 +19,7 @@ from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
+from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
@@ -188,13 +189,13 @@ class GrammarCompiler:
         return grammar
 
     def _compile_constraint(self, constraint: Constraint) -> Grammar:
-        """Compile by the backend that is asked for; a schema that llguidance refuses, by the other one, if that enforces it."""
+        """Compile by the backend that is asked for; what llguidance refuses for its schemas, by the other one, if that can."""
         if constraint.backend == "xgrammar":
             return self._get_backend("xgrammar").compile(constraint)
         try:
             return self._get_backend("llguidance").compile(constraint)
         except GrammarError as error:
-            if constraint.backend != "auto" or constraint.kind != "json_schema" or not _enforces(constraint):
+            if constraint.backend != "auto" or not _enforces(constraint, self._get_vocabulary()):
                 raise
             try:
                 grammar = self._get_backend("xgrammar").compile(constraint)
@@ -241,15 +242,17 @@ class GrammarCompiler:
             return self._backends[name]
 
 
-def _enforces(constraint: Constraint) -> bool:
-    """Return whether xgrammar enforces all of a schema."""
+def _enforces(constraint: Constraint, vocabulary: Vocabulary) -> bool:
+    """Return whether xgrammar enforces all of a schema, or of a structural tag with schemas."""
     from quire.grammar.xgrammar_backend import check_for_xgrammar
 
+    if constraint.kind not in ("json_schema", "structural_tag"):
+        return False
     try:
-        check_for_xgrammar(constraint)
+        check_for_xgrammar(constraint, SpecialTexts.of(vocabulary))
     except GrammarError:
         return False
-    return constraint.whitespace_pattern is None
+    return True
 
 
 def _make_backend(name: str, vocabulary: Vocabulary, prober: Prober) -> Backend:

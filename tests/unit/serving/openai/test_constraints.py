@@ -212,3 +212,21 @@ def test_schema_is_refused_by_its_pointer_when_calls_that_are_not_json_cannot_ha
     with pytest.raises(Exception, match=re.escape("(at tool 'f' /properties/a/minimum)")) as caught:
         ask_chat(context, tools=tools, tool_choice="auto" if strict else "required")
     assert getattr(caught.value, "param", None) == param
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}], ids=["alone", "with-tools"])
+def test_schema_that_only_the_other_backend_enforces_may_come_behind_reasoning(engine, fields):
+    pytest.importorskip("xgrammar")
+    context = context_of(engine, tool_call_parser="hermes", reasoning_parser="qwen3")
+    before = engine.grammars.num_sent_on
+    schema = {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": {"type": "null"},
+        "maxProperties": 2,
+    }
+    asked = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}, **fields, "max_tokens": 200}
+    message, reason = message_of(ask_chat(context, **asked))
+    assert engine.grammars.num_sent_on == before + 1
+    assert reason == "stop"
+    jsonschema.validate(json.loads(message["content"]), schema)
