@@ -20,6 +20,7 @@ from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
 from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.text_before import TextBefore, text_before
 from quire.grammar.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
@@ -37,9 +38,11 @@ class Demand:
     bad_words: tuple[str, ...] = ()
 
     @property
-    def is_json(self) -> bool:
-        """Whether all of an output is JSON."""
-        return self.constraint is not None and self.constraint.kind in ("json_schema", "json_object")
+    def text_before(self) -> TextBefore | None:
+        """What comes before the JSON of an output, None where it is not all JSON but for that."""
+        if self.constraint is None or self.constraint.kind not in ("json_schema", "json_object", "structural_tag"):
+            return None
+        return text_before(self.constraint.source) if self.constraint.kind == "structural_tag" else TextBefore()
 
     def explain(self, error: GrammarError) -> RequestError:
         """Return what a request with this is told."""
@@ -141,8 +144,9 @@ class GrammarCompiler:
         """Return the grammar for a request."""
         if isinstance(grammar, BannedGrammar) and use.prompt_token_ids:
             grammar = grammar.behind(use.prompt_token_ids)
-        if demand.is_json and use.max_tokens is not None:
-            grammar = FittedGrammar(grammar, self._get_endings(), use.max_tokens)
+        text = None if use.max_tokens is None else demand.text_before
+        if text is not None and use.max_tokens is not None:
+            grammar = FittedGrammar(grammar, self._get_endings().behind(text), use.max_tokens)
         return grammar
 
     def warm(self) -> None:
@@ -175,7 +179,7 @@ class GrammarCompiler:
                 grammar = self._compile_constraint(demand.constraint)
             if demand.bad_words:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
-            if demand.is_json:
+            if demand.text_before is not None:
                 self._get_endings()  # which takes a while for the first time
         except GrammarError:
             raise

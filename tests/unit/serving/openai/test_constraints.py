@@ -230,3 +230,28 @@ def test_schema_that_only_the_other_backend_enforces_may_come_behind_reasoning(e
     assert engine.grammars.num_sent_on == before + 1
     assert reason == "stop"
     jsonschema.validate(json.loads(message["content"]), schema)
+
+
+@pytest.mark.parametrize(
+    ("parser", "reasoning", "fields"),
+    [
+        ("none", "deepseek_r1", {"guided_json": PERSON}),
+        ("hermes", "qwen3", {"tools": TOOLS, "tool_choice": "required"}),
+        ("hermes", "none", {"tools": TOOLS[1:], "tool_choice": "required"}),
+        ("hermes", "qwen3", {"tools": TOOLS, "guided_json": PERSON}),
+    ],
+    ids=["answer", "call-behind-reasoning", "call", "answer-or-call"],
+)
+def test_answers_and_calls_behind_reasoning_come_to_an_end_within_their_tokens(engine, parser, reasoning, fields):
+    context = context_of(engine, tool_call_parser=parser, reasoning_parser=reasoning)
+    # A model that thinks in letters for ever.
+    body = {**fields, "max_tokens": 120, "logit_bias": {str(engine.tokenizer.encode("a", False)[0]): 8}}
+    for seed in range(3):
+        message, reason = message_of(ask_chat(context, seed=seed, **body))
+        assert reason in ("stop", "tool_calls")
+        if message.get("tool_calls"):
+            for call in message["tool_calls"]:
+                schema = CITY if call["function"]["name"] == "weather" else PERSON
+                jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+        else:
+            jsonschema.validate(json.loads(message["content"]), PERSON)
