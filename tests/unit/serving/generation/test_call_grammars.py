@@ -398,6 +398,18 @@ def test_arguments_are_valid_when_the_schema_has_what_is_seldom(compiler, name, 
         jsonschema.validate(arguments, schema, format_checker=CHECKER)
 
 
+@pytest.mark.parametrize("key", ["b", "due date", "due-date", "größe (cm)", "名", "a.b/c", "9", "aa", "x" * 64])
+def test_free_name_may_be_what_the_reader_takes_for_one_when_names_have_no_quotes(compiler, key):
+    tools = (Tool("f", OTHERS),)
+    grammar = grammar_of(compiler, "functiongemma", tools=tools)
+    text = gemma(f"a:1,{key}:<escape>x<escape>,box:2").replace("call:weather", "call:f")
+    assert accepts(grammar, text)
+    (call,) = check_calls("functiongemma", text, tools).calls
+    assert json.loads(call.arguments) == {"a": 1, key: "x", "box": 2}
+    for other in ("a", " b", "b ", "", "<b", "}", '"b"', "x" * 65, "b\n", "b:c"):
+        assert not accepts(grammar, text.replace(f",{key}:", f",{other}:")), other
+
+
 @pytest.mark.parametrize(
     ("schema", "pointer"),
     [
