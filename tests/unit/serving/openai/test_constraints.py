@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from quire.base.errors import RequestError
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
 from quire.serving.generation.served_model import load_served_model
@@ -173,15 +172,8 @@ def test_request_is_refused_by_the_field_when_its_constraint_cannot_be_enforced(
     assert re.search(re.escape(words), str(caught.value))
 
 
-def test_tool_choice_is_refused_when_the_format_of_calls_cannot_be_enforced(engine):
-    context = context_of(engine, tool_call_parser="functionary_v3", reasoning_parser="none")
-    with pytest.raises(RequestError, match="functionary_v3") as caught:
-        ask_chat(context, tools=TOOLS, tool_choice="required")
-    assert caught.value.param == "tool_choice"
-
-
 @pytest.mark.parametrize(
-    "parser", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic", "functiongemma", "openai"]
+    "parser", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic", "functiongemma", "functionary_v3", "openai"]
 )
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_tool_is_called_in_the_format_of_the_model_when_that_is_demanded(engine, parser, choice):
