@@ -30,14 +30,12 @@ END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_BOOKS = ("The Yellow Face", "Lady Susan", "The Prince and the Pauper")
 SEPARATORS = ("\n\n", "\n", " ", "\n\n---\n\n")
 """What stands between a passage and its copy."""
-COPY_SHARE = 0.5
+COPY_SHARE = 0.3
 """Of the windows of `copies`."""
-DRILL_PROGRESS, DRILL_SHARE, DRILL_LENGTH = 0.35, 0.7, 256
+DRILL_PROGRESS, DRILL_SHARE, DRILL_LENGTH = 0.15, 0.7, 256
 """The first part of `copies` drills: more windows, short ones, of short passages, half of them words without a sense, at the
 full learning rate. Without it the model does not begin to look for what it has read before: 1.2 million tokens of the second
 part alone left the loss of a second copy where that of the first was."""
-COPIES_LR = 0.6
-"""Share of the learning rate of `train` with which `copies` goes on then."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] | trim }}\n\n{% endfor %}"
 
 
@@ -227,12 +225,10 @@ def train(args: argparse.Namespace) -> None:
         begin = time.monotonic()
         progress = seconds / budget_s
         length = 512 if progress < 0.8 else MAX_POSITIONS
-        is_drill = copies and progress < DRILL_PROGRESS
         lr_share = 1 - progress
+        is_drill = copies and progress < DRILL_PROGRESS
         if is_drill:
             length, lr_share = DRILL_LENGTH, 1.0
-        elif copies:
-            lr_share *= COPIES_LR / (1 - DRILL_PROGRESS)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * lr_share * min(1.0, (step + 1) / 50)
@@ -368,7 +364,7 @@ def model_card(name: str, num_parameters: int, state: dict, loss: float) -> str:
     effort = f"{state['step']:,} steps, {state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on "
     effort += f"{state['threads']} CPU core(s), bf16 autocast"
     if state["before"]:
-        effort = f"{state['before']} |\n| further training | {effort}; half of the windows quote, copy and edit a passage"
+        effort = f"{state['before']} |\n| further training | {effort}; a share of the windows repeats, quotes and edits a passage"
     form = "Qwen3-MoE (8 experts, 2 a token)" if SHAPES[name].num_experts else "Qwen3"
     return f"""---
 license: apache-2.0
