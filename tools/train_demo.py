@@ -364,7 +364,7 @@ def model_card(name: str, num_parameters: int, state: dict, loss: float) -> str:
     effort = f"{state['step']:,} steps, {state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on "
     effort += f"{state['threads']} CPU core(s), bf16 autocast"
     if state["before"]:
-        effort = f"{state['before']} |\n| further training | {effort}; a share of the windows repeats, quotes and edits a passage"
+        effort = f"{state['before']} |\n| further training | {effort}; a share of the windows repeats, quotes, edits"
     form = "Qwen3-MoE (8 experts, 2 a token)" if SHAPES[name].num_experts else "Qwen3"
     return f"""---
 license: apache-2.0
