@@ -241,7 +241,7 @@ class GrammarCompiler:
                 except ImportError as error:
                     raise UnsupportedError(
                         f"the backend {name!r} of constraints is not installed ({error}): pip install 'quire[grammar]' "
-                        "for llguidance, xgrammar for the other one"
+                        "for llguidance, 'quire[xgrammar]' for the other one"
                     ) from None
             return self._backends[name]
 
