@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ _MAX_DEPTH = 8
 _MAX_DIGITS = 9
 """Of an index into a list; int() refuses thousands of them."""
 _STRING = frozenset(("string",))
+_LONE_REFERENCES = re.compile(r"http://json-schema\.org/draft-0[4-7]/schema#?")
 
 
 def types_of(parameters: Mapping[str, object], argument: str) -> frozenset[str]:
@@ -21,6 +23,12 @@ def types_of(parameters: Mapping[str, object], argument: str) -> frozenset[str]:
     if schema is None:
         schema = _resolve(parameters, parameters).get("additionalProperties")
     return frozenset(_types(schema, parameters, 0, set())) or _STRING
+
+
+def has_lone_references(root: object) -> bool:
+    """Whether nothing counts that stands beside a $ref, as the draft has it that a schema is declared to be of."""
+    draft = cast("Mapping[str, object]", root).get("$schema") if isinstance(root, Mapping) else None
+    return isinstance(draft, str) and _LONE_REFERENCES.fullmatch(draft) is not None
 
 
 def find_reference(root: object, reference: str) -> object | None:
@@ -73,6 +81,8 @@ def _types(schema: object, root: object, depth: int, seen: set[int]) -> set[str]
         return set()
     seen.add(id(cast("object", schema)))
     fields = cast("Mapping[str, Any]", schema)
+    if isinstance(fields.get("$ref"), str) and has_lone_references(root):
+        fields = {"$ref": fields["$ref"]}
     kind = fields.get("type")
     found: set[str] = set()
     if isinstance(kind, str):

@@ -19,6 +19,8 @@ from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
+from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.text_before import TextBefore, text_before
 from quire.grammar.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
@@ -36,9 +38,11 @@ class Demand:
     bad_words: tuple[str, ...] = ()
 
     @property
-    def is_json(self) -> bool:
-        """Whether all of an output is JSON."""
-        return self.constraint is not None and self.constraint.kind in ("json_schema", "json_object")
+    def text_before(self) -> TextBefore | None:
+        """What comes before the JSON of an output, None where it is not all JSON but for that."""
+        if self.constraint is None or self.constraint.kind not in ("json_schema", "json_object", "structural_tag"):
+            return None
+        return text_before(self.constraint.source) if self.constraint.kind == "structural_tag" else TextBefore()
 
     def explain(self, error: GrammarError) -> RequestError:
         """Return what a request with this is told."""
@@ -140,8 +144,9 @@ class GrammarCompiler:
         """Return the grammar for a request."""
         if isinstance(grammar, BannedGrammar) and use.prompt_token_ids:
             grammar = grammar.behind(use.prompt_token_ids)
-        if demand.is_json and use.max_tokens is not None:
-            grammar = FittedGrammar(grammar, self._get_endings(), use.max_tokens)
+        text = None if use.max_tokens is None else demand.text_before
+        if text is not None and use.max_tokens is not None:
+            grammar = FittedGrammar(grammar, self._get_endings().behind(text), use.max_tokens)
         return grammar
 
     def warm(self) -> None:
@@ -174,7 +179,7 @@ class GrammarCompiler:
                 grammar = self._compile_constraint(demand.constraint)
             if demand.bad_words:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
-            if demand.is_json:
+            if demand.text_before is not None:
                 self._get_endings()  # which takes a while for the first time
         except GrammarError:
             raise
@@ -188,13 +193,13 @@ class GrammarCompiler:
         return grammar
 
     def _compile_constraint(self, constraint: Constraint) -> Grammar:
-        """Compile by the backend that is asked for; a schema that llguidance refuses, by the other one, if that enforces it."""
+        """Compile by the backend that is asked for; what llguidance refuses for its schemas, by the other one, if that can."""
         if constraint.backend == "xgrammar":
             return self._get_backend("xgrammar").compile(constraint)
         try:
             return self._get_backend("llguidance").compile(constraint)
         except GrammarError as error:
-            if constraint.backend != "auto" or constraint.kind != "json_schema" or not _enforces(constraint):
+            if constraint.backend != "auto" or not _enforces(constraint, self._get_vocabulary()):
                 raise
             try:
                 grammar = self._get_backend("xgrammar").compile(constraint)
@@ -236,20 +241,22 @@ class GrammarCompiler:
                 except ImportError as error:
                     raise UnsupportedError(
                         f"the backend {name!r} of constraints is not installed ({error}): pip install 'quire[grammar]' "
-                        "for llguidance, xgrammar for the other one"
+                        "for llguidance, 'quire[xgrammar]' for the other one"
                     ) from None
             return self._backends[name]
 
 
-def _enforces(constraint: Constraint) -> bool:
-    """Return whether xgrammar enforces all of a schema."""
+def _enforces(constraint: Constraint, vocabulary: Vocabulary) -> bool:
+    """Return whether xgrammar enforces all of a schema, or of a structural tag with schemas."""
     from quire.grammar.xgrammar_backend import check_for_xgrammar
 
+    if constraint.kind not in ("json_schema", "structural_tag"):
+        return False
     try:
-        check_for_xgrammar(constraint)
+        check_for_xgrammar(constraint, SpecialTexts.of(vocabulary))
     except GrammarError:
         return False
-    return constraint.whitespace_pattern is None
+    return True
 
 
 def _make_backend(name: str, vocabulary: Vocabulary, prober: Prober) -> Backend:

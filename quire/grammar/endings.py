@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ import numpy as np
 
 from quire.grammar.masks import fill_mask
 from quire.grammar.matcher import MaskedMatcher
+from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.text_before import FIRST_TEXT_PLACE, TextBefore, TextPlaces
 from quire.grammar.vocabulary import Vocabulary
 
 OUTSIDE, IN_STRING, AFTER_BACKSLASH = range(3)
-"""Where in JSON a text stands."""
+"""Where in JSON an output stands; places from FIRST_TEXT_PLACE on are in the text before it."""
 
-_NEVER = 99
+_NEVER = 1 << 20
 MAX_MASKS = 128
 """Masks that are filled in search of one end: they cost up to a millisecond each, while a step may wait."""
 _FEW_WORDS = 64
@@ -50,6 +53,9 @@ class JsonEndings:
     """The tokens of a vocabulary by how soon they bring JSON to an end."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._special = SpecialTexts.of(vocabulary)
+        self._text: TextPlaces | None = None
         self._tokens = vocabulary.tokens
         self.num_words = vocabulary.num_mask_words
         size = vocabulary.size
@@ -71,23 +77,44 @@ class JsonEndings:
         self._punctuation = {token: token_id for token_id, token in enumerate(self._tokens) if _PUNCTUATION.fullmatch(token)}
         self._closing = (_pack(closes_item), _pack(closes_string))
 
+    def behind(self, text: TextBefore) -> JsonEndings:
+        """Return the endings of outputs whose JSON comes behind a text."""
+        if not text.closes:
+            return self
+        found = copy(self)
+        found._text = TextPlaces(text, self._vocabulary, self._special)
+        return found
+
+    @property
+    def start(self) -> int:
+        """Where an output stands at its beginning."""
+        return OUTSIDE if self._text is None else self._text.start
+
     def after(self, place: int, token_id: int) -> int:
-        """Return where the text stands behind one more token."""
+        """Return where the output stands behind one more token."""
         token = self._tokens[token_id] if token_id < len(self._tokens) else b""
-        if b'"' not in token and b"\\" not in token:
-            return IN_STRING if place == AFTER_BACKSLASH and token else place
-        for byte in token:
-            if place == AFTER_BACKSLASH:
-                place = IN_STRING
-            elif byte == 0x22:
-                place = OUTSIDE if place == IN_STRING else IN_STRING
-            elif byte == 0x5C and place == IN_STRING:
-                place = AFTER_BACKSLASH
-        return place
+        if self._text is not None and place >= FIRST_TEXT_PLACE:
+            following, token = self._text.after(place, token_id)
+            if following is not None:
+                return following
+            place = OUTSIDE
+        return _after_bytes(place, token)
+
+    def closings(self, place: int) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of which any end the text before the JSON, () where the output does not stand in that."""
+        return () if self._text is None or place < FIRST_TEXT_PLACE else self._text.closings(place)
+
+    def num_leaving(self, token_ids: tuple[int, ...], place: int) -> int:
+        """Return how many of these tokens lead out of the text before the JSON, 0 where the output does not stand in it."""
+        count = 0
+        while count < len(token_ids) and self.closings(place):
+            place = self.after(place, token_ids[count])
+            count += 1
+        return count
 
     def closing_mask(self, place: int) -> Any:
-        """Return the tokens that close what is open, numpy [num_mask_words] i32; None where a character is half written."""
-        return None if place == AFTER_BACKSLASH else self._closing[place]
+        """Return the tokens that close what is open, numpy [num_mask_words] i32; None where no token alone does."""
+        return self._closing[place] if place in (OUTSIDE, IN_STRING) else None
 
     def rest(self, token_ids: tuple[int, ...], place: int) -> Ending:
         """Return the ending that these tokens are for an output that stands at `place`."""
@@ -101,6 +128,18 @@ class JsonEndings:
     def find(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
         """Return how an output can end that stands at `place`; None where no way is found within `limit` tokens."""
         return Search(self, matcher, place, limit).result()
+
+    def find_further(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
+        """Return how an output that may end could go on and end then; None where no way is found within `limit` tokens."""
+        fork, words = matcher.fork(), np.zeros((1, self.num_words), dtype=np.int32)
+        if fill_mask(fork, words[0]) is not None:
+            return None
+        words[0].view(np.uint32)[matcher.end_token_id // 32] &= ~np.uint32(1 << matcher.end_token_id % 32)
+        token_id = self.choose(words, place, set())
+        if token_id is None or fork.advance(token_id) is not None:
+            return None
+        found = self.find(fork, self.after(place, token_id), limit - 1)
+        return None if found is None else self.rest((token_id, *found.tokens), place)
 
     def fits(self, ending: tuple[int, ...], matcher: MaskedMatcher) -> bool:
         """Return whether tokens end an output."""
@@ -143,6 +182,7 @@ class JsonEndings:
 
     def _best(self, mask: Any, place: int, tried: Collection[int]) -> int | None:
         """Return the allowed token that comes first in the order of the place, and is of no kind that was tried."""
+        place = OUTSIDE if place >= FIRST_TEXT_PLACE else place
         filled = np.flatnonzero(mask)
         if len(filled) <= _FEW_WORDS:
             bits = np.unpackbits(mask[filled].view(np.uint8), bitorder="little").reshape(len(filled), 32)
@@ -214,6 +254,10 @@ class Search:
         forced = self._matcher.forced_tokens()
         while forced and self._take(forced):
             forced = self._matcher.forced_tokens()
+        for closing in () if self._is_done else self._endings.closings(self._place):
+            if self._matcher.num_fitting(closing) == len(closing):
+                self._take(closing)
+                return
         if self._is_done or fill_mask(self._matcher, self._words[0]) is not None:
             self._is_done = True
             return
@@ -238,6 +282,20 @@ class Search:
         self._has_found = is_fine and self._matcher.can_end
         self._is_done = self._has_found or not is_fine
         return not self._is_done
+
+
+def _after_bytes(place: int, token: bytes) -> int:
+    """Return where in JSON an output stands behind some bytes."""
+    if b'"' not in token and b"\\" not in token:
+        return IN_STRING if place == AFTER_BACKSLASH and token else place
+    for byte in token:
+        if place == AFTER_BACKSLASH:
+            place = IN_STRING
+        elif byte == 0x22:
+            place = OUTSIDE if place == IN_STRING else IN_STRING
+        elif byte == 0x5C and place == IN_STRING:
+            place = AFTER_BACKSLASH
+    return place
 
 
 def _kind(token: bytes) -> int:

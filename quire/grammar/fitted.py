@@ -13,12 +13,14 @@ from typing import Any, cast
 import numpy as np
 
 from quire.contracts.constraint import Grammar
-from quire.grammar.endings import MAX_MASKS, OUTSIDE, Ending, JsonEndings, Search
+from quire.grammar.endings import MAX_MASKS, Ending, JsonEndings, Search
 from quire.grammar.matcher import MaskedMatcher, WrappingMatcher
 
 _TEXT_TOKENS = 6
 """Tokens that are kept free for each string that is still to come."""
 _SPARE_TOKENS = 4
+_ANSWER_TOKENS = 32
+"""Tokens that free text before the JSON leaves to it beside those, an eighth of all at most."""
 _MAX_PATIENCE = 64
 _MAX_ENDING = 256
 """Tokens of an end that is looked for, and tokens before the limit from which on it is; what needs more is left to itself."""
@@ -36,7 +38,7 @@ _MAX_FAILURES = 3
 class _Look:
     """What was found after `count` tokens: what to do from there on until after `until` tokens.
 
-    forced        an end that is to be taken; None: not yet
+    forced        what is to be taken, an end or what leads out of the text before the JSON; None: nothing yet
     ending        the end that was found, forced or not
     search        for an end, from `first` tokens on, that goes on with the tokens
     num_failures  how often in a row no end was found
@@ -91,7 +93,7 @@ class FittedMatcher(WrappingMatcher):
         super().__init__(inner)
         self._endings = endings
         self._max_tokens = max_tokens
-        self._steps = [_Step(OUTSIDE)]
+        self._steps = [_Step(endings.start)]
         self._tokens: list[int] = []
         self._looks = [_Look(-1, max(0, max_tokens - _MAX_ENDING))]
 
@@ -102,7 +104,7 @@ class FittedMatcher(WrappingMatcher):
     def _look(self) -> _Look:
         """Return what to do now, after looking where it is time to."""
         last = self._looks[-1]
-        if last.forced is not None or self._count < last.until:
+        if self._count < last.until and not self._has_come_to_an_end(last):
             return last
         step = self._steps[-1]
         if step.found is None:
@@ -110,11 +112,16 @@ class FittedMatcher(WrappingMatcher):
         self._looks.append(step.found)
         return step.found
 
+    def _has_come_to_an_end(self, last: _Look) -> bool:
+        return 0 <= last.count < self._count and not last.is_closing and self._inner.can_end
+
     def _search(self, last: _Look) -> _Look:
         """Return what an end says to do: the last one, where it still is one, or else one that is looked for.
 
         While there is room, the search is spread over the next tokens, so that no step waits long for it.
         """
+        if self._inner.can_end:
+            return self._search_further()
         known = self._known_ending(last)
         if known is not None:
             return self._judge(known)
@@ -132,6 +139,14 @@ class FittedMatcher(WrappingMatcher):
         # What ends the output of some tokens ago says how much room there is, but may be no end of this one.
         return self._judge_found(self._find(), last) if found.is_closing and first < count else found
 
+    def _search_further(self) -> _Look:
+        """Return whether an output that may end may go on, with another call: only where it comes to an end again."""
+        count, num_left = self._count, self._max_tokens - self._count
+        further = self._endings.find_further(self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING))
+        if further is None or num_left <= len(further.tokens) + _SPARE_TOKENS + _TEXT_TOKENS * further.num_texts:
+            return _Look(count, self._max_tokens + 1, True, ())
+        return _Look(count, count + 1)
+
     def _find(self) -> Ending | None:
         return self._endings.find(self._inner, self._steps[-1].place, min(self._max_tokens - self._count, _MAX_ENDING))
 
@@ -143,6 +158,8 @@ class FittedMatcher(WrappingMatcher):
         if not last.ending:
             return None
         num_taken, place = self._count - last.count, self._steps[-1].place
+        if self._endings.closings(place):  # any part fits in free text, and does not end it
+            return self._endings.rest(last.ending, place) if self._endings.fits(last.ending, self._inner) else None
         if last.ending[:num_taken] == tuple(self._tokens[last.count :]) and len(last.ending) > num_taken:
             return self._endings.rest(last.ending[num_taken:], place)
         part = self._endings.fitting_part(last.ending, self._inner, self._max_tokens - self._count)
@@ -160,8 +177,13 @@ class FittedMatcher(WrappingMatcher):
         count = self._count
         spare = self._max_tokens - count - len(ending.tokens)
         if spare <= _SPARE_TOKENS:
-            return _Look(count, count, True, ending.tokens, ending.tokens)
+            return _Look(count, self._max_tokens + 1, True, ending.tokens, ending.tokens)
         spare -= _SPARE_TOKENS + min(_TEXT_TOKENS * ending.num_texts, self._max_tokens // 4)
+        num_leaving = self._endings.num_leaving(ending.tokens, self._steps[-1].place)
+        if num_leaving:
+            spare -= min(_ANSWER_TOKENS, self._max_tokens // 8)
+            if spare <= 0:
+                return _Look(count, count + num_leaving, False, ending.tokens[:num_leaving], ending.tokens)
         if spare <= 0:
             return _Look(count, count + 1, True, ending=ending.tokens)
         return _Look(count, count + min(_MAX_PATIENCE, max(1, spare // 3)), ending=ending.tokens)
@@ -235,4 +257,4 @@ class FittedMatcher(WrappingMatcher):
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
-        return super().is_complete or (self._looks[-1].is_closing and self._inner.can_end)
+        return super().is_complete or (self._inner.can_end and self._look().is_closing)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from quire.grammar.errors import GrammarError
 from quire.grammar.lark import quote
+from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 
 ANY_TEXT = r"/(?s:.*)/"
@@ -20,7 +19,7 @@ class Rules:
         self._lines: list[str] = []
         self._num_rules = 0
         self._terminals: dict[str, str] = {}
-        self._special: tuple[re.Pattern[str] | None, dict[str, int]] | None = None
+        self._special: SpecialTexts | None = None
 
     def write(self, start: str) -> str:
         """Return the grammar whose outputs are those of a rule."""
@@ -49,9 +48,9 @@ class Rules:
 
     def literal_parts(self, text: str) -> list[str]:
         """Return the items of a text, none where it is empty."""
-        pattern, ids = self._special_tokens()
-        parts = [text] if pattern is None else pattern.split(text)
-        return [f"<[{ids[part]}]>" if part in ids else quote(part) for part in parts if part]
+        if self._special is None:
+            self._special = SpecialTexts.of(self._vocabulary)
+        return [f"<[{part}]>" if isinstance(part, int) else quote(part) for part in self._special.split(text)]
 
     def is_special(self, text: str) -> bool:
         """Whether a text is spelled with special tokens, so that it cannot stand within other text."""
@@ -70,23 +69,6 @@ class Rules:
             return self.rule(self.terminal(body), f"[suffix={quote(end)}]")
         text = " ".join([f"({body})", *parts[:at]])
         return self.rule(" ".join([self.terminal(text), *parts[at:]]))
-
-    def _special_tokens(self) -> tuple[re.Pattern[str] | None, dict[str, int]]:
-        """Return what finds the special tokens in a text, None where there are none, and their ids."""
-        if self._special is None:
-            tokens = self._vocabulary.tokens
-            spelled = {
-                tokens[token_id].decode("utf-8", errors="replace"): token_id for token_id in self._vocabulary.special_token_ids
-            }
-            ids = {
-                text: token_id
-                for text, token_id in spelled.items()
-                if text and self._vocabulary.special_id_of(text) is not None
-            }
-            ordered = sorted(ids, key=len, reverse=True)
-            pattern = re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
-            self._special = (pattern, ids)
-        return self._special
 
 
 def without(texts: tuple[str, ...] | list[str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+from quire.contracts.argument_types import has_lone_references
 from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.schema_shape import check_shape
 
@@ -59,8 +60,10 @@ XGRAMMAR = Reach(
 )
 
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
-_LONE_REFERENCES = re.compile(r"/draft-0[4-7]\b")
-"""Drafts in which nothing beside a $ref counts."""
+_DRAFTS = re.compile(
+    r"(?:http://json-schema\.org/draft-0[4-7]/schema|https://json-schema\.org/draft/(?:2019-09|2020-12)/schema)#?"
+)
+"""Whatever else $schema may name is no draft that is known here, and the newest one is followed."""
 
 
 def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
@@ -75,10 +78,11 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
     cleaned = copy.deepcopy(schema)
     has_ids = _has_ids(cleaned)
     is_new_draft = _is_new_draft(cleaned)
-    has_lone_references = _is_draft(cleaned, _LONE_REFERENCES)
+    is_lone = has_lone_references(cleaned)
     for pointer, inner in iter_schemas(cleaned, ""):
         check_shape(inner, pointer)
-        _drop_idle(inner, has_lone_references)
+        _check_draft(inner, pointer, is_lone)
+        _drop_idle(inner, is_lone)
         _check_one(inner, pointer, is_new_draft, reach)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
     return cleaned
@@ -131,12 +135,24 @@ _MESSAGES = (
 )
 
 
-def _drop_idle(schema: dict[str, Any], has_lone_references: bool) -> None:
+def _check_draft(schema: dict[str, Any], pointer: str, is_lone: bool) -> None:
+    """Take out a draft that is not known; refuse one of which more would count than of the draft around it.
+
+    is_lone  nothing counts beside a $ref in the draft of the whole
+    """
+    draft = schema.get("$schema")
+    if not isinstance(draft, str) or _DRAFTS.fullmatch(draft) is None:
+        schema.pop("$schema", None)
+    elif is_lone and not has_lone_references(schema):
+        raise GrammarError("a schema of a newer draft within one of an older draft cannot be enforced", f"{pointer}/$schema")
+
+
+def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
     """Take out keywords that are written down but demand nothing, and write counts such as 2.0 as integers."""
     for key in _COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
-    if has_lone_references and isinstance(schema.get("$ref"), str):
+    if is_lone and isinstance(schema.get("$ref"), str):
         for key in schema.keys() - {"$ref", "$schema", "$id", "id", "definitions", "$defs"}:
             del schema[key]
     if schema.get("uniqueItems") is False:
@@ -235,11 +251,6 @@ def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
             raise GrammarError(
                 f"{exclusive} {bound} cannot be enforced with another bound less than 1 away", f"{pointer}/{exclusive}"
             )
-
-
-def _is_draft(root: object, pattern: re.Pattern[str]) -> bool:
-    draft = cast("dict[str, Any]", root).get("$schema") if isinstance(root, dict) else None
-    return isinstance(draft, str) and pattern.search(draft) is not None
 
 
 def _is_new_draft(root: object) -> bool:

@@ -22,7 +22,9 @@ MAX_DEPTH = 40
 _ANY_DEPTH = 8
 """How deep a value may be nested that the schema says nothing of."""
 _NUM_KEY_CHARACTERS = 64
-_BARE_KEY = rf"/[A-Za-z_][A-Za-z0-9_]{{0,{_NUM_KEY_CHARACTERS - 1}}}/"
+_KEY_EDGE = r"[^\s\x00-\x1f\x7f:,{}\[\]<>\"]"
+_BARE_KEY = rf"/{_KEY_EDGE}|{_KEY_EDGE}[^\x00-\x1f\x7f:<>]{{0,{_NUM_KEY_CHARACTERS - 2}}}{_KEY_EDGE}/"
+"""Names that are read as they are written: up to the colon, without spaces at their ends, and nothing like a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class ValueWriter:
     def other_key(self, names: Iterable[str]) -> str:
         """Return any name of a property but some, as `key` does."""
         if self._dialect.bare_keys:
-            body = f"{_BARE_KEY}{''.join(f' & ~{quote(name)}' for name in names if name)}"
+            body = f"({_BARE_KEY}){''.join(f' & ~{quote(name)}' for name in names if name)}"
             return f"{self._rules.terminal(body)} {quote(':')}"
         keys: list[str] = []
         for mark in self._dialect.quotes:

@@ -20,7 +20,9 @@ from quire.grammar.errors import GrammarError
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends, iter_schemas
+from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
+from quire.grammar.xgrammar_tags import SAFE_PATTERN, xgrammar_format
 
 _ENFORCED = frozenset(
     (
@@ -36,12 +38,6 @@ _NEED_TYPE = frozenset(
     )
 )  # fmt: skip
 _BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
-_SAFE_PATTERN = re.compile(
-    r"\^?(?:[\w ,:/@%-]|\\[d./-]|[().|?*+]|\{\d+(?:,\d*)?\}"
-    r"|\[\^?(?:\\[d./-]|[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[\w ,:/@.])+-?\])*\$?",
-    re.ASCII,
-)
-"""Patterns that cannot let through a quotation mark or a backslash, which xgrammar would not escape."""
 _MAX_WHITESPACE = 24
 
 
@@ -54,7 +50,8 @@ class XgrammarBackend:
         self._folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
         tokens = token_texts(vocabulary)
         self._file = self._folder / "vocabulary.json"
-        self._file.write_text(json.dumps([token.decode("latin-1") for token in tokens]))
+        known = {"tokens": [token.decode("latin-1") for token in tokens], "special": SpecialTexts.of(vocabulary).ids}
+        self._file.write_text(json.dumps(known))
         self._info = make_tokenizer_info(tokens)
         self._masks = _Masks(tokens)
 
@@ -64,6 +61,8 @@ class XgrammarBackend:
 
         with self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint) as answer:
             compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
+            if not self._masks.next_of(GrammarMatcher(compiled)).any():
+                raise GrammarError("no output can begin")
         return BackendGrammar(lambda: GrammarMatcher(compiled), XgrammarMatcher, self._masks, self._end_token_id)
 
     def close(self) -> None:
@@ -72,9 +71,12 @@ class XgrammarBackend:
 
 
 def token_texts(vocabulary: Vocabulary) -> list[bytes]:
-    """Return the tokens as xgrammar has them: what is empty is never let through, and special tokens are no text."""
+    """Return the tokens as xgrammar has them: what is empty is never let through, and special tokens are no text.
+
+    These begin with a byte that no text has, as xgrammar would let empty ones through not even where a grammar names them.
+    """
     special = vocabulary.special_token_ids
-    texts = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
+    texts = [b"\xff%d" % token_id if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
     return [*texts, b"<|end of output|>"]
 
 
@@ -91,7 +93,9 @@ class ProbedXgrammar:
     def __init__(self, setup: dict[str, Any]) -> None:
         from xgrammar import GrammarCompiler
 
-        tokens = [token.encode("latin-1") for token in json.loads(Path(setup["vocabulary"]).read_text())]
+        known = json.loads(Path(setup["vocabulary"]).read_text())
+        tokens = [token.encode("latin-1") for token in known["tokens"]]
+        self._special = SpecialTexts(known["special"])
         self._compiler = GrammarCompiler(make_tokenizer_info(tokens), max_threads=1, cache_enabled=False)
 
     def compile(self, constraint: Constraint) -> str:
@@ -104,7 +108,7 @@ class ProbedXgrammar:
     def _compile(self, constraint: Constraint) -> Any:
         kind, compiler = constraint.kind, self._compiler
         if kind in ("json_schema", "json_object"):
-            schema: Any = {"type": "object"} if kind == "json_object" else check_for_xgrammar(constraint)
+            schema: Any = {"type": "object"} if kind == "json_object" else _checked(constraint.parsed(), constraint)
             return compiler.compile_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint))
         if kind == "regex":
             return compiler.compile_regex(constraint.source)
@@ -115,12 +119,35 @@ class ProbedXgrammar:
             if "::=" not in constraint.source:
                 raise GrammarError("xgrammar takes GBNF, and this has no rule with ::=; use llguidance for Lark")
             return compiler.compile_grammar(constraint.source)
-        raise GrammarError("structural tags are compiled by llguidance alone: use backend 'auto'")
+        return compiler.compile_structural_tag({"type": "structural_tag", "format": self._tag(constraint)})
+
+    def _tag(self, constraint: Constraint) -> dict[str, Any]:
+        from xgrammar import Grammar
+
+        options = _whitespace(constraint)
+
+        def write(schema: dict[str, Any] | bool) -> str:
+            checked = json.dumps(_checked(schema, constraint))
+            return str(Grammar.from_json_schema(checked, strict_mode=False, **options))
+
+        return xgrammar_format(constraint.parsed(), self._special, write)
 
 
-def check_for_xgrammar(constraint: Constraint) -> Any:
-    """Return the schema; raise GrammarError, with a JSON pointer, for what xgrammar would not enforce."""
-    schema = close_ends(check_schema(constraint.parsed(), XGRAMMAR), constraint.max_open_length)
+def check_for_xgrammar(constraint: Constraint, special: SpecialTexts) -> None:
+    """Raise GrammarError, with a JSON pointer, for a schema or structural tag that xgrammar would not enforce.
+
+    special  tokens that a structural tag may name
+    """
+    _whitespace(constraint)
+    if constraint.kind == "structural_tag":
+        xgrammar_format(constraint.parsed(), special, lambda schema: json.dumps(_checked(schema, constraint)))
+    else:
+        _checked(constraint.parsed(), constraint)
+
+
+def _checked(parsed: object, constraint: Constraint) -> Any:
+    """Return a schema as it is compiled. Raises GrammarError."""
+    schema = close_ends(check_schema(parsed, XGRAMMAR), constraint.max_open_length)
     if schema is False:
         raise GrammarError("the schema false allows nothing", "")
     for pointer, inner in iter_schemas(schema):
@@ -165,7 +192,7 @@ def _check_beside(schema: dict[str, Any], pointer: str) -> None:
     if schema.keys() >= {"format", "pattern"} or ("format" in schema and schema.keys() & {"minLength", "maxLength"}):
         raise GrammarError("xgrammar forgets lengths and patterns beside format", f"{pointer}/format")
     pattern = schema.get("pattern")
-    if pattern is not None and (not isinstance(pattern, str) or not _SAFE_PATTERN.fullmatch(pattern)):
+    if pattern is not None and (not isinstance(pattern, str) or not SAFE_PATTERN.fullmatch(pattern)):
         raise GrammarError("the pattern may let through what xgrammar does not escape", f"{pointer}/pattern")
     if pattern is not None and schema.keys() & {"minLength", "maxLength"}:
         raise GrammarError("xgrammar forgets lengths beside pattern", f"{pointer}/pattern")

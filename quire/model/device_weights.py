@@ -12,7 +12,15 @@ from tqdm import tqdm
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.narrow_weights import NarrowWeight, fits_kernels, join_rows, pack_float8, pack_integers
+from quire.kernels.triton.narrow_weights import (
+    FLOAT4_LEVELS,
+    NarrowWeight,
+    fits_kernels,
+    join_rows,
+    pack_float4,
+    pack_float8,
+    pack_integers,
+)
 from quire.model.device_copies import DeviceCopies
 from quire.model.device_linear import DeviceWeight
 from quire.model.parameters import Shape, parameter_shapes
@@ -190,7 +198,8 @@ class _Loader:
         offset = None if weight.offset is None else self._copies.upload(weight.offset)
         limits = (-128, 127) if weight.levels is None else (weight.levels[0], weight.levels[-1])
         codes, scale = self._copies.upload(weight.codes).contiguous(), self._copies.upload(weight.scale)
-        packed = pack_integers(codes, scale, offset, limits)
+        is_float4 = weight.levels == FLOAT4_LEVELS and offset is None
+        packed = pack_float4(codes, scale) if is_float4 else pack_integers(codes, scale, offset, limits)
         return packed if weight.columns is None else replace(packed, columns=self._order(weight.columns))
 
     def _order(self, columns: Tensor) -> Tensor:

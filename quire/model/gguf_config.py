@@ -18,6 +18,8 @@ _END_TOKENS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>")
 )
 """Added tokens that end an answer, whether or not the metadata name them."""
+_HARMONY_END_TOKENS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
+"""Those of gpt-oss, whose <|end|> ends a message: the answer may come after it."""
 _CONTROL, _USER_DEFINED = 3, 4
 _MAX_EXPERTS = 1 << 18
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -203,6 +205,34 @@ def _phi3(keys: GgufKeys) -> dict[str, object]:
     return {**config, "hidden_act": "silu", "sliding_window": window, "original_max_position_embeddings": original}
 
 
+def _gpt_oss(keys: GgufKeys) -> dict[str, object]:
+    """Read gpt-oss; what its files do not say (the clamp of the gate, biases of experts) is the same in all of them."""
+    common = _common(keys)
+    num_layers = keys.required("block_count")
+    slides = keys.flags("attention.sliding_window_pattern")
+    if slides is None:
+        period = keys.integer("attention.sliding_window_pattern")
+        period = 2 if period is None else period
+        slides = [period == 0 or index % period < period - 1 for index in range(num_layers)]
+    if keys.number("rope.freq_base_swa", keys.number("rope.freq_base", DEFAULT_ROPE_BASE)) != common["rope_theta"]:
+        raise UnsupportedError(f"{keys.file.path}: rope.freq_base_swa must be rope.freq_base in {keys.architecture!r} models")
+    config = {
+        **common,
+        "hidden_act": "silu",
+        "intermediate_size": keys.required("expert_feed_forward_length"),
+        "num_local_experts": keys.required("expert_count"),
+        "num_experts_per_tok": keys.required("expert_used_count"),
+        "sliding_window": keys.required("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+    scaling = common.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return {**config, "rope_parameters": {"rope_type": "default"}}  # absent, it would be that of the released models
+    # The model was trained with bounds that are not rounded, which files do not say.
+    return {**config, "rope_scaling": {**scaling, "truncate": False}}
+
+
 def _gpt2(keys: GgufKeys) -> dict[str, object]:
     hidden_size = keys.required("embedding_length")
     return {
@@ -223,6 +253,7 @@ _READERS: Mapping[str, Callable[[GgufKeys], dict[str, object]]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,
     "mixtral": _mixtral,
@@ -249,7 +280,8 @@ def _token_ids(keys: GgufKeys) -> dict[str, object]:
     added = (
         (i, token) for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in (_CONTROL, _USER_DEFINED)
     )
-    ends |= {token_id for token_id, token in added if token in _END_TOKENS}
+    end_tokens = _HARMONY_END_TOKENS if keys.architecture == "gpt-oss" else _END_TOKENS
+    ends |= {token_id for token_id, token in added if token in end_tokens}
     return {"bos_token_id": ids["bos"], "eos_token_id": sorted(ends)}
 
 

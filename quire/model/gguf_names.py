@@ -36,6 +36,7 @@ _GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_GPT_OSS = {**_SANDWICH, "attn_sinks.weight": "self_attn.sinks"}
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _GPT2_TOP = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
 _MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -46,6 +47,7 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 _STACKED_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)_exps\.weight")
+_EXPERT_BIASES = re.compile(r"ffn_(gate|up|down)_exps\.bias")
 _ONE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight")
 
 
@@ -53,8 +55,9 @@ _ONE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight
 class GgufArchitecture:
     """An architecture: the family page that reads its config, and how its tensors differ from a Hugging Face checkpoint.
 
-    layer, top        name in the file -> name in the checkpoint, of what is in a layer (below `layers`) and outside
-    expert            of the three matrices of an expert, for mixtures; experts lie below `expert_block`
+    layer, top        name in the file -> name in the checkpoint, of what is in a layer (below `layers`) and outside; a whole
+                      name, with .weight, where the checkpoint's has none
+    expert            of the three matrices of an expert, for mixtures; experts and their `router` lie below `expert_block`
     is_permuted       rows of q and k are ordered for rotating neighbours instead of halves
     has_norm_offset   norms are stored as w + 1
     is_transposed     the checkpoint stores linear weights [in, out]
@@ -66,6 +69,7 @@ class GgufArchitecture:
     layers: str = "layers"
     expert: Mapping[str, str] = field(default_factory=dict[str, str])
     expert_block: str = "mlp"
+    router: str = "gate"
     is_permuted: bool = False
     has_norm_offset: bool = False
     is_transposed: bool = False
@@ -75,9 +79,8 @@ class GgufArchitecture:
         found = _LAYER_TENSOR.fullmatch(name)
         if found is not None:
             index, module, kind = found.groups()
-            if module == "ffn_gate_inp" and self.expert:
-                return f"{self.layers}.{int(index)}.{self.expert_block}.gate.{kind}"
-            return f"{self.layers}.{int(index)}.{self.layer[module]}.{kind}" if module in self.layer else name
+            renamed = self._in_layer(module, kind)
+            return name if renamed is None else f"{self.layers}.{int(index)}.{renamed}"
         found = _ONE_EXPERT.fullmatch(name)
         if found is not None and self.expert:
             return self._expert(int(found[1]), found[2], int(found[3]))
@@ -91,6 +94,16 @@ class GgufArchitecture:
             return None
         return [self._expert(int(found[1]), found[2], expert) for expert in range(num_experts)]
 
+    def _in_layer(self, module: str, kind: str) -> str | None:
+        if f"{module}.{kind}" in self.layer:
+            return self.layer[f"{module}.{kind}"]
+        if module == "ffn_gate_inp" and self.expert:
+            return f"{self.expert_block}.{self.router}.{kind}"
+        found = _EXPERT_BIASES.fullmatch(f"{module}.{kind}")
+        if found is not None and self.expert:
+            return f"{self.expert_block}.experts.{self.expert[found[1]]}.bias"
+        return f"{self.layer[module]}.{kind}" if module in self.layer else None
+
     def _expert(self, index: int, matrix: str, expert: int) -> str:
         return f"{self.layers}.{index}.{self.expert_block}.experts.{expert}.{self.expert[matrix]}.weight"
 
@@ -100,6 +113,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma": GgufArchitecture("gemma", has_norm_offset=True),
     "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
     "gemma3": GgufArchitecture("gemma3_text", _SANDWICH, has_norm_offset=True),
+    "gpt-oss": GgufArchitecture("gpt_oss", _GPT_OSS, expert=_QWEN_EXPERT, router="router"),
     "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
     "granite": GgufArchitecture("granite", is_permuted=True),
     "llama": GgufArchitecture("llama", is_permuted=True),

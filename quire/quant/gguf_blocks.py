@@ -15,6 +15,8 @@ from quire.quant.weight import QuantizedWeight
 
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_E2M1_LEVELS = tuple(sorted(set(_E2M1_DOUBLED)))
+_LEAST_DEVICE_GROUP = 32
 _CHUNK_ELEMENTS = 1 << 22
 """Elements unpacked at once, which bounds the memory for what is in between."""
 
@@ -81,6 +83,25 @@ def packed_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
         else:
             code = 1.0 if block_type.levels is None else 0.5
             width = code + (4 if block_type.has_offset else 2) / block_type.group_size
+        total += math.prod(tensor.shape) * width
+    return int(total)
+
+
+def device_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
+    """Return what the kernels of a GPU keep of tensors: codes of sixteen integers in a row, or of floats of 4 bits, take half a
+    byte, and every group has its scale and offset in float32; groups below 32 columns are made dense.
+
+    float_bytes  of a number that is dense
+    """
+    total = 0.0
+    for tensor in tensors:
+        block_type = _BLOCK_TYPES.get(tensor.type_name)
+        if block_type is None or block_type.group_size < _LEAST_DEVICE_GROUP:
+            width = float(float_bytes)
+        else:
+            levels = block_type.levels
+            is_half = levels is not None and (levels[-1] - levels[0] < 16 or levels == _E2M1_LEVELS)
+            width = (0.5 if is_half else 1.0) + (8 if block_type.has_offset else 4) / block_type.group_size
         total += math.prod(tensor.shape) * width
     return int(total)
 
@@ -229,5 +250,5 @@ _BLOCK_TYPES: dict[str, _BlockType] = {
     "Q6_K": _BlockType(_q6_k, 16),
     "IQ4_NL": _BlockType(_iq4_nl, levels=_IQ4_LEVELS),
     "IQ4_XS": _BlockType(_iq4_xs, levels=_IQ4_LEVELS),
-    "MXFP4": _BlockType(_mxfp4, levels=tuple(sorted(set(_E2M1_DOUBLED)))),
+    "MXFP4": _BlockType(_mxfp4, levels=_E2M1_LEVELS),
 }

@@ -79,11 +79,13 @@ class HeadProposer(Proposer):
         self.leaves_out = isinstance(model, HeadDrafter)
         self.tap_layers: tuple[int, ...] | None = head.tap_layers
         self._model, self._kv, self._max_len = model, kv, max_len
+        # Asked once: to hold a model against a protocol takes as long as a draft of a small head.
+        self._drafter = model if isinstance(model, HeadDrafter) else None
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()
         self._vocab_size = head.body.vocab_size if head.vocabulary is None else int(head.vocabulary.max()) + 1
         self._block_size = kv.spec.block_size
         self._filled = FilledBlocks(kv)
-        said = None if isinstance(model, HeadDrafter) else self._vocabulary  # whose logits are the target's tokens'
+        said = None if self._drafter is not None else self._vocabulary  # whose logits are the target's tokens'
         self._trees = HeadTrees(model, kv, said, top_k, depth) if top_k > 1 else None
         self._most = depth if self._trees is None else self._trees.max_tokens
         if self._trees is not None:
@@ -95,8 +97,8 @@ class HeadProposer(Proposer):
 
     def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
-        if isinstance(self._model, HeadDrafter):
-            features = self._model.narrow(features)
+        if self._drafter is not None:
+            features = self._drafter.narrow(features)
         row = 0
         for sequence, first, count in fed:
             self._take_in(sequence, first, FeatureRun(features, row, count))
@@ -167,10 +169,11 @@ class HeadProposer(Proposer):
     def _draft_chains(
         self, sequences: list[DraftedSequence], counts: list[int], runs: TokenRuns, features: Tensor
     ) -> list[list[int]]:
-        model, origins = self._model, [sequence.memo.start for sequence in sequences]
-        if isinstance(model, HeadDrafter):
+        origins = [sequence.memo.start for sequence in sequences]
+        if self._drafter is not None:
             rows, lengths = [one.sampling for one in sequences], [len(one.token_ids) for one in sequences]
-            return model.draft_chains(ChainOrder(runs, origins, counts, rows, lengths, self._min_share), features)
+            return self._drafter.draft_chains(ChainOrder(runs, origins, counts, rows, lengths, self._min_share), features)
+        model = self._model
         if all(sequence.sampling.is_greedy for sequence in sequences):
             return model.draft(runs, origins, self._kv, features, counts, self._min_share)
         first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())

@@ -213,7 +213,7 @@ def test_one_batch_is_made_when_the_same_request_comes_ten_times_at_once(server)
 
 
 def test_online_request_waits_for_no_line_when_long_lines_hold_every_seat():
-    lines = [{**line, "body": {**line["body"], "ignore_eos": True}} for line in make_lines(12, max_tokens=800)]
+    lines = [{**line, "body": {**line["body"], "ignore_eos": True}} for line in make_lines(6, max_tokens=800)]
     with serving("--max-num-seqs", "4") as server:
         batch_id = start_batch(server, lines)
         server.wait_for(lambda: server.metric("quire:generation_tokens_total") > 40)

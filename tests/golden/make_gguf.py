@@ -9,18 +9,21 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from tests.gguf_writer import Q8_0, write_gguf
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ARCHITECTURES = {
-    **{"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"},
+    **{"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"},
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "gpt2", "olmo2", "granite")},
 }
 _PERMUTED = ("llama", "mistral", "mixtral", "granite")
-_SANDWICH = ("gemma2", "gemma3_text", "olmo2")
+_SANDWICH = ("gemma2", "gemma3_text", "olmo2", "gpt_oss")
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -34,6 +37,7 @@ _NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "input_layernorm": "attn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -77,12 +81,12 @@ def convert(folder: Path, model: PreTrainedModel, path: Path) -> Path:
 def parts_of(folder: Path, model: PreTrainedModel):
     """Return the metadata and the tensors of the GGUF file of a checkpoint."""
     config = json.loads((folder / "config.json").read_text())
-    metadata = _metadata(config)
+    metadata = metadata_of(config)
     tensors = _rope_tensors(config)
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        tensors |= _convert(name, parameter.float().numpy(), config)
+        tensors |= convert_tensor(name, parameter.float().numpy(), config)
     return metadata, tensors
 
 
@@ -95,7 +99,8 @@ def quantize_q8_0(values: np.ndarray) -> tuple[tuple[int, tuple[int, ...], bytes
     return (Q8_0, values.shape, content), (scale.astype(np.float32) * codes).reshape(values.shape)
 
 
-def _metadata(config):
+def metadata_of(config):
+    """Return the metadata of a config.json in the style of transformers 4."""
     arch = ARCHITECTURES[config["model_type"]]
     metadata = {"general.architecture": ("string", arch)}
     metadata |= {f"{arch}.{key}": ("u32", config[name]) for name, key in _KEYS.items() if config.get(name) is not None}
@@ -116,6 +121,8 @@ def _metadata(config):
     if kind == "yarn":
         length = scaling["original_max_position_embeddings"]
         metadata[f"{arch}.rope.scaling.original_context_length"] = ("u32", length)
+    if arch == "gpt-oss":
+        metadata["gpt-oss.expert_feed_forward_length"] = ("u32", config["intermediate_size"])
     if arch == "phi3":
         original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
         size = config["hidden_size"] // config["num_attention_heads"]
@@ -152,8 +159,8 @@ def _rope_tensors(config):
     return {"rope_freqs.weight": np.array(factors, np.float32)}
 
 
-def _convert(name, values, config):
-    """Return name in the file -> array, of one parameter."""
+def convert_tensor(name, values, config):
+    """Return name in the file -> array, of one parameter [out, in] as a state_dict has it."""
     model_type = config["model_type"]
     name = re.sub(r"^(model|transformer)\.", "", name)
     layer = re.fullmatch(r"(?:layers|h)\.(\d+)\.(.+)", name)
@@ -163,8 +170,10 @@ def _convert(name, values, config):
         module = ""
     else:
         index, rest = layer.groups()
+        if rest == "self_attn.sinks":
+            return {f"blk.{index}.attn_sinks.weight": values}
         if ".experts." in rest:
-            return _experts(index, rest, values)
+            return _experts(index, rest, values, takes_turns=model_type == "gpt_oss")
         module, _, kind = rest.rpartition(".")
         if module == "post_attention_layernorm":
             short = "post_attention_norm" if model_type in _SANDWICH else "ffn_norm"
@@ -182,9 +191,13 @@ def _convert(name, values, config):
     return {name: np.ascontiguousarray(values)}
 
 
-def _experts(index, rest, values):
-    if rest.endswith("down_proj"):
-        return {f"blk.{index}.ffn_down_exps.weight": values}
+def _experts(index, rest, values, takes_turns):
+    """takes_turns: the rows of gate and up do (gpt-oss), and matrices are [in, out]."""
+    kind = "bias" if rest.endswith("_bias") else "weight"
+    if takes_turns and kind == "weight":
+        values = values.swapaxes(1, 2)
+    if "gate_up" not in rest:
+        return {f"blk.{index}.ffn_down_exps.{kind}": np.ascontiguousarray(values)}
     half = values.shape[1] // 2
-    parts = {"gate": values[:, :half], "up": values[:, half:]}
-    return {f"blk.{index}.ffn_{which}_exps.weight": np.ascontiguousarray(part) for which, part in parts.items()}
+    gate, up = (values[:, ::2], values[:, 1::2]) if takes_turns else (values[:, :half], values[:, half:])
+    return {f"blk.{index}.ffn_{which}_exps.{kind}": np.ascontiguousarray(p) for which, p in (("gate", gate), ("up", up))}

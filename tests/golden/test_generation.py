@@ -18,6 +18,7 @@ from tests.golden.make_checkpoints import CASES, reference_model
 pytestmark = pytest.mark.golden
 
 NUM_STEPS = 64
+NUM_CACHED_STEPS = 20  # more than the blocks and the windows; the tokens are those of the first time
 VOCAB_SIZE = 131
 # Longer than a block of 4 or 16, than the windows, and than the original length of the scaled ropes (32), where
 # transformers switches in mid-sequence and quire does not.
@@ -34,15 +35,20 @@ def folder(checkpoint, case, tmp_path):
     return folder
 
 
+def generate(llm, num_steps):
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps, min_tokens=num_steps, detokenize=False)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], outputs
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(folder, case):
     model = reference_model(folder)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS, detokenize=False)
     llm = LLM(str(folder), skip_tokenizer_init=True, block_size=4, num_kv_blocks=120, max_num_seqs=4, max_num_batched_tokens=23)
-    for _ in range(2):  # the second time over cached prefixes
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        found = [output.outputs[0].token_ids for output in outputs]
-        assert [len(token_ids) for token_ids in found] == [NUM_STEPS] * len(PROMPTS)
-        assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
+    found, _ = generate(llm, NUM_STEPS)
+    assert [len(token_ids) for token_ids in found] == [NUM_STEPS] * len(PROMPTS)
+    assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
+    again, outputs = generate(llm, NUM_CACHED_STEPS)
+    assert again == [token_ids[:NUM_CACHED_STEPS] for token_ids in found]
     assert all(output.metrics.num_cached_tokens > 30 for output in outputs)
     llm.close()

@@ -13,6 +13,19 @@ from quire.kernels.triton.arithmetic import dot, narrow
 
 
 @triton.jit
+def numbers_of(nibbles: tl.tensor, BASE: tl.constexpr) -> tl.tensor:
+    """Return the numbers of codes of 4 bits, f32: BASE is added to them; None: they are floats (e2m1), which are doubled."""
+    if BASE is None:
+        # Exponent and mantissa as those of an f16, whose exponents are lower by 15: exact, and of numbers that an f32 has too.
+        codes = nibbles.to(tl.int32)
+        halves = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
+        numbers = halves.to(tl.float32) * 32768.0
+    else:
+        numbers = (nibbles.to(tl.int32) + BASE).to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def add_run(
     acc: tl.tensor,
     x: tl.tensor,
@@ -37,8 +50,8 @@ def add_run(
     zeros = tl.zeros(acc.shape, tl.float32)
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
     if IS_PACKED:
-        low = narrow(((codes & 15).to(tl.int32) + BASE).to(tl.float32), DTYPE)
-        high = narrow(((codes >> 4).to(tl.int32) + BASE).to(tl.float32), DTYPE)
+        low = narrow(numbers_of(codes & 15, BASE), DTYPE)
+        high = narrow(numbers_of(codes >> 4, BASE), DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
         part = dot(narrow(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
@@ -148,8 +161,8 @@ def multiply_narrow(
 ) -> None:
     """Write rows program_id(0) of the weight times tokens program_id(1): x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype.
 
-    Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]. It is the left operand: its
-    rows fill the wide matrix instruction at any number of tokens.
+    Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]; BASE None: codes are twice
+    floats of 4 bits. It is the left operand: its rows fill the wide matrix instruction at any number of tokens.
 
     codes       [NUM_ROWS, NUM_COLUMNS] int8 or float8; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of BLOCK_K
                 columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
@@ -308,7 +321,7 @@ def widen_rows(
         within = columns % RUN
         bytes = columns // RUN * HALF + within % HALF
         codes = tl.load(codes_ptr + row * (NUM_COLUMNS // 2) + bytes, mask=mask, other=0)
-        values = (tl.where(within < HALF, codes & 15, codes >> 4).to(tl.int32) + BASE).to(tl.float32)
+        values = numbers_of(tl.where(within < HALF, codes & 15, codes >> 4), BASE)
     else:
         values = tl.load(codes_ptr + row * NUM_COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
     groups = columns // GROUP

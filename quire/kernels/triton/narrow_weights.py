@@ -1,4 +1,4 @@
-"""NarrowWeight: integers of 4 or 8 bits, or float8, with scales, as the kernels of linear.py and moe.py read them."""
+"""NarrowWeight: integers or floats of 4 or 8 bits, with scales, as the kernels of linear.py and moe.py read them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from quire.kernels.triton.sizes import power_of_two
 
 _LARGEST_RUN, _SMALLEST_RUN = 128, 32
 _NIBBLES = 16
+_FLOAT4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+
+FLOAT4_LEVELS = tuple(sorted({sign * number for number in _FLOAT4_DOUBLED for sign in (1, -1)}))
+"""Twice the numbers of a float of 4 bits (e2m1), which are integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowWeight:
-    """A weight [O, K] as the kernels read it; made by `pack_integers` and `pack_float8`.
+    """A weight [O, K] as the kernels read it; made by `pack_integers`, `pack_float4` and `pack_float8`.
 
     codes       [O, K] int8 or float8_e4m3fn; packed: [O, K / 2] u8, two columns a byte (multiply_narrow says which)
     scales      [ceil(O / scale_rows), ceil(K / group_size)] f32
     offsets     [O, K / group_size] f32 or None
     group_size  columns that share a scale, scale_rows so many rows
     run         columns that are taken at once
-    base        is added to every code of a packed weight
+    base        is added to every code of a packed weight; None: its codes are floats (e2m1), doubled
     columns     [K] i64 or None: stored column j multiplies column columns[j] of the inputs
     """
 
@@ -35,7 +39,7 @@ class NarrowWeight:
     group_size: int
     scale_rows: int
     run: int
-    base: int
+    base: int | None
     columns: Tensor | None = None
 
     @property
@@ -86,9 +90,33 @@ def pack_integers(
         return NarrowWeight(codes, scale, offset, group_size, 1, run, 0)
     # Symmetric codes keep a base that any x can be multiplied with; -8 serves most.
     base = -8 if low >= -8 and high <= 7 else low
-    nibbles = (codes - base).view(torch.uint8).view(num_rows, -1, 2, run // 2)
-    packed = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).reshape(num_rows, -1).contiguous()
-    return NarrowWeight(packed, scale, offset, group_size, 1, run, base)
+    return NarrowWeight(_packed((codes - base).view(torch.uint8), run), scale, offset, group_size, 1, run, base)
+
+
+def pack_float4(codes: Tensor, scale: Tensor) -> NarrowWeight:
+    """Return the weight scale[o, g] * codes[o, k], in 4 bits where whole runs of columns allow; codes are of FLOAT4_LEVELS.
+
+    codes, scale  as of pack_integers, which says what is raised
+    """
+    num_rows, num_columns = codes.shape
+    check_contiguous("codes", codes, (None, None), torch.int8)
+    check_tensor("scale", scale, (num_rows, None), torch.float32)
+    group_size = num_columns // scale.shape[1]
+    run = _run_of(group_size, num_columns)
+    if num_columns % run or num_columns % group_size:
+        return pack_integers(codes, scale, limits=(FLOAT4_LEVELS[0], FLOAT4_LEVELS[-1]))
+    # From a size to its float: sizes lie in order, so that the number of smaller ones is it.
+    sizes = codes.abs()
+    floats = (codes < 0).to(torch.uint8) << 3
+    for smaller in _FLOAT4_DOUBLED[:-1]:
+        floats += sizes > smaller
+    return NarrowWeight(_packed(floats, run), scale.contiguous(), None, group_size, 1, run, None)
+
+
+def _packed(nibbles: Tensor, run: int) -> Tensor:
+    """Return [O, K / 2] of codes [O, K] u8 below 16: the first half of each run of columns in the low bits."""
+    halves = nibbles.view(len(nibbles), -1, 2, run // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(nibbles), -1).contiguous()
 
 
 def pack_float8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> NarrowWeight:

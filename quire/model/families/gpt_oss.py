@@ -44,17 +44,29 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored. Rows of gate and up take turns; experts of floats are stored [in, out]."""
+    """Return where each parameter is stored.
+
+    In checkpoints rows of gate and up take turns, and experts of floats are stored [in, out]. In GGUF files gate and up lie
+    apart, and every matrix is [out, in].
+    """
     sources = rename(spec, PRE_NORM_LAYER)
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoeSpec):
             sources[f"layers.{index}.sinks.weight"] = Source.of(f"layers.{index}.self_attn.sinks")
-            sources |= _find_experts(f"layers.{index}.", layer.mlp, stored)
+            sources |= _find_moe(f"layers.{index}.mlp", f"layers.{index}.", layer.mlp, stored)
     return sources
 
 
-def _find_experts(prefix: str, moe: MoeSpec, stored: Collection[str]) -> Sources:
-    router, experts = f"{prefix}mlp.router", f"{prefix}mlp.experts"
+def _find_moe(block: str, prefix: str, moe: MoeSpec, stored: Collection[str]) -> Sources:
+    is_apart = any(f"{block}.experts.0.{matrix}_proj.weight" in stored for matrix in ("gate", "up", "down"))
+    experts = _find_apart(f"{block}.experts", moe) if is_apart else _find_joined(f"{block}.experts", moe, stored)
+    return {
+        **{f"{prefix}router.{kind}": Source.of(f"{block}.router.{kind}") for kind in ("weight", "bias")},
+        **{f"{prefix}experts.{name}": source for name, source in experts.items()},
+    }
+
+
+def _find_joined(experts: str, moe: MoeSpec, stored: Collection[str]) -> Sources:
     num_rows = 2 * moe.expert.intermediate_size
 
     def piece(name: str, expert: int, first: int | None = None) -> Piece:
@@ -68,11 +80,23 @@ def _find_experts(prefix: str, moe: MoeSpec, stored: Collection[str]) -> Sources
 
     down = [(piece(f"{experts}.down_proj", expert),) for expert in range(moe.num_experts)]
     return {
-        **{f"{prefix}router.{kind}": Source.of(f"{router}.{kind}") for kind in ("weight", "bias")},
-        f"{prefix}experts.gate_up.weight": halves(f"{experts}.gate_up_proj"),
-        f"{prefix}experts.gate_up.bias": halves(f"{experts}.gate_up_proj_bias"),
-        f"{prefix}experts.down.weight": Source.stack_pieces(down),
-        f"{prefix}experts.down.bias": Source.of(f"{experts}.down_proj_bias"),
+        "gate_up.weight": halves(f"{experts}.gate_up_proj"),
+        "gate_up.bias": halves(f"{experts}.gate_up_proj_bias"),
+        "down.weight": Source.stack_pieces(down),
+        "down.bias": Source.of(f"{experts}.down_proj_bias"),
+    }
+
+
+def _find_apart(experts: str, moe: MoeSpec) -> Sources:
+    def stack(*matrices: str) -> Source:
+        return Source.stack([tuple(f"{experts}.{e}.{name}_proj.weight" for name in matrices) for e in range(moe.num_experts)])
+
+    biases = [tuple(Piece(f"{experts}.{name}_proj.bias", entry=e) for name in ("gate", "up")) for e in range(moe.num_experts)]
+    return {
+        "gate_up.weight": stack("gate", "up"),
+        "gate_up.bias": Source.stack_pieces(biases),
+        "down.weight": stack("down"),
+        "down.bias": Source.of(f"{experts}.down_proj.bias"),
     }
 
 

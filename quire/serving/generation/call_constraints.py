@@ -38,6 +38,8 @@ def text_with_calls(
 
     openings  of reasoning, behind which the latter could begin, so that such a text has none
     """
+    if form.content:
+        return _contents_and_calls(form, tools, strict)
     if not form.trigger:
         return _text_or_calls(form, tools, strict, is_parallel, openings)
     if not form.opens:
@@ -46,6 +48,18 @@ def text_with_calls(
         calls = calls_of(form, tools, strict, is_parallel)["elements"][1]
         tags = [{"type": "tag", "begin": form.opens, "content": calls, "end": form.closes}]
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "excludes": list(form.banned)}
+
+
+def _contents_and_calls(form: CallForm, tools: Sequence[Tool], strict: frozenset[str]) -> Format:
+    """Return texts and calls with an opener before each; where the prompt ends with the first, either begins at once."""
+    content = {"type": "tag", "begin": form.content, "content": {"type": "const_string", "value": ""}, "end": ""}
+    parts = [*(_tag(form, tool, tool.name in strict) for tool in tools), content]
+    tags = [{**part, "begin": f"{form.trigger}{part['begin']}"} for part in parts]
+    rest: Format = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "excludes": list(form.banned)}
+    if form.opens:
+        return rest
+    first = {"type": "tags_with_separator", "tags": parts, "separator": "", "at_least_one": True, "stop_after_first": True}
+    return {"type": "sequence", "elements": [first, rest]}
 
 
 def _text_or_calls(
@@ -74,6 +88,10 @@ def arguments_of(tool: Tool, is_strict: bool, style: str = "json") -> Format:
 
 
 def _tag(form: CallForm, tool: Tool, is_strict: bool) -> Format:
+    if form.content and form.begin_of(tool.name) == form.content:
+        raise RequestError(
+            f"tools: {tool.name!r} is what this model calls text, so that calls of it cannot be enforced", "tools"
+        )
     arguments = arguments_of(tool, is_strict, form.style)
     begin, number, rest = form.begin_of(tool.name).partition("{number}")
     if number:

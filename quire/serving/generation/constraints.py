@@ -121,6 +121,8 @@ def _calls(chat: ChatInput, setup: ParserSetup | None, has_answer: bool) -> Form
             f"{', '.join((*CALL_FORMS, 'openai'))}. Leave tool_choice 'auto' and strict out",
             param,
         )
+    if setup.starts_in_call:
+        form = replace(form, opens="")
     tools, strict = _tools_of(chat, setup), _strict_of(chat)
     if chat.forced_tools or has_answer:
         return calls_of(form, tools, strict, chat.parallel_tool_calls)

@@ -15,6 +15,8 @@ class CallForm:
     style      how the arguments are written, as quire/grammar/argument_styles.py names it; "json": a JSON object
     trigger    what no text but a call has, or the opening of all calls; "" where there is no such thing
     banned     what else would begin a call, so that no free text may have it
+    content    what stands behind `opens` where text follows instead of a call; every call has `opens` before it then, as its
+               separator, and the prompt may end with the first one
     start      where there is no trigger, an expression of what calls begin with: an answer that begins otherwise has none;
                {names} stands for the names of the tools
     """
@@ -27,6 +29,7 @@ class CallForm:
     style: str = "json"
     trigger: str = ""
     banned: tuple[str, ...] = ()
+    content: str = ""
     start: str = ""
 
     def begin_of(self, name: str) -> str:
@@ -87,6 +90,7 @@ CALL_FORMS: dict[str, CallForm] = {
     "deepseek_v32": _deepseek_xml("function_calls", "tool_calls"),
     "deepseek_v4": _deepseek_xml("tool_calls", "function_calls"),
     "functionary_v31": CallForm(begin="<function={name}>", end="</function>", trigger="<function="),
+    "functionary_v3": CallForm(begin="{name}\n", end="", separator=">>>", opens=">>>", trigger=">>>", content="all\n"),
     "functiongemma": CallForm(
         begin="<start_function_call>call:{name}{",
         end="}<end_function_call>",
@@ -135,6 +139,6 @@ CALL_FORMS: dict[str, CallForm] = {
     "qwen3_coder": _QWEN_XML,
     "qwen3_xml": _QWEN_XML,
 }
-"""By the names of formats.py. Calls of the formats with channels are messages, and those of functionary_v3 have no end: see
-quire/serving/generation/constraints.py for the former.
+"""By the names of formats.py. Calls of the formats with channels are messages: see
+quire/serving/generation/harmony_constraints.py.
 """

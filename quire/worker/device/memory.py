@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire.base.errors import ConfigError
-from quire.base.gguf_file import is_gguf
+from quire.base.gguf_file import is_gguf, read_gguf
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
@@ -19,6 +19,7 @@ from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import Mxfp4Config, has_narrow_form
+from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
@@ -201,9 +202,11 @@ def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[s
     dense = sum(map(math.prod, shapes.values())) * DTYPE_BYTES[spec.dtype]
     quantization = None if is_gguf(folder) else read_quantization_config(folder)
     if isinstance(quantization, Mxfp4Config):
-        # Its numbers span more than sixteen integers: a byte for each there, and half of one in the file.
-        return min(dense, 2 * stored_bytes(folder))
-    return min(dense, stored_bytes(folder)) if is_gguf(folder) or has_narrow_form(quantization) else dense
+        # Scales take a byte in the file and four there, beside sixteen bytes of codes.
+        return min(dense, stored_bytes(folder) * 20 // 17)
+    if is_gguf(folder):
+        return min(dense, device_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
+    return min(dense, stored_bytes(folder)) if has_narrow_form(quantization) else dense
 
 
 def estimate_memory(

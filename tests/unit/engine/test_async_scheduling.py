@@ -11,8 +11,15 @@ from quire import LLM, ConfigError, EngineConfig, LLMEngine, PoolingParams, Samp
 from quire.serving.link.engine_loop import EngineLoop
 from quire.serving.link.messages import Abort, StepOutputs, Stop, Submit
 from quire.worker.constrained import Patience
+from tests.unit.engine.one_compiler import one_compiler
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    with one_compiler():
+        yield
 
 
 def make_engine(model, **options):

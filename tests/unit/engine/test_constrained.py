@@ -14,6 +14,7 @@ from quire import LLM, AsyncLLM, LLMEngine, RequestError, SamplingParams, Struct
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
+from tests.unit.engine.one_compiler import one_compiler
 
 SCHEMA = {
     "type": "object",
@@ -60,7 +61,8 @@ def llm(tiny_model):
 @pytest.fixture(scope="module")
 def alone(tiny_model):
     """Each request by itself: the oracle."""
-    return [run(tiny_model, [prompt], params(index))[0][0].outputs[0] for index, prompt in enumerate(PROMPTS)]
+    with one_compiler():
+        return [run(tiny_model, [prompt], params(index))[0][0].outputs[0] for index, prompt in enumerate(PROMPTS)]
 
 
 def generate(llm, asked, prompt=(7, 8, 9), **fields):

@@ -12,7 +12,15 @@ from quire.engine.scheduling import check_invariants
 from quire.kernels.native import load_native
 from quire.worker.constrained import Patience
 from tests.unit.engine.held_masks import Gate, run, said, submit
+from tests.unit.engine.one_compiler import one_compiler
 from tests.unit.speculate.proposers import PROPOSERS, install
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    with one_compiler():
+        yield
+
 
 OPTIONS = {"max_num_seqs": 8, "block_size": 4, "num_kv_blocks": 200}
 SCHEMA = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.grammar.masks import NO_DRAFT, MaskFill
+from quire.grammar.masks import NO_DRAFT, MaskFill, fill_mask
 from quire.grammar.vocabulary import Vocabulary
 
 SPECIAL = "<|tool|>"
@@ -46,3 +46,12 @@ def allowed_ids(matcher, vocab_size, ending_ids=()):
     bits = np.unpackbits(masks.words.view(np.uint8)[0], bitorder="little")
     assert not bits[vocab_size:].any(), "a bit beyond the vocabulary is set"
     return set(np.flatnonzero(bits[:vocab_size]).tolist())
+
+
+def allowed_next(matcher):
+    """Return the tokens that may come next, in order, and whether an output may end here, by one mask."""
+    words = np.zeros(matcher.end_token_id // 32 + 1, dtype=np.int32)
+    assert fill_mask(matcher, words) is None
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    may_end = allowed[-1:] == [matcher.end_token_id]
+    return (allowed[:-1] if may_end else allowed), may_end

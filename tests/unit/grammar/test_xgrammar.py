@@ -11,7 +11,7 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
-from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, make_vocabulary
 
 SAMPLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "schemas" / "jsonschemabench_100.jsonl"
 PERSON = {
@@ -76,8 +76,19 @@ def test_matcher_is_complete_when_nothing_can_follow(compiler):
         ("json_schema", {"type": "object", "required": ["a"]}, "/required"),
         ("json_schema", {"properties": {"a": {"patternProperties": {}}}}, "/properties/a/patternProperties"),
         ("json_schema", {"allOf": [{}, {}]}, "/allOf"),
-        ("structural_tag", {"format": {"type": "regex", "pattern": "a"}}, "llguidance"),
+        ("structural_tag", {"format": {"type": "regex", "pattern": '[^"]'}}, "/format/pattern"),
+        ("structural_tag", {"format": {"type": "triggered_tags"}}, "/format/type"),
+        ("structural_tag", {"triggers": ["<a>"], "structures": []}, "llguidance"),
+        ("structural_tag", {"format": {"type": "json_schema", "json_schema": {}, "style": "python"}}, "/format/style"),
+        ("structural_tag", {"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "/format/json_schema/not"),
+        ("structural_tag", {"format": {"type": "any_text", "begins_without": "a"}}, "/format/begins_without"),
+        (
+            "structural_tag",
+            {"format": {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"a{SPECIAL}"}},
+            "special token",
+        ),
         ("grammar", 'start: "a"', "GBNF"),
+        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no output can begin"),
     ],
 )
 def test_constraint_is_refused_when_it_would_be_weakened(compiler, kind, source, words):

@@ -83,6 +83,18 @@ def test_weights_are_exactly_those_of_the_formula(formulas, type_name):
         assert set(weight.codes.unique().tolist()) == set(weight.levels)
 
 
+def test_mxfp4_is_exactly_float4_times_its_power_of_two():
+    """An oracle of torch's own types: every byte of a scale but the one that is no number, every byte of codes."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([magnitudes, -magnitudes])
+    scale = torch.arange(255, dtype=torch.uint8)
+    octets = torch.randint(0, 256, (255, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    octets[:16] = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    weight = unpack_blocks("MXFP4", torch.cat([scale[:, None], octets], 1), "w")
+    values = torch.cat([numbers[(octets & 15).int()], numbers[(octets >> 4).int()]], 1)
+    assert torch.equal(weight.dequantize(), values * scale.view(torch.float8_e8m0fnu).float()[:, None])
+
+
 @pytest.mark.parametrize("type_name", HALVES)
 def test_chunks_give_the_same_weight(monkeypatch, type_name):
     packed = torch.from_numpy(random_blocks(type_name, 11, 2))

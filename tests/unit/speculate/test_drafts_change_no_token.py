@@ -188,23 +188,39 @@ def test_same_outputs_whatever_happens_to_the_sequences(tiny_family, cache, plai
     llm.close()
 
 
-@pytest.mark.parametrize("kind", KIND_NAMES)
-def test_same_choices_when_n_is_more_than_one(tiny_model, kind):
+def choose(llm):
+    """Return the outputs of two prompts with four choices each; the engine is closed."""
     request = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=LENGTH, ignore_eos=True, logprobs=1)
+    outputs = llm.generate([PROMPTS[1], PROMPTS[3]], request, use_tqdm=False)
+    check_invariants(llm.llm_engine.scheduler)
+    llm.close()
+    return outputs
 
-    def run(llm):
-        outputs = llm.generate([PROMPTS[1], PROMPTS[3]], request, use_tqdm=False)
-        check_invariants(llm.llm_engine.scheduler)
-        llm.close()
-        return outputs
 
-    plain = run(start(tiny_model, "f32"))
+@pytest.fixture(scope="module")
+def plain_choices(tiny_model):
+    return choose(start(tiny_model, "f32"))
+
+
+CHOOSING = [{}, {"max_num_seqs": 3}, {"num_kv_blocks": 14}]
+CHOOSING_ALWAYS = ("oracle", "fickle", "oracle tree", "draft_model", "eagle3", "eagle3 merged")
+# Each kind with one of the options, in turn; some with all.
+CHOOSING_CASES = [
+    pytest.param(kind, options, marks=[] if kind in CHOOSING_ALWAYS or place == index % len(CHOOSING) else pytest.mark.slow)
+    for index, kind in enumerate(KIND_NAMES)
+    for place, options in enumerate(CHOOSING)
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CHOOSING_CASES)
+def test_same_choices_when_n_is_more_than_one(tiny_model, plain_choices, kind, options):
     by_prompt = {
-        (tuple(output.prompt_token_ids), choice.index): choice.token_ids for output in plain for choice in output.outputs
+        (tuple(output.prompt_token_ids), choice.index): choice.token_ids
+        for output in plain_choices
+        for choice in output.outputs
     }
-    for options in ({}, {"max_num_seqs": 3}, {"num_kv_blocks": 14}):
-        found = run(speculating(tiny_model, "f32", kind, by_prompt, **options))
-        assert [[said(c) for c in o.outputs] for o in found] == [[said(c) for c in o.outputs] for o in plain]
+    found = choose(speculating(tiny_model, "f32", kind, by_prompt, **options))
+    assert [[said(c) for c in o.outputs] for o in found] == [[said(c) for c in o.outputs] for o in plain_choices]
 
 
 @pytest.mark.parametrize("kind", ["oracle", "fickle", "adversary", "oracle tree"])

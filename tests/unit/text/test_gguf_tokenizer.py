@@ -304,6 +304,33 @@ def test_chat_template_is_found(tmp_path, templates, expected):
     assert (None if template is None else template.source) == expected
 
 
+def test_gpt_oss_splits_as_gpt_4o_takes_no_bos_and_finds_the_marks_of_its_template(tmp_path):
+    marks = ["<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|end|>"]
+    pieces = ["a", "b", "B", "ab", "bB", "Bb", "1", "11", "111", "1111", "\u0120", "\u0120a"]
+    template = "{% for m in messages %}<|start|>{{ m.role[:0] }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>"
+    metadata = {
+        "general.architecture": ("string", "gpt-oss"),
+        "tokenizer.ggml.model": ("string", "gpt2"),
+        "tokenizer.ggml.pre": ("string", "gpt-4o"),
+        "tokenizer.ggml.tokens": ("string[]", [*marks, *pieces]),
+        "tokenizer.ggml.token_type": ("i32[]", [CONTROL] * len(marks) + [NORMAL] * len(pieces)),
+        "tokenizer.ggml.merges": ("string[]", ["a b", "b B", "B b", "1 1", "11 1", "11 11", "\u0120 a"]),
+        "tokenizer.ggml.bos_token_id": ("u32", 0),
+        "tokenizer.ggml.eos_token_id": ("u32", 1),
+        "tokenizer.chat_template": ("string", template),
+    }
+    tokenizer = load(tmp_path, metadata)
+    names = [*marks, *pieces]
+
+    def tokens(ids):
+        return [names[token_id] for token_id in ids]
+
+    # A word ends before a capital letter, and digits are taken by threes, whatever could be merged.
+    assert tokens(tokenizer.encode("abBb1111 a")) == ["ab", "Bb", "111", "1", "\u0120a"]
+    chat = tokenizer.encode_chat([{"role": "user", "content": "ab"}])
+    assert tokens(chat) == ["<|start|>", "<|message|>", "ab", "<|end|>", "<|start|>"]
+
+
 def test_chat_template_runs_in_the_sandbox(tmp_path):
     source = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = load(tmp_path, small_bpe(**{"tokenizer.chat_template": ("string", source)}))

@@ -112,7 +112,7 @@ def clamped_expert_launch(index, num_tokens, is_narrow):
     x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
     shapes = (num_experts, 2 * width, width), (num_experts, width, width)
     weights = [
-        NarrowWeight(meta(e * n, k, dtype=torch.int8), meta(e * n, k // 32, dtype=F32), None, 32, 1, 32, 0)
+        NarrowWeight(meta(e * n, k // 2, dtype=torch.uint8), meta(e * n, k // 32, dtype=F32), None, 32, 1, 32, None)
         if is_narrow
         else meta(e, n, k)
         for e, n, k in shapes
@@ -278,9 +278,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-fp8-down-4096": lambda: narrow_expert_launch(4, 4096, FP8, 128),
     "moe-clamped-1": lambda: clamped_expert_launch(1, 1, False),
     "moe-clamped-4096": lambda: clamped_expert_launch(3, 4096, False),
-    "moe-clamped-8-64": lambda: clamped_expert_launch(3, 64, True),
-    "moe-clamped-8-4096": lambda: clamped_expert_launch(3, 4096, True),
-    "moe-clamped-8-down-4096": lambda: clamped_expert_launch(4, 4096, True),
+    "moe-clamped-4-64": lambda: clamped_expert_launch(3, 64, True),
+    "moe-clamped-4-4096": lambda: clamped_expert_launch(3, 4096, True),
+    "moe-clamped-4-down-4096": lambda: clamped_expert_launch(4, 4096, True),
     "moe-sum": lambda: expert_launch(5, 64),
     "feedback-ids": lambda: feedback_launch(0),
     "feedback-tables": lambda: feedback_launch(1),

@@ -7,8 +7,10 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
+from quire.base.gguf_file import BLOCK_SIZES, GgufTensor
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
+from quire.contracts.model_spec import DTYPE_BYTES
 from quire.kernels.reference.attention import AttentionInput
 from quire.kernels.triton.narrow_weights import NarrowWeight
 from quire.kernels.triton.step import DeviceStep
@@ -21,11 +23,13 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_weights import load_on_device
 from quire.model.parameters import parameter_shapes
 from quire.model.quantized_writer import write_quantized
+from quire.quant.gguf_blocks import device_bytes, unpack_blocks
 from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
 from quire.worker.device.memory import device_weight_bytes
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES, write
+from tests.unit.model.gpt_oss_gguf import convert_gpt_oss
 from tests.unit.model.mxfp4_checkpoint import write_mxfp4
 
 DEVICE = "cuda" if HAS_GPU else "interpreter"
@@ -84,7 +88,7 @@ def test_mxfp4_experts_of_gpt_oss_stay_narrow_and_give_the_logits_of_their_numbe
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     weights = load_on_device(open_parameters(quantised, spec), spec, device)
     assert len(weights.experts) == 4
-    assert all(isinstance(stack, NarrowWeight) for stack in weights.experts.values())
+    assert all(isinstance(stack, NarrowWeight) and stack.is_packed for stack in weights.experts.values())
     assert torch.equal(
         weights.tensors["layers.1.experts.gate_up.bias"].cpu(), load_parameters(dense, spec)["layers.1.experts.gate_up.bias"]
     )
@@ -153,6 +157,32 @@ def test_the_memory_plan_counts_narrow_bytes(tmp_path):
     whole = device_weight_bytes(EngineConfig(**options), spec, shapes, dense)
     assert device_weight_bytes(EngineConfig(**options), spec, shapes, quantised) < whole
     assert device_weight_bytes(EngineConfig(**options, quantization="int8"), spec, shapes, dense) < whole / 3
+
+
+def test_the_memory_plan_counts_mxfp4_as_it_is_kept_on_a_device(tmp_path, device):
+    folder = write_mxfp4(tmp_path, swiglu_limit=7.0)[0]
+    config = EngineConfig(model="demo", device="auto")
+    for path in (folder, convert_gpt_oss(folder, tmp_path / "model.gguf")):
+        spec, parameters = opened(path)
+        found = load_on_device(parameters, spec, device)
+        linears = [part for parts in found.linears.values() for part in parts]
+        parts = [*found.tensors.values(), *linears, *found.experts.values()]
+        kept = sum(part.num_bytes if isinstance(part, NarrowWeight) else part.nbytes for part in parts)
+        planned = device_weight_bytes(config, spec, parameter_shapes(spec), path)
+        assert kept <= planned <= 1.25 * kept
+
+
+@pytest.mark.parametrize(
+    "type_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
+)
+def test_bytes_of_a_gguf_type_are_known_before_it_is_on_a_device(tmp_path, type_name, device):
+    elements, num_bytes = BLOCK_SIZES[type_name]
+    shape = (64, 2 * elements)
+    spec = read_model_spec(write_checkpoint(tmp_path / "dense", "qwen3", **SIZES))
+    stored = unpack_blocks(type_name, torch.zeros(64, 2 * num_bytes, dtype=torch.uint8), "w")
+    (part,) = load_on_device({"layers.0.o.weight": stored}, spec, device, shapes={"layers.0.o.weight": shape}).linears.values()
+    kept = part[0].num_bytes if isinstance(part[0], NarrowWeight) else part[0].nbytes
+    assert device_bytes([GgufTensor("w", type_name, shape, tmp_path, 0, 0)], DTYPE_BYTES[spec.dtype]) == kept
 
 
 def test_the_engine_runs_a_quantised_model_from_its_options_to_its_tokens(tmp_path):

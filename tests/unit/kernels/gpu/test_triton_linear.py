@@ -8,7 +8,7 @@ import torch
 from quire.base.errors import InvariantError
 from quire.kernels.triton import linear
 from quire.kernels.triton.linear import in_order_launches, multiply, multiply_in_order, widen
-from quire.kernels.triton.narrow_weights import join_rows, pack_float8, pack_integers
+from quire.kernels.triton.narrow_weights import FLOAT4_LEVELS, join_rows, pack_float4, pack_float8, pack_integers
 
 
 def on(device, weight):
@@ -47,6 +47,44 @@ def test_integers_are_multiplied_as_they_stand(num_groups, low, high, has_offset
     assert weight.shape == (70, num_columns)
     x = torch.randn(5, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
     check(x, dense, weight, device, bias=torch.linspace(-3, 3, 70).to(dtype))
+
+
+def floats4(num_rows, num_columns, seed=0):
+    """Return doubled floats of 4 bits, every one of them there, and scales of groups of 32."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.tensor(FLOAT4_LEVELS, dtype=torch.int8)
+    codes = levels[torch.randint(0, len(levels), (num_rows, num_columns), generator=generator)]
+    codes[0, : len(levels)] = levels
+    powers = torch.randint(-9, 4, (num_rows, num_columns // 32), generator=generator)
+    return codes, torch.ldexp(torch.ones(powers.shape), powers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_floats_of_4_bits_take_half_a_byte_and_are_exact(dtype, device):
+    codes, scale = floats4(70, 192)
+    dense = codes.double() * scale.double().repeat_interleave(32, 1)
+    weight = pack_float4(codes, scale)
+    assert weight.codes.nbytes == 70 * 192 / 2
+    assert weight.shape == (70, 192)
+    assert torch.equal(widen(on(device, weight), torch.float32).cpu().double(), dense)
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    check(x, dense, weight, device, bias=torch.linspace(-3, 3, 70).to(dtype))
+
+
+def test_floats_of_4_bits_join_their_like_alone():
+    parts = [pack_float4(*floats4(rows, 64, seed=rows)) for rows in (3, 16)]
+    joined = join_rows(parts)
+    assert joined.shape == (19, 64)
+    assert torch.equal(joined.codes, torch.cat([part.codes for part in parts]))
+    codes, scale, _ = integers(4, 64, 2, -8, 7)
+    assert join_rows([parts[0], pack_integers(codes, scale)]) is None
+
+
+def test_floats_of_4_bits_in_rows_that_no_run_divides_take_a_byte():
+    codes, _ = floats4(4, 96)
+    weight = pack_float4(codes[:, :75].contiguous(), torch.ones(4, 1))
+    assert not weight.is_packed
+    assert torch.equal(weight.codes, codes[:, :75])
 
 
 @pytest.mark.parametrize("block", [(64, 64), (1, 192), (1000, 1000)], ids=["blocks", "rows", "tensor"])

@@ -14,7 +14,7 @@ from quire.kernels.triton import moe
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
 from quire.kernels.triton.moe import ExpertBiases, expert_launches, mixture_of_experts
-from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
+from quire.kernels.triton.narrow_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
 SPEC = MoeSpec(num_experts=6, top_k=2, expert=MlpSpec(40, "silu"))
@@ -133,8 +133,12 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
         if kind == "float8":
             codes = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
             weights.append(pack_float8(codes, torch.rand(rows // 32, columns // 32, generator=generator), (32, 32)))
+        elif kind == "mxfp4":
+            levels = torch.tensor(FLOAT4_LEVELS, dtype=torch.int8)
+            codes = levels[torch.randint(0, len(levels), (rows, columns), generator=generator)]
+            weights.append(pack_float4(codes, torch.randn(rows, columns // 32, generator=generator) / 12))
         else:
-            low, high = {"int8": (-127, 127), "mxfp4": (-12, 12)}.get(kind, (-8, 7))
+            low, high = (-127, 127) if kind == "int8" else (-8, 7)
             codes = torch.randint(low, high + 1, (rows, columns), generator=generator, dtype=torch.int8)
             scale, offset = (torch.randn(rows, columns // 32, generator=generator) / high for _ in range(2))
             weights.append(pack_integers(codes, scale, offset if kind == "int4-offset" else None))

@@ -20,10 +20,10 @@ from quire.serving.generation.constraints import chat_constraint
 from quire.serving.generation.plan import ChatInput, ParserSetup
 from quire.text.parsing.call_forms import CALL_FORMS
 from quire.text.parsing.events import fold
-from quire.text.parsing.formats import markers_of
+from quire.text.parsing.formats import TOOL_FORMATS, markers_of
 from quire.text.parsing.parser import OutputParser
 from quire.text.parsing.tools import Tool
-from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids, can_end, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import accepts, allowed_next, make_vocabulary
 
 WEATHER = {
     "type": "object",
@@ -50,6 +50,7 @@ WEATHER = {
 }
 TOOLS = (Tool("weather", WEATHER), Tool("now", {"type": "object", "properties": {}, "additionalProperties": False}))
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
+VALIDATORS: dict[str, jsonschema.Draft202012Validator] = {}
 HARMONY = "openai_gptoss"
 FORMATS = sorted((*CALL_FORMS, "openai"))
 MAX_BYTES = 4000
@@ -65,14 +66,14 @@ def compiler():
 
 
 def constraint_of(
-    name, tools=TOOLS, forced=None, strict=(), parallel=True, reasoning=None, prompt="", starts=False, answer=None
+    name, tools=TOOLS, forced=None, strict=(), parallel=True, reasoning=None, prompt="", starts=False, answer=None, begun=False
 ):
     setup = ParserSetup(
         tool_format=name,
         reasoning_format=HARMONY if name == "openai" else reasoning,
         tools=tuple(tools),
         starts_in_reasoning=starts,
-        starts_in_call=False,
+        starts_in_call=begun,
         parallel_tool_calls=parallel,
         marker_token_ids={},
     )
@@ -85,14 +86,24 @@ def grammar_of(compiler, name, **options):
     return compiler.start(constraint_of(name, **options)).result()
 
 
-def parse(name, text, tools=TOOLS, reasoning=None, starts=False):
+def parse(name, text, tools=TOOLS, reasoning=None, starts=False, begun=False):
     parser = OutputParser(
         tool_format=name,
         reasoning_format=HARMONY if name == "openai" else reasoning,
         tools=tools,
         starts_in_reasoning=starts,
+        starts_in_call=begun,
     )
     return fold([*parser.feed(text), *parser.finish()])
+
+
+def validate(arguments, schema):
+    """Check what is of one of a few schemas; that of the schema itself takes longer, so it is done once."""
+    text = json.dumps(schema, sort_keys=True)
+    if text not in VALIDATORS:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        VALIDATORS[text] = jsonschema.Draft202012Validator(schema, format_checker=CHECKER)
+    VALIDATORS[text].validate(arguments)
 
 
 def sample(grammar, seed, begin=""):
@@ -100,8 +111,8 @@ def sample(grammar, seed, begin=""):
     chance, matcher, found = random.Random(seed), grammar.new_matcher(), bytearray(begin.encode())
     assert all(matcher.advance(byte) is None for byte in found)
     while len(found) < MAX_BYTES:
-        allowed = sorted(allowed_ids(matcher, 257))
-        if can_end(matcher) and (not allowed or chance.random() < 0.5):
+        allowed, may_end = allowed_next(matcher)
+        if may_end and (not allowed or chance.random() < 0.5):
             return found.decode()
         ending = [byte for byte in allowed if byte in ENDING]
         plain = [byte for byte in allowed if 32 <= byte < 127]
@@ -118,7 +129,7 @@ def check_calls(name, text, tools=TOOLS, **options):
     for call in message.calls:
         pairs = json.loads(call.arguments, object_pairs_hook=list)
         assert len({key for key, _ in pairs}) == len(pairs), text
-        jsonschema.validate(json.loads(call.arguments), schemas[call.name], format_checker=CHECKER)
+        validate(json.loads(call.arguments), schemas[call.name])
     return message
 
 
@@ -215,6 +226,7 @@ VALID = [
     ("deepseek_v32", dsml(("city", "true", "1"), ("days", "false", "3"), ("note", "false", "null"), ("tags", "false", '[""]'))),
     ("deepseek_v32", dsml(("city", "true", "12"), ("days", "false", "3"), ("note", "true", "null"), ("tags", "false", '[""]'))),
     ("functiongemma", gemma('city:<escape>"O"<escape>,days:3,tags:[<escape>a<escape>],box:{a:1,b:<escape>x<escape>}')),
+    ("functionary_v3", f">>>weather\n{JSON_CALL}>>>now\n{{}}"),
     ("pythonic", "[weather(city=\"Oslo\", days=3, exact=True, note=None, tags=['a','\\n'], box={'a': 1, \"b\": None}), now()]"),
     ("llama4_pythonic", "[now()]"),
     ("openai", harmony(JSON_CALL)),
@@ -258,6 +270,8 @@ INVALID = [
     ("deepseek_v32", dsml(("city", "true", "Oslo"), ("days", "true", "3"), ("tags", "false", '["a"]'))),
     ("functiongemma", gemma("city:Oslo,days:3,tags:[<escape>a<escape>]")),
     ("functiongemma", gemma("city:<escape>Oslo<escape>,days:3")),
+    ("functionary_v3", '>>>weather\n{"city": "Oslo"}'),
+    ("functionary_v3", ">>>all\nNo."),
     ("pythonic", "[weather(city='Oslo', days=3)]"),
     ("pythonic", "[weather(city='Oslo', days='3', tags=['a'])]"),
     ("pythonic", "[weather(city='Oslo', days=3, tags=['a'], exact=true)]"),
@@ -291,6 +305,8 @@ STRAY = [
     ("openai", f"<|channel|>final<|message|>Ok<|end|><|start|>assistant{harmony('{}')}"),
     ("openai", ' to=functions.weather<|channel|>commentary<|message|>{"days": 3}'),
     ("granite", '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'),
+    ("functionary_v3", ">>>weather\n{}"),
+    ("functionary_v3", ">>>all\nOk>>>now\n{}>>> weather\n{}"),
 ]
 
 
@@ -304,6 +320,44 @@ def test_text_and_calls_stand_together_when_tools_are_strict(compiler):
     text = f"I look:\n{qwen(CITY, DAYS, TAGS)} and\n{qwen(name='now')} so."
     assert accepts(grammar_of(compiler, "qwen3_coder", forced=(), strict=("weather", "now")), text)
     assert [call.name for call in check_calls("qwen3_coder", text).calls] == ["weather", "now"]
+
+
+BEGUN = [
+    (f"weather\n{JSON_CALL}", ["weather"], "", True),
+    (f"now\n{{}}>>>weather\n{JSON_CALL}", ["now", "weather"], "", True),
+    ("all\nSo be it.", [], "So be it.", False),
+    (f"all\nI look.>>>weather\n{JSON_CALL}", ["weather"], "I look.", False),
+]
+
+
+@pytest.mark.parametrize(("text", "names", "content", "is_forced"), BEGUN)
+def test_call_follows_an_opener_that_ends_the_prompt(compiler, text, names, content, is_forced):
+    message = check_calls("functionary_v3", text, begun=True)
+    assert ([call.name for call in message.calls], message.content) == (names, content)
+    demanded = grammar_of(compiler, "functionary_v3", begun=True)
+    strict = grammar_of(compiler, "functionary_v3", forced=(), strict=("weather", "now"), begun=True)
+    assert accepts(strict, text)
+    assert accepts(demanded, text) is is_forced
+    for wrong in ("weather\n{}", " weather\n{}", f">>>{text}", "all\nSo>>>weather\n{}"):
+        assert not accepts(strict, wrong), wrong
+        assert not accepts(demanded, wrong), wrong
+
+
+@pytest.mark.parametrize(("field", "options"), [("tool_choice", {}), ("tools", {"forced": (), "strict": ("now",)})])
+def test_demand_is_refused_by_its_field_when_it_is_not_known_how_calls_are_written(field, options):
+    with pytest.raises(RequestError, match=f"{field}: the calls of this model's format .own. cannot be enforced") as caught:
+        constraint_of("own", **options)
+    assert caught.value.param == field
+
+
+def test_tool_is_refused_when_its_name_means_text_in_the_format():
+    with pytest.raises(RequestError, match="tools: 'all' is what this model calls text"):
+        constraint_of("functionary_v3", tools=(Tool("all", {}),))
+    assert constraint_of("functionary_v31", tools=(Tool("all", {}),)) is not None
+
+
+def test_calls_of_all_formats_can_be_enforced():
+    assert {*CALL_FORMS, "openai"} == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize(("name", "call"), [("qwen3_coder", qwen(name="now")), ("pythonic", "[now()]"), ("hermes", None)])
@@ -395,7 +449,19 @@ def test_arguments_are_valid_when_the_schema_has_what_is_seldom(compiler, name, 
         assert len(message.calls) == 1, text
         assert not message.content.strip(), text
         arguments = json.loads(message.calls[0].arguments)
-        jsonschema.validate(arguments, schema, format_checker=CHECKER)
+        validate(arguments, schema)
+
+
+@pytest.mark.parametrize("key", ["b", "due date", "due-date", "größe (cm)", "名", "a.b/c", "9", "aa", "x" * 64])
+def test_free_name_may_be_what_the_reader_takes_for_one_when_names_have_no_quotes(compiler, key):
+    tools = (Tool("f", OTHERS),)
+    grammar = grammar_of(compiler, "functiongemma", tools=tools)
+    text = gemma(f"a:1,{key}:<escape>x<escape>,box:2").replace("call:weather", "call:f")
+    assert accepts(grammar, text)
+    (call,) = check_calls("functiongemma", text, tools).calls
+    assert json.loads(call.arguments) == {"a": 1, key: "x", "box": 2}
+    for other in ("a", " b", "b ", "", "<b", "}", '"b"', "x" * 65, "b\n", "b:c"):
+        assert not accepts(grammar, text.replace(f",{key}:", f",{other}:")), other
 
 
 @pytest.mark.parametrize(

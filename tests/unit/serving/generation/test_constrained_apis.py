@@ -122,21 +122,6 @@ STRICT = [{**tool, "strict": True} for tool in MESSAGE_TOOLS]
 
 
 @pytest.mark.parametrize(
-    ("send", "body", "word"),
-    [
-        (ask_message, {"tools": STRICT}, "tools"),
-        (ask_message, {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}, "tool_choice"),
-        (ask_response, {"tools": [{**RESPONSE_TOOLS[0], "strict": True}]}, "tools"),
-        (ask_response, {"tools": RESPONSE_TOOLS, "tool_choice": "required"}, "tool_choice"),
-    ],
-)
-def test_demand_is_refused_by_its_field_when_the_format_of_calls_cannot_be_enforced(engine, send, body, word):
-    answer = send(engine, parser="functionary_v3", **body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"{word}: ")
-
-
-@pytest.mark.parametrize(
     ("send", "body", "param"),
     [
         (

@@ -156,7 +156,8 @@ def test_ctrl_c_and_sigterm_are_the_servers_to_decide(loop, client):
     loop.run(scenario())
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+# In decode a real engine is killed by the gateway's test, too, and by that of a whole server.
+@pytest.mark.parametrize("phase", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
 def test_readers_hear_at_once_and_the_next_request_succeeds_when_the_engine_is_killed(loop, client, phase):
     async def scenario():
         pid = client.pid
@@ -177,7 +178,8 @@ def test_readers_hear_at_once_and_the_next_request_succeeds_when_the_engine_is_k
 @pytest.mark.parametrize(
     "options, kind, match",
     [
-        ({"model": "/nonexistent/model"}, (ModelFormatError, ConfigError), "nonexistent"),
+        # Slow, as the way is that of the next case; test_client_faults.py has more, quickly.
+        pytest.param({"model": "/nonexistent/model"}, (ModelFormatError, ConfigError), "nonexistent", marks=pytest.mark.slow),
         ({"model": "demo", "num_kv_blocks": 10**9}, ConfigError, "does not fit"),
     ],
 )

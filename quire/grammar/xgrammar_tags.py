@@ -1,0 +1,154 @@
+"""Structural tags as xgrammar has them, where it can do the same: reasoning before an answer, calls of tools in JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from quire.grammar.errors import GrammarError
+from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.tag_fields import (
+    Fields,
+    begun_tags,
+    check_keys,
+    ends_of,
+    ends_open,
+    get_field,
+    items_of,
+    iter_elements,
+    refuse_others,
+    schema_of,
+    texts_of,
+)
+from quire.grammar.text_rules import free_text_rules
+
+SAFE_PATTERN = re.compile(
+    r"\^?(?:[\w ,:/@%-]|\\[d./-]|[().|?*+]|\{\d+(?:,\d*)?\}"
+    r"|\[\^?(?:\\[d./-]|[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[\w ,:/@.])+-?\])*\$?",
+    re.ASCII,
+)
+"""Patterns that mean the same to all readers, and cannot let through a quotation mark or a backslash, which xgrammar would not
+escape within JSON."""
+
+
+def xgrammar_format(tag: Fields, special: SpecialTexts, write: Callable[[dict[str, Any] | bool], str]) -> Fields:
+    """Return what a structural tag allows as a format of xgrammar.
+
+    Raises GrammarError, with the JSON pointer, for what xgrammar would not do, or not in the same way.
+    write  returns the values of a schema as xgrammar's EBNF, or raises GrammarError
+    """
+    if "structures" in tag or "triggers" in tag:
+        raise GrammarError("structural tags of the old form are compiled by llguidance alone: use backend 'auto'", "")
+    return _Translator(special, write).format(get_field(tag, "format", dict, ""), "/format", "")
+
+
+class _Translator:
+    """Writes a format per format, with the text `end` behind it, which ends it where it is free text."""
+
+    def __init__(self, special: SpecialTexts, write: Callable[[dict[str, Any] | bool], str]) -> None:
+        self._special = special
+        self._write = write
+
+    def format(self, fields: Any, pointer: str, end: str) -> Fields:
+        writers: dict[str, Callable[[Fields, str, str], Fields]] = {
+            "const_string": self._const_string,
+            "any_text": self._any_text,
+            "json_schema": self._json_schema,
+            "regex": self._regex,
+            "sequence": self._sequence,
+            "or": self._or,
+            "tag": self._tag,
+            "tags_with_separator": self._tags_with_separator,
+        }
+        kind = fields.get("type") if isinstance(fields, dict) else None
+        if kind not in writers:
+            raise GrammarError(
+                f"xgrammar is given {', '.join(writers)} in structural tags, not {kind!r:.50}: use backend 'auto'",
+                f"{pointer}/type",
+            )
+        check_keys(fields, kind, pointer)
+        return writers[kind](fields, pointer, end)
+
+    def _literal(self, text: str) -> list[Fields]:
+        parts = self._special.split(text)
+        return [_const(part) if isinstance(part, str) else {"type": "token", "token": part} for part in parts]
+
+    def _const_string(self, fields: Fields, pointer: str, end: str) -> Fields:
+        return _joined(self._literal(get_field(fields, "value", str, pointer) + end))
+
+    def _json_schema(self, fields: Fields, pointer: str, end: str) -> Fields:
+        if fields.get("style", "json") != "json":
+            raise GrammarError("calls that are not JSON are written for llguidance alone", f"{pointer}/style")
+        refuse_others(fields, pointer, "json_schema", "style")
+        try:
+            written = self._write(schema_of(fields, pointer))
+        except GrammarError as error:
+            raise GrammarError(str(error), f"{pointer}/json_schema{error.pointer or ''}") from None
+        return _joined([{"type": "grammar", "grammar": written}, *self._literal(end)])
+
+    def _regex(self, fields: Fields, pointer: str, end: str) -> Fields:
+        refuse_others(fields, pointer, "pattern")
+        pattern = get_field(fields, "pattern", str, pointer)
+        if not pattern or SAFE_PATTERN.fullmatch(pattern.replace(r"\n", " ")) is None:
+            raise GrammarError("xgrammar may read this expression in another way: use backend 'auto'", f"{pointer}/pattern")
+        return _joined([{"type": "regex", "pattern": pattern}, *self._literal(end)])
+
+    def _any_text(self, fields: Fields, pointer: str, end: str) -> Fields:
+        refuse_others(fields, pointer, "excludes")
+        excludes = texts_of(fields, "excludes", pointer)
+        close, *rest = self._literal(end) or [_const("")]
+        if close["type"] == "token":
+            close, rest = _const(""), [close, *rest]
+        elif rest:
+            raise GrammarError("xgrammar cannot end free text by a text and a special token: use backend 'auto'", pointer)
+        return _joined([{"type": "grammar", "grammar": free_text_rules(close["value"], excludes)}, *rest])
+
+    def _sequence(self, fields: Fields, pointer: str, end: str) -> Fields:
+        return _joined([self.format(*element) for element in iter_elements(fields, pointer, end)])
+
+    def _or(self, fields: Fields, pointer: str, end: str) -> Fields:
+        elements = items_of(fields, "elements", pointer)
+        return _any_of([self.format(item, f"{pointer}/elements/{at}", end) for at, item in enumerate(elements)])
+
+    def _tag(self, fields: Fields, pointer: str, end: str) -> Fields:
+        begin = self._literal(get_field(fields, "begin", str, pointer))
+        content, ends, where = fields.get("content"), ends_of(fields, pointer), f"{pointer}/content"
+        rests = [self.format(_without(content, ends, text, where), where, text + end) for text in ends]
+        return _joined([*begin, _any_of(rests)])
+
+    def _tags_with_separator(self, fields: Fields, pointer: str, end: str) -> Fields:
+        separator = self._literal(get_field(fields, "separator", str, pointer))
+        found = self._one_of(begun_tags(fields, pointer), pointer)
+        if not fields.get("stop_after_first"):
+            one = self._one_of(items_of(fields, "tags", pointer), pointer)
+            found = _joined([found, {"type": "star", "content": _joined([*separator, one])}])
+        if not fields.get("at_least_one"):
+            found = {"type": "optional", "content": found}
+        return _joined([found, *self._literal(end)])
+
+    def _one_of(self, tags: list[Any], pointer: str) -> Fields:
+        return _any_of([self.format(tag, f"{pointer}/tags/{at}", "") for at, tag in enumerate(tags)])
+
+
+def _without(content: Any, ends: list[str], end: str, pointer: str) -> Any:
+    """Return the content of a tag that ends with `end`; free text goes up to the first of all ends."""
+    if not ends_open(content) or len(ends) == 1:
+        return content
+    others = [other for other in ends if other not in ("", end)]
+    return {**content, "excludes": [*texts_of(content, "excludes", pointer), *others]}
+
+
+def _const(text: str) -> Fields:
+    return {"type": "const_string", "value": text}
+
+
+def _joined(parts: list[Fields]) -> Fields:
+    """Return a sequence, which xgrammar does not take empty."""
+    if len(parts) == 1:
+        return parts[0]
+    return {"type": "sequence", "elements": parts} if parts else _const("")
+
+
+def _any_of(options: list[Fields]) -> Fields:
+    return options[0] if len(options) == 1 else {"type": "or", "elements": options}
