@@ -76,6 +76,7 @@ class HeadProposer(Proposer):
         top_k, depth = shape.top_k, shape.depth
         self._min_share = shape.min_share if top_k == 1 else 0.0
         self.stops_early = self._min_share > 0
+        self.leaves_out = isinstance(model, HeadDrafter)
         self.tap_layers: tuple[int, ...] | None = head.tap_layers
         self._model, self._kv, self._max_len = model, kv, max_len
         # Asked once: to hold a model against a protocol takes as long as a draft of a small head.

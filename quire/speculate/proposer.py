@@ -45,6 +45,7 @@ class Proposer(ABC):
     observes     whether it wants to be told of every step's outcomes
     tap_layers   layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     stops_early  whether it may draft fewer tokens than it could
+    leaves_out   of these: whether it computes all that it is asked for, and leaves the doubtful out afterwards, as on a GPU
     reads_last   whether it reads only what stands at the last token of a step that a sequence keeps
     """
 
@@ -53,6 +54,7 @@ class Proposer(ABC):
     tap_layers: tuple[int, ...] | None = None
     reads_last: bool = False
     stops_early: bool = False
+    leaves_out: bool = False
 
     def apply(self, plan: StepPlan) -> None:
         """Take in a step's plan before anything is computed; of interest to who keeps something in blocks."""

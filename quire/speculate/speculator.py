@@ -51,7 +51,7 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Drafts of a sequence in a step: how many the proposer was asked for and made, and whether the first of them is in."""
+    """Drafts of a sequence in a step: how many the proposer was asked for and took time for, and whether the first is in."""
 
     num_asked: int
     count: int
@@ -74,6 +74,7 @@ class Speculator:
         is_typical = config is not None and config.acceptance_method == "typical_acceptance_sampler"
         self.typical = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha) if is_typical else None
         self._stops_early = proposer is not None and proposer.stops_early
+        self._leaves_out = proposer is not None and proposer.leaves_out
         self._record = AcceptanceRecord if proposer is None else proposer.record
         self._pace = Pace(config.max_tokens, self._record) if config is not None and config.adaptive else None
         self._max_drafts = most_drafts(self._max_tokens, vocab_size) if max_drafts is None else max_drafts
@@ -212,7 +213,8 @@ class Speculator:
             if num_asked > 0:
                 # Those that a constraint does not take were made in vain, but made.
                 is_in = len(draft) > 0 and fitting.tokens[:1] == draft.tokens[:1]
-                self._drafted[sequence_id] = _Made(num_asked, len(draft), is_in)
+                count = num_asked if self._leaves_out else len(draft)
+                self._drafted[sequence_id] = _Made(num_asked, count, is_in)
             found[sequence_id] = fitting
         self._num_drafts = sum([made.num_asked for made in self._drafted.values()])
         self._num_made = sum([made.count for made in self._drafted.values()])

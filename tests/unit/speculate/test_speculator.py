@@ -130,6 +130,35 @@ def test_pace_learns_of_drafts_that_a_constraint_does_not_take(sampling, drafted
     assert pace.steps == [(1, 0), (1, 3)]
 
 
+@pytest.mark.parametrize(("leaves_out", "num_paid"), [(False, 3), (True, 5)], ids=["stops", "leaves out"])
+def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_out(leaves_out, num_paid):
+    class Doubting(Guess):
+        stops_early = True
+
+        def look(self, sequence, limit):
+            return 5
+
+        def propose(self, wanted):
+            return [Draft.chain((1, 2, 3)) for _ in wanted]
+
+    Doubting.leaves_out = leaves_out
+    speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=5), Doubting(5), 300)
+    speculator._pace = pace = Pace()
+    told = []
+    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made: told.append((num_drafts, num_made))
+    pace.note_verified = lambda record, num_drafts, path, num_made: told.append((num_drafts, num_made))
+    request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
+    speculator.begin(plan(0))
+    speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], Sampling(is_constrained=False), None))
+    speculator.propose(plan(0))
+    wishes = speculator.end(plan(0), {SequenceId(0): ()})
+    speculator.begin(plan(1, wishes))
+    assert speculator.propose(plan(1, wishes)) == {SequenceId(0): Draft.chain((1, 2, 3))}
+    speculator.end(plan(1), {SequenceId(0): (0, 1)})
+    speculator.begin(plan(2))
+    assert told == [(0, 0), (5, num_paid), (5, num_paid)]
+
+
 def test_steps_with_forced_tokens_alone_tell_the_pace_nothing():
     speculator, pace = start(Sampling((9,), (9,)))
     speculator.end(plan(0), {SequenceId(0): ()})
