@@ -381,7 +381,7 @@ def messages_go_on(ask):
     said = [*MESSAGES, {"role": "assistant", "content": "The sea was"}]
     options = {"messages": said, "continue_final_message": True, "add_generation_prompt": False}
     text = ask.greedy("chat", **options)
-    assert text == ask.greedy("completions", prompt="Tell me of the sea.\n\nThe sea was")
+    assert text == ask.greedy("completions", prompt="Tell me of the sea.\nThe sea was")
     assert ask.greedy("chat", **options, echo=True) == "The sea was" + text
 
 
