@@ -295,6 +295,8 @@ def test_page_fits_a_phone(browser, server, dark):
     browser.click(lambda: browser.button("Continue"))
     browser.until(lambda: browser.all("#view-completion .tokens .tok"), "the tokens")
     wait_until_done(browser)
+    # What stands below the text is not beneath it.
+    assert browser.run("const b = document.querySelector('#view-completion .tokens'); return b.scrollHeight <= b.clientHeight")
     browser.click(lambda: browser.all("#view-completion .tokens .tok")[-1])
     browser.until(lambda: "bytes" in browser.one(".token-card").text, "the card")
     assert browser.run(
