@@ -173,7 +173,7 @@ SELDOM = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*TREES, "mtp",
 
 @pytest.mark.parametrize("kind", ["oracle", "fickle", "eagle3 tree", *SELDOM])
 def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, plain, kind):
-    llm = speculating(tiny_model, kind, plain[0], num_kv_blocks=18)
+    llm = speculating(tiny_model, kind, plain[0], num_kv_blocks=12)
     found, outputs = generate(llm, 0)
     assert [said(choice) for choice in found] == [said(choice) for choice in plain[0]]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
