@@ -1,8 +1,9 @@
 """Speculation: acceptance by position, tokens per step and speed against plain decoding, by method and batch size.
 
 One engine runs the same prompts with drafts and without them in turn, so that a machine that slows down slows both, and both
-read the same memory. That their tokens are equal is checked on the way. What is learnt in the runs that do not count is kept:
-it is the steady state that is measured.
+read the same memory. That their tokens are equal is checked on the way. Each pair of runs has prompts of its own where there
+are enough: what drafts gain depends on the text. What is learnt in the runs that do not count is kept: it is the steady state
+that is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Trial:
     """What is measured: every method at every batch size.
 
     methods      JSON of a speculative_config each, or replay:P, drafts of which a share P is right, with num_tokens of them
-    prompts      texts or token ids; a batch takes the first so many
+    prompts      texts or token ids; the first batch takes the first so many, the second the next, and the first again when
+                 those left do not fill one
     num_rounds   pairs of runs that are counted
     warm_up_len  tokens that a sequence gets with drafts before, at least: as many runs as that takes are not counted
     """
@@ -57,8 +59,15 @@ class Trial:
 
     @property
     def num_runs(self) -> int:
-        """Runs in all: of each method and batch size one without drafts, those that warm up, and the pairs."""
-        return len(self.methods) * len(self.batch_sizes) * (1 + self.num_warm_up + 2 * self.num_rounds)
+        """Runs in all: of each method and batch size one of each batch without drafts, those that warm up, and the pairs."""
+        num_batches = sum(len(self.batches(size)) for size in self.batch_sizes)
+        return len(self.methods) * (num_batches + len(self.batch_sizes) * (self.num_warm_up + 2 * self.num_rounds))
+
+    def batches(self, size: int) -> list[list[dict[str, Any]]]:
+        """Return the batches of so many prompts that the rounds take in turn."""
+        count = min(self.num_rounds, len(self.prompts) // size)
+        prompts = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in self.prompts[: count * size]]
+        return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -81,9 +90,10 @@ class Trial:
 class Line:
     """One method at one batch size; times are medians of whole runs.
 
+    num_batches      different batches of prompts that were run
     speed_up         median of the ratios of runs that followed each other
     spread           lower and upper quartile of these ratios
-    best             ratio of the fastest runs, which others disturbed least
+    overall          ratio of the times of all runs together
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
     same_outputs     share of the outputs with drafts that are those of plain decoding: all, but on a GPU that is not
@@ -92,9 +102,10 @@ class Line:
 
     method: str
     batch_size: int
+    num_batches: int
     speed_up: float
     spread: tuple[float, float]
-    best: float
+    overall: float
     plain_s: float
     speculative_s: float
     tokens_per_step: float
@@ -115,13 +126,13 @@ class SpeculationRecord:
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
-        ratios = f"{'speed-up':>10}{'quartiles':>12}{'best':>6}"
+        ratios = f"{'speed-up':>10}{'quartiles':>12}{'overall':>9}"
         text = [f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"]
         for line in self.lines:
             shares = " ".join(f"{share:.2f}" for share in line.acceptance)
             spread = f"{line.spread[0]:.2f} {line.spread[1]:.2f}"
             text.append(
-                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.best:>6.2f}"
+                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.overall:>9.2f}"
                 f"{line.tokens_per_step:>10.2f}{line.drafts_per_step:>8.2f}  {shares}"
                 + (f"  ({line.same_outputs:.0%} of the outputs are those without drafts)" if line.same_outputs < 1 else "")
             )
@@ -183,51 +194,55 @@ class _Counts:
 
 
 def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any]) -> Line:
-    prompts: list[dict[str, Any]] = [
-        {"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in trial.prompts[:batch_size]
-    ]
+    batches = trial.batches(batch_size)
     engine = llm.llm_engine
-    expected, _ = _run(llm, prompts, trial, with_drafts=False)
-    bar.update()
+    expected: list[list[Any]] = []
+    for prompts in batches:
+        expected.append(_run(llm, prompts, trial, with_drafts=False)[0])
+        bar.update()
     if method.startswith(_REPLAY):
-        outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in expected}
+        outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for batch in expected for output in batch}
         engine.pause_drafts(False)
         engine.draft_with(ReplayProposer(outputs, _share_of(method), engine.report.spec.vocab_size))
-    for _ in range(trial.num_warm_up):
-        _run(llm, prompts, trial, with_drafts=True)
+    for index in range(trial.num_warm_up):
+        _run(llm, batches[index % len(batches)], trial, with_drafts=True)
         bar.update()
     plain_s: list[float] = []
     speculative_s: list[float] = []
-    counts, num_same = _Counts(), 0
+    counts, num_tokens, num_same = _Counts(), 0, 0
     is_exact = engine.report.device == "cpu" or engine.config.deterministic
     for index in range(trial.num_rounds):
+        chosen = index % len(batches)
         for with_drafts in (index % 2 == 0, index % 2 == 1):
             before = replace(engine.stats, accepted_per_pos=list(engine.stats.accepted_per_pos))
-            found, duration_s = _run(llm, prompts, trial, with_drafts=with_drafts)
+            found, duration_s = _run(llm, batches[chosen], trial, with_drafts=with_drafts)
             bar.update()
             if not with_drafts:
                 plain_s.append(duration_s)
                 continue
             speculative_s.append(duration_s)
             counts.add(before, engine.stats)
-            num_same += sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(found, expected, strict=True))
-            if is_exact and num_same < len(speculative_s) * len(expected):
+            num_tokens += sum(len(output.outputs[0].token_ids) for output in found)
+            num_same += sum(
+                a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(found, expected[chosen], strict=True)
+            )
+            if is_exact and num_same < len(speculative_s) * batch_size:
                 raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in expected) * trial.num_rounds
     ratios = [plain / drafted for plain, drafted in zip(plain_s, speculative_s, strict=True)]
     quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Line(
         method=method,
         batch_size=batch_size,
+        num_batches=len(batches),
         speed_up=quarters[1],
         spread=(quarters[0], quarters[2]),
-        best=min(plain_s) / min(speculative_s),
+        overall=sum(plain_s) / sum(speculative_s),
         plain_s=statistics.median(plain_s),
         speculative_s=statistics.median(speculative_s),
         tokens_per_step=num_tokens / (counts.num_steps * batch_size),
         drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
         acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
-        same_outputs=num_same / (trial.num_rounds * len(expected)),
+        same_outputs=num_same / (trial.num_rounds * batch_size),
     )
 
 
@@ -247,20 +262,24 @@ def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_draf
 
 def quoting_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
     """Return prompts that quote: a passage of the text, and then its beginning again, to be gone on with."""
-    words = text.split()
-    prompts: list[str] = []
-    for index in range(count):
-        passage = words[index * num_words : (index + 1) * num_words]
-        if len(passage) < num_words:
-            raise ConfigError(f"the text has {len(words)} words, too few for {count} passages of {num_words}")
-        quoted = " ".join(passage)
-        prompts.append(f"{quoted}\n\n{quoted}\n\n{' '.join(passage[:8])}")
-    return tuple(prompts)
+    return tuple(
+        f"{' '.join(passage)}\n\n{' '.join(passage)}\n\n{' '.join(passage[:8])}" for passage in _passages(text, count, num_words)
+    )
 
 
 def continuing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
     """Return passages of the text, to be gone on with."""
+    return tuple(" ".join(passage) for passage in _passages(text, count, num_words))
+
+
+def count_passages(text: str, num_words: int) -> int:
+    """Return how many passages of so many words a text has."""
+    return len(text.split()) // max(1, num_words)
+
+
+def _passages(text: str, count: int, num_words: int) -> list[list[str]]:
+    """Return the words of passages that lie at even distances in the text."""
     words = text.split()
-    if len(words) < count * num_words:
+    if num_words < 1 or len(words) < count * num_words:
         raise ConfigError(f"the text has {len(words)} words, too few for {count} passages of {num_words}")
-    return tuple(" ".join(words[index * num_words : (index + 1) * num_words]) for index in range(count))
+    return [words[first : first + num_words] for first in (index * len(words) // count for index in range(count))]

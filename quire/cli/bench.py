@@ -212,13 +212,15 @@ def run_speculate(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     check_output(args.output_json)
     text = _read_text(args.text)
-    from quire.bench.speculate import Trial, continuing_prompts, measure_speculation, quoting_prompts
+    from quire.bench.speculate import Trial, continuing_prompts, count_passages, measure_speculation, quoting_prompts
 
     make = quoting_prompts if args.task == "quote" else continuing_prompts
+    largest = max(args.batch_sizes)
+    num_prompts = max(largest, min(largest * args.num_iters, count_passages(text, args.words)))
     trial = Trial(
         methods=tuple(args.methods),
         batch_sizes=tuple(args.batch_sizes),
-        prompts=make(text, max(args.batch_sizes), args.words),
+        prompts=make(text, num_prompts, args.words),
         output_len=args.output_len,
         temperature=args.temperature,
         num_tokens=args.num_speculative_tokens,

@@ -64,7 +64,7 @@ def test_progress_counts_every_run(tiny_model, monkeypatch):
     monkeypatch.setattr("quire.bench.speculate.progress_bar", bar.open)
     config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
     measure_speculation(config, trial(("replay:1", "replay:0"), num_rounds=2, warm_up_len=20), show_progress=True)
-    assert bar.count == bar.total == 2 * 2 * (1 + 2 + 4)
+    assert bar.count == bar.total == 2 * (2 + 2 + 4 + 1 + 2 + 4)  # two batches of one prompt, one of two
     assert bar.names == ["replay:1, batch 1", "replay:1, batch 2", "replay:0, batch 1", "replay:0, batch 2"]
 
 
@@ -82,8 +82,15 @@ def test_a_trial_that_cannot_be_is_refused():
 
 def test_prompts_are_passages_and_quotes_begin_again():
     text = " ".join(f"w{n}" for n in range(40))
-    assert continuing_prompts(text, 2, 3) == ("w0 w1 w2", "w3 w4 w5")
+    assert continuing_prompts(text, 2, 3) == ("w0 w1 w2", "w20 w21 w22")
     (first,) = quoting_prompts(text, 1, 10)
     assert first.endswith("w9\n\nw0 w1 w2 w3 w4 w5 w6 w7")
     with pytest.raises(ConfigError, match="too few for 9 passages of 10"):
         quoting_prompts(text, 9, 10)
+
+
+def test_each_round_takes_the_next_batch_until_the_prompts_end():
+    shown = trial(("replay:1",), prompts=((1,), (2,), (3,), (4,), (5,)), num_rounds=3)
+    assert shown.batches(1) == [[{"prompt_token_ids": [n]}] for n in (1, 2, 3)]
+    assert [len(batch) for batch in shown.batches(2)] == [2, 2]
+    assert len(shown.batches(5)) == 1
