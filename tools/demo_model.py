@@ -145,11 +145,14 @@ class DemoModel(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of `targets` [B, T] after `ids` [B, T], in nats."""
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), targets.flatten())
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return the logits [B, T, vocab_size] f32 behind each of `ids` [B, T]."""
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, self.cos[: ids.shape[1]], self.sin[: ids.shape[1]])
-        logits = F.linear(self.norm(x), self.embed_tokens.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return F.linear(self.norm(x), self.embed_tokens.weight).float()
 
     def balance_loss(self) -> Tensor:
         losses = [layer.mlp.balance_loss for layer in self.layers if isinstance(layer.mlp, Moe)]

@@ -5,12 +5,16 @@
     python tools/train_demo.py export demo --work build/train --out quire/demo_models/demo
     python tools/train_demo.py copies demo --from quire/demo_models/demo --minutes 40 --threads 2 --work build/train
     python tools/train_demo.py export demo --stage copies --work build/train --out quire/demo_models/demo
+    python tools/train_demo.py distill demo-draft --from quire/demo_models/demo-draft --teacher quire/demo_models/demo \\
+        --minutes 30 --work build/train
+    python tools/train_demo.py export demo-draft --stage distill --work build/train --out quire/demo_models/demo-draft
 
 `train` may be stopped at any time and started again with the same arguments: it resumes from its last checkpoint. The
 learning rate follows the share of the time budget that is spent, so a slower machine trains on fewer tokens, not on a
 broken schedule. Whole books are held out; the loss that `export` writes into the model card is measured on them.
 `copies` trains an exported model further, resumably too, with a share of windows that quote, copy and edit a passage of the
-same books, so that the model can go on with a text that its prompt holds.
+same books, so that the model can go on with a text that its prompt holds. `distill` trains a smaller model further to say what
+another says, on texts that this one has written, on prose and on copies: then it can draft for it.
 """
 
 from __future__ import annotations
@@ -33,9 +37,13 @@ SEPARATORS = ("\n\n", "\n", " ", "\n\n---\n\n")
 COPY_SHARE = 0.3
 """Of the windows of `copies`."""
 DRILL_PROGRESS, DRILL_SHARE, DRILL_LENGTH = 0.15, 0.7, 256
-"""The first part of `copies` drills: more windows, short ones, of short passages, half of them words without a sense, at the
-full learning rate. Without it the model does not begin to look for what it has read before: 1.2 million tokens of the second
-part alone left the loss of a second copy where that of the first was."""
+"""The first part of `copies` and `distill` drills: more windows, short ones, of short passages, half of them words without a
+sense, at the full learning rate. Without it a model does not begin to look for what it has read before: 1.2 million tokens of
+the second part of `copies` alone left the loss of a second copy where that of the first was."""
+WRITTEN_SHARE, DISTILLED_COPY_SHARE = 0.6, 0.2
+"""Of the windows of `distill`: those that the teacher has written, and those that copy; the others are prose."""
+WRITTEN_LENGTH, WRITTEN_PROMPT, NUM_WRITTEN, SAMPLED_SHARE = 512, 96, 4000, 0.25
+"""Tokens of a text of the teacher's, how many of them are of the books, the texts, and the share that is not greedy."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] | trim }}\n\n{% endfor %}"
 
 
@@ -77,6 +85,7 @@ def train_tokenizer(text: Path, work: Path) -> None:
         for book in books:
             ids += [*tokenizer.encode(book).ids, 0]
         torch.save(torch.tensor(ids, dtype=torch.int16), work / f"{name}.pt")
+        (work / f"{name}.txt").write_text("\n\n".join(books), encoding="utf-8")
         print(f"{name}: {len(books)} books, {len(ids):,} tokens, {sum(map(len, books)) / len(ids):.2f} characters a token")
 
 
@@ -158,6 +167,52 @@ def batch_with_copies(
     return inputs, targets
 
 
+def batch_to_distill(ids: Tensor, separators: list[Tensor], written: Tensor, step: int, num_tokens: int) -> Tensor:
+    """Return the windows [B, WRITTEN_LENGTH] of a step of `distill`: texts of the teacher's, copies and prose."""
+    inputs, _ = batch_at(ids, step, num_tokens, WRITTEN_LENGTH)
+    generator = torch.Generator().manual_seed(3_000_017 * 17 + step)
+    for row in range(len(inputs)):
+        drawn = float(torch.rand((), generator=generator))
+        if drawn < WRITTEN_SHARE:
+            inputs[row] = written[int(torch.randint(0, len(written), (1,), generator=generator))].long()
+        elif drawn < WRITTEN_SHARE + DISTILLED_COPY_SHARE:
+            inputs[row] = copy_window(ids, separators, WRITTEN_LENGTH, generator).long()
+    return inputs
+
+
+def read_written(teacher: Path, work: Path, threads: int) -> Tensor:
+    """Return texts of a model's, [NUM_WRITTEN, WRITTEN_LENGTH], as it goes on with the books; written at the first call."""
+    from quire.training.config import DraftTraining
+    from quire.training.corpus import read_sequences
+
+    options = DraftTraining(
+        kind="eagle3",  # of no consequence: texts are the same for all kinds
+        model=str(teacher.resolve()),
+        text=work / "train.txt",
+        out=work,
+        sequence_tokens=WRITTEN_LENGTH,
+        prompt_tokens=WRITTEN_PROMPT,
+        num_sequences=NUM_WRITTEN,
+        sampled_share=SAMPLED_SHARE,
+        num_threads=threads,
+    )
+    return torch.from_numpy(read_sequences(options, work, show_progress=True).astype("int16"))
+
+
+class Teacher:
+    """A model whose probabilities another one shall learn."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._model = DemoModel(SHAPES[name])
+        self._model.load_state_dict(read_exported(folder))
+
+    def loss(self, model: DemoModel, inputs: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a model's probabilities behind `inputs` [B, T] to the teacher's, in nats."""
+        with torch.no_grad():
+            shares = self._model.logits(inputs).softmax(-1)
+        return -(shares * model.logits(inputs).log_softmax(-1)).sum(-1).mean()
+
+
 @torch.no_grad()
 def held_out_loss(model: DemoModel, ids: Tensor, length: int, max_windows: int | None = None) -> float:
     """Return the mean loss in nats a token over consecutive windows of the held-out books."""
@@ -180,7 +235,7 @@ def state_file(work: Path, name: str, stage: str) -> Path:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train, or go on with a trained model on copies, until the minutes are spent."""
+    """Train, or go on with a trained model on copies or on what a teacher says, until the minutes are spent."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     work: Path = args.work
@@ -188,8 +243,10 @@ def train(args: argparse.Namespace) -> None:
     model = DemoModel(SHAPES[args.name])
     optimizers = make_optimizers(model)
     state_path = state_file(work, args.name, args.command)
-    copies = args.command == "copies"
-    separators = read_separators(work) if copies else []
+    separators = read_separators(work) if args.command != "train" else []
+    teacher, written = None, torch.empty(0)
+    if args.command == "distill":
+        teacher, written = Teacher(args.teacher.name, args.teacher), read_written(args.teacher, work, args.threads)
     step, seconds, num_tokens, before = 0, 0.0, 0, ""
     if state_path.exists():
         state = torch.load(state_path)
@@ -198,7 +255,7 @@ def train(args: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
         step, seconds, num_tokens, before = (state[key] for key in ("step", "seconds", "num_tokens", "before"))
         print(f"resumed at step {step}, {seconds / 60:.1f} minutes", flush=True)
-    elif copies:
+    elif args.command != "train":
         model.load_state_dict(read_exported(args.source))
         before = trained_before(args.source)
     print(f"{args.name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -226,19 +283,22 @@ def train(args: argparse.Namespace) -> None:
         progress = seconds / budget_s
         length = 512 if progress < 0.8 else MAX_POSITIONS
         lr_share = 1 - progress
-        is_drill = copies and progress < DRILL_PROGRESS
+        is_drill = args.command != "train" and progress < DRILL_PROGRESS
         if is_drill:
             length, lr_share = DRILL_LENGTH, 1.0
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["base_lr"] * lr_share * min(1.0, (step + 1) / 50)
-        if copies:
+        targets = torch.empty(0)  # where a teacher says what is right
+        if teacher is not None and not is_drill:
+            inputs = batch_to_distill(ids, separators, written, step, args.batch_tokens)
+        elif args.command != "train":
             num_drawn = args.batch_tokens // 2 if is_drill else args.batch_tokens
             inputs, targets = batch_with_copies(ids, separators, step, num_drawn, length, is_drill=is_drill)
         else:
             inputs, targets = batch_at(ids, step, args.batch_tokens, length)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(inputs, targets)
+            loss = model(inputs, targets) if teacher is None or is_drill else teacher.loss(model, inputs)
         (loss + 0.01 * model.balance_loss()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -323,7 +383,7 @@ def export(args: argparse.Namespace) -> None:
         (out / name).write_text(json.dumps(value, indent=2) + "\n")
     (out / "tokenizer.json").write_text((work / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8")
     num_parameters = sum(p.numel() for p in model.parameters())
-    (out / "README.md").write_text(model_card(args.name, num_parameters, state, loss))
+    (out / "README.md").write_text(model_card(args.name, num_parameters, state, loss, args.stage))
     print(f"{out}: {num_parameters:,} parameters, held-out loss {loss:.4f} nats a token")
 
 
@@ -360,11 +420,17 @@ def hf_config(shape: Shape) -> dict[str, object]:
     return config
 
 
-def model_card(name: str, num_parameters: int, state: dict, loss: float) -> str:
+FURTHER = {
+    "copies": "a share of the windows repeats, quotes, edits",
+    "distill": "to say what `demo` says, on its own texts, prose and copies",
+}
+
+
+def model_card(name: str, num_parameters: int, state: dict, loss: float, stage: str) -> str:
     effort = f"{state['step']:,} steps, {state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on "
     effort += f"{state['threads']} CPU core(s), bf16 autocast"
     if state["before"]:
-        effort = f"{state['before']} |\n| further training | {effort}; a share of the windows repeats, quotes, edits"
+        effort = f"{state['before']} |\n| further training | {effort}; {FURTHER[stage]}"
     form = "Qwen3-MoE (8 experts, 2 a token)" if SHAPES[name].num_experts else "Qwen3"
     return f"""---
 license: apache-2.0
@@ -393,26 +459,28 @@ Held out, and never seen in training: {", ".join(HELD_OUT_BOOKS)}.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("tokenizer", "train", "copies", "export"):
+    for command in ("tokenizer", "train", "copies", "distill", "export"):
         sub = commands.add_parser(command)
         sub.add_argument("--work", type=Path, required=True)
         if command != "tokenizer":
             sub.add_argument("name", choices=sorted(SHAPES))
         if command == "tokenizer":
             sub.add_argument("--text", type=Path, required=True)
-        if command in ("train", "copies"):
+        if command in ("train", "copies", "distill"):
             sub.add_argument("--minutes", type=float, required=True)
             sub.add_argument("--threads", type=int, default=1)
             sub.add_argument("--batch-tokens", type=int, default=4096)
-        if command == "copies":
+        if command in ("copies", "distill"):
             sub.add_argument("--from", type=Path, required=True, dest="source", metavar="FOLDER", help="an exported model")
+        if command == "distill":
+            sub.add_argument("--teacher", type=Path, required=True, metavar="FOLDER", help="an exported model, to learn from")
         if command == "export":
             sub.add_argument("--out", type=Path, required=True)
-            sub.add_argument("--stage", choices=("train", "copies"), default="train")
+            sub.add_argument("--stage", choices=("train", "copies", "distill"), default="train")
     args = parser.parse_args()
     if args.command == "tokenizer":
         train_tokenizer(args.text, args.work)
-    elif args.command in ("train", "copies"):
+    elif args.command in ("train", "copies", "distill"):
         train(args)
     else:
         export(args)

@@ -262,9 +262,11 @@ def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_draf
 
 def quoting_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
     """Return prompts that quote: a passage of the text, and then its beginning again, to be gone on with."""
-    return tuple(
-        f"{' '.join(passage)}\n\n{' '.join(passage)}\n\n{' '.join(passage[:8])}" for passage in _passages(text, count, num_words)
-    )
+    prompts: list[str] = []
+    for passage in _passages(text, count, num_words):
+        quoted = " ".join(passage)
+        prompts.append(f"{quoted}\n\n{quoted}\n\n{' '.join(passage[:8])}")
+    return tuple(prompts)
 
 
 def continuing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:

@@ -165,7 +165,8 @@ class Wanted:
         places where the most likely is the same."""
         length = logits.shape[1]
         is_counted = (torch.arange(length) < length - 1 - ahead) & shifted(self.is_counted, ahead)
-        losses = -(shifted(self.shares, ahead) * F.log_softmax(logits.float(), -1)).sum(-1)
+        logits = logits.float()  # also for argmax, which takes five times as long in bfloat16
+        losses = -(shifted(self.shares, ahead) * F.log_softmax(logits, -1)).sum(-1)
         count = is_counted.sum().clamp(min=1)
         is_same = (logits.detach().argmax(-1) == shifted(self.best, ahead)) & is_counted
         return (losses * is_counted).sum() / count, is_same.sum() / count
