@@ -90,15 +90,14 @@ class MedusaProposer(Proposer):
 
     def _grow(self, said: Tensor, limits: list[int]) -> list[Draft]:
         """Return for each sequence its tree, from the logits [heads, S, V']: the chosen one, or the likeliest."""
-        shares: list[list[list[float]]] = []
-        tokens: list[list[list[int]]] = []
-        for logits in said:
-            found = logits.softmax(-1).topk(self._top_k)
-            ids = found.indices if self._vocabulary is None else self._vocabulary[found.indices]
-            shares.append(found.values.tolist())
-            tokens.append(ids.tolist())
+        # Of a chosen tree the ranks say all, and they are those of the logits.
+        found = (said if self._choices is not None else said.softmax(-1)).topk(self._top_k)
+        tokens: list[list[list[int]]] = (
+            found.indices if self._vocabulary is None else self._vocabulary[found.indices]
+        ).tolist()
         if self._choices is not None:
             return [self._pick([head[row] for head in tokens], limit) for row, limit in enumerate(limits)]
+        shares: list[list[list[float]]] = found.values.tolist()
         return [
             likeliest_tree([head[row] for head in tokens], [head[row] for head in shares], limit)
             for row, limit in enumerate(limits)
