@@ -62,7 +62,7 @@ def test_a_stored_tree_is_drafted_unless_another_is_asked_for(tiny_model, tmp_pa
     store_tree(folder, choose_tree(RANKS, 9))
     head = read_parallel_head(folder, read_model_spec(tiny_model))
     assert head.choices == choose_tree(RANKS, 9).choices
-    said = [torch.randn(1, 301, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    said = torch.stack([torch.randn(1, 301, generator=torch.Generator().manual_seed(i)) for i in range(3)])
     (draft,) = MedusaProposer(ParallelModel(head, None), None, choices=head.choices)._grow(said, [7])
     order = [logits[0].argsort(descending=True).tolist() for logits in said]
     found = [tuple(draft.tokens[node] for node in path_to(draft, index)) for index in range(7)]
