@@ -109,6 +109,7 @@ class Nursery:
     def __init__(self, command: tuple[str, ...], setup: dict[str, Any], limits: dict[str, Any]) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_broken = False  # a reply did not come in time, and would be taken for the next one's
         try:
             self._control, self._process = _start(command)
         except OSError as error:
@@ -138,6 +139,7 @@ class Nursery:
             with theirs, self._lock:
                 pid = self._ask_for_fork(theirs)
         except OSError as error:
+            self._is_broken = True
             mine.close()
             raise NurseryError(f"the process that compiles has ended: {error}") from None
         worker = Worker(pid, mine, self)
@@ -147,27 +149,31 @@ class Nursery:
         return worker
 
     def _ask_for_fork(self, theirs: socket.socket) -> int:
+        if self._is_broken:
+            raise ConnectionResetError("a reply of it was late")
         socket.send_fds(self._control, [json.dumps({"fork": True}).encode()], [theirs.fileno()])
         reply = self._control.recv(_MAX_REPLY)
         pid = json.loads(reply or b"{}").get("pid")
-        if pid is None:  # it has ended, or a reply before came too late
+        if pid is None:
             raise ConnectionResetError("no reply")
         return pid
 
     def end(self, worker: Worker, is_ending: bool) -> bool:
         """Kill a process that this one has forked, or wait for its end; return whether another had killed it.
 
-        When this one has ended, or is closed, they end without being told.
+        When this one has ended, or is closed, they end without being told, whatever they did.
         """
         with self._lock:
             if self._is_closed:
-                return False
+                return True
+            if self._is_broken:
+                return is_ending
             try:
                 self._control.send(json.dumps({"end": worker.pid, "is_ending": is_ending}).encode())
                 reply = self._control.recv(_MAX_REPLY)
             except OSError as error:
                 logger.debug("the process that forks those that compile has ended: %s", error)
-                reply = b""
+                self._is_broken, reply = True, b""
         if not reply:  # the system has ended this one, and so perhaps the other
             return is_ending
         return json.loads(reply).get("signal") == signal.SIGKILL

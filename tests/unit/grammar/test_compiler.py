@@ -22,6 +22,7 @@ from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
+from quire.grammar.nursery import NurseryError
 from quire.grammar.probing import Prober
 from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, can_end, filled, make_vocabulary
 
@@ -407,6 +408,42 @@ def test_nursery_that_was_ended_by_the_system_is_started_again(vocabulary):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, pids)))
         assert accepts(compile_one(compiler, "regex", "b"), "b")
+    finally:
+        compiler.close()
+
+
+def test_constraint_whose_process_ended_with_a_closed_nursery_may_come_again(vocabulary):
+    """Where another constraint finds first that the system has ended the one that forks."""
+    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    try:
+        pending = compiler.start(Constraint(kind="regex", source="hang"))
+        wait_until(lambda: prober._num_slow == 1)
+        (nursery,) = prober._nurseries.values()
+        nursery.close()
+        with pytest.raises(RequestError, match="the system has ended the process"):
+            pending.result()
+        assert prober.num_killed == 0
+    finally:
+        compiler.close()
+
+
+def test_nursery_whose_reply_was_late_is_asked_no_more_and_another_begins(vocabulary):
+    """Its reply would be taken for that to the next demand, and so on."""
+    compiler = GrammarCompiler(lambda: vocabulary)
+    try:
+        compile_one(compiler, "regex", "a")
+        (nursery,) = compiler.prober._nurseries.values()
+        nursery._control.settimeout(0.2)
+        os.kill(nursery._process.pid, signal.SIGSTOP)
+        with pytest.raises(NurseryError):
+            nursery.fork()
+        os.kill(nursery._process.pid, signal.SIGCONT)
+        with pytest.raises(NurseryError, match="late"):
+            nursery.fork()
+        compiler.prober._idle.clear()
+        assert accepts(compile_one(compiler, "regex", "b"), "b")
+        assert nursery not in compiler.prober._nurseries.values()
     finally:
         compiler.close()
 
