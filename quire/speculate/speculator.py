@@ -28,19 +28,25 @@ def most_drafts(max_tokens: int, vocab_size: int, max_logits: int = MAX_DRAFT_LO
     return max(max_tokens, max_logits // vocab_size)
 
 
-def share_drafts(wanted: Mapping[SequenceId, int], limit: int) -> dict[SequenceId, int]:
+def share_drafts(wanted: Mapping[SequenceId, int], limit: int, turn: int = 0) -> dict[SequenceId, int]:
     """Return how many drafts each sequence gets of what it wants, together at most `limit`: as even shares as can be.
 
-    Nobody gets more than another that wants as much or more, but for one where the limit does not divide.
+    turn  of the step: where the limit does not divide, others get one more in every turn
     """
     if sum(wanted.values()) <= limit:
         return {key: count for key, count in wanted.items() if count > 0}
-    granted: dict[SequenceId, int] = {}
-    left = limit
-    for index, (key, count) in enumerate(sorted(wanted.items(), key=lambda pair: pair[1])):
-        granted[key] = min(count, left // (len(wanted) - index))
-        left -= granted[key]
-    return {key: granted[key] for key in wanted if granted[key] > 0}
+    level, left = 0, limit  # all get as many as `level`, or what they want
+    for index, count in enumerate(sorted(wanted.values())):
+        num_more = len(wanted) - index
+        if (count - level) * num_more > left:
+            level, left = level + left // num_more, left % num_more
+            break
+        level, left = count, left - (count - level) * num_more
+    granted = {key: min(count, level) for key, count in wanted.items()}
+    others = [key for key, count in wanted.items() if count > level]
+    for place in range(turn * left, (turn + 1) * left):
+        granted[others[place % len(others)]] += 1
+    return {key: count for key, count in granted.items() if count > 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class Speculator:
         self._constrained: set[SequenceId] = set()
         self.drafts_forced = True  # whether what constraints force is drafted
         self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
+        self._turn = 0  # of sharing drafts
         self._drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
         self._begun_s = 0.0
@@ -312,7 +319,8 @@ class Speculator:
             if self.drafts_forced and sequence_id in self._constrained:
                 num_forced = self._forced.look(sequence_id, self._followed[sequence_id].sequence.sampling)
             wishes[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
-        return share_drafts(wishes, self._max_drafts)
+        self._turn += 1
+        return share_drafts(wishes, self._max_drafts, self._turn)
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts of the proposer to take in the next step."""

@@ -334,17 +334,27 @@ def test_the_next_step_may_begin_early_only_where_nothing_is_drafted_or_learnt()
 
 def test_drafts_of_a_step_are_shared_evenly_when_there_are_too_many():
     assert share_drafts({0: 4, 1: 0, 2: 1, 3: 4}, 9) == {0: 4, 2: 1, 3: 4}
-    assert share_drafts({0: 4, 1: 0, 2: 1, 3: 5}, 8) == {0: 3, 2: 1, 3: 4}
-    assert share_drafts({0: 9, 1: 9, 2: 9}, 2) == {1: 1, 2: 1}
+    assert share_drafts({0: 4, 1: 0, 2: 1, 3: 5}, 8) == {0: 4, 2: 1, 3: 3}
+    assert share_drafts({0: 9, 1: 9, 2: 9}, 2) == {0: 1, 1: 1}
+    assert share_drafts({0: 9, 1: 9, 2: 9}, 2, turn=1) == {2: 1, 0: 1}
     rng = random.Random(0)
     for _ in range(200):
         wanted = {key: rng.randint(0, 6) for key in range(rng.randint(1, 9))}
         limit = rng.randint(0, 20)
-        granted = share_drafts(wanted, limit)
+        granted = share_drafts(wanted, limit, turn=rng.randint(0, 5))
         assert sum(granted.values()) == min(limit, sum(wanted.values()))
         assert all(0 < granted[key] <= wanted[key] for key in granted)
         cut = [granted.get(key, 0) for key, count in wanted.items() if granted.get(key, 0) < count]
         assert not cut or max(granted.values(), default=0) <= min(cut) + 1
+
+
+@pytest.mark.parametrize("wanted", [{0: 1, 1: 1, 2: 1, 3: 1, 4: 1}, {0: 1, 1: 6, 2: 6, 3: 6, 4: 1}])
+def test_all_get_drafts_in_turn_when_there_are_fewer_than_sequences(wanted):
+    total = dict.fromkeys(wanted, 0)
+    for turn in range(5):
+        for key, count in share_drafts(wanted, 3, turn).items():
+            total[key] += count
+    assert total == dict.fromkeys(wanted, 3)
 
 
 def test_no_sequence_goes_without_drafts_when_others_could_take_all():
