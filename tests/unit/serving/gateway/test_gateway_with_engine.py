@@ -1,6 +1,7 @@
 """The gateway with the real client, engine process and the bundled demo model."""
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -108,16 +109,16 @@ def test_request_is_refused_with_400_when_the_engine_cannot_serve_it(loop, serve
 
 def test_slow_reader_is_ended_and_counted_when_it_does_not_read(loop, server):
     async def scenario():
-        stream = server.open("d", 3000)
+        job = make_job("d", 5, 3000, n=8, arrival_s=time.monotonic())  # six times what the cache holds: seconds, on any machine
+        params = dataclasses.replace(job.request.params, ignore_eos=True)
+        stream = server.gateway.open(dataclasses.replace(job, request=dataclasses.replace(job.request, params=params)))
         async with stream:
             await anext(stream)
-            await until(lambda: stream.subscription.is_finished)
-            if stream.record.finish_reasons != ["stop"]:  # the model did not end by itself
-                await until(lambda: value(server, "aborts", "slow_reader") == 1)  # a reader that is stuck sees nothing
-                with pytest.raises(ApiError) as caught:
-                    [delta async for delta in stream]
-                assert caught.value.code == "slow_reader"
-                assert value(server, "aborts", "slow_reader") == 1
+            await until(lambda: value(server, "aborts", "slow_reader") == 1)  # a reader that is stuck sees nothing
+            with pytest.raises(ApiError) as caught:
+                [delta async for delta in stream]
+            assert caught.value.code == "slow_reader"
+            assert value(server, "aborts", "slow_reader") == 1
         await until(lambda: server.admission.is_empty)
 
     loop.run(scenario())
