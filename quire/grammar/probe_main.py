@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from quire.contracts.constraint import Constraint
@@ -71,6 +73,8 @@ def _fork(control: socket.socket, descriptor: int, compiler: Any, limits: dict[s
     try:
         control.close()
         os.setsid()
+        with contextlib.suppress(OSError):  # another system than Linux
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # where memory ends, this ends first
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], hard))
         threading.stack_size(_STACK_BYTES)

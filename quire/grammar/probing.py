@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,6 +20,8 @@ _NUM_QUICK = 4
 _NUM_SLOW = 2
 _MAX_WAITING = 16
 _NICENESS = 5
+_MAX_LOST, _NUM_LOST_KNOWN = 3, 64
+"""How often the system may end the process of a constraint until it is refused, and of how many constraints that is known."""
 _CLOSED = "the engine has been closed"
 
 
@@ -56,6 +59,7 @@ class Prober:
         self._nurseries: dict[str, Nursery] = {}
         self._idle: dict[str, list[Worker]] = {}
         self._is_closed = False
+        self._num_lost: OrderedDict[str, int] = OrderedDict()
         self.num_killed = 0
 
     @contextmanager
@@ -71,7 +75,7 @@ class Prober:
             worker, answer, may_wait = self._begin(key, message)
         if not may_wait:
             was_killed = self._give(key, worker, answer)
-            yield self._checked(answer, was_killed)
+            yield self._checked(answer, was_killed, message)
             return
         try:
             with self._slow:
@@ -80,7 +84,7 @@ class Prober:
                     answer = worker.read(self._max_wall_s)
                 finally:
                     was_killed = worker.end()
-                yield self._checked(answer, was_killed)
+                yield self._checked(answer, was_killed, message)
         finally:
             with self._lock:
                 self._num_slow -= 1
@@ -135,20 +139,33 @@ class Prober:
             self._num_slow += may_wait
         return may_wait
 
-    def _checked(self, answer: dict[str, Any] | None, was_killed: bool) -> dict[str, Any]:
+    def _checked(self, answer: dict[str, Any] | None, was_killed: bool, message: dict[str, Any]) -> dict[str, Any]:
         if answer is None:
+            num_lost = self._count_lost(json.dumps(message)) if was_killed else 0
             with self._lock:
                 if self._is_closed:
                     raise GrammarError(_CLOSED)
-                self.num_killed += not was_killed
-            if was_killed:
-                raise PassingError("the system has ended the process that compiles it, as it does where memory ends: try again")
-            raise GrammarError(
-                f"compiling takes more than {self._max_cpu_s:g} s or the memory that is allowed: make it simpler"
-            )
+                self.num_killed += not 0 < num_lost < _MAX_LOST
+            if not was_killed:
+                raise GrammarError(
+                    f"compiling takes more than {self._max_cpu_s:g} s or the memory that is allowed: make it simpler"
+                )
+            ended = "the system has ended the process that compiles it, as it does where memory ends"
+            if num_lost < _MAX_LOST:
+                raise PassingError(f"{ended}: try again")
+            raise GrammarError(f"{ended}, {num_lost} times: make it simpler")
         if answer.get("error") is not None:
             raise GrammarError(str(answer["error"]), cast("str | None", answer.get("pointer")))
         return answer
+
+    def _count_lost(self, source: str) -> int:
+        """Return how often the system has ended the process of a constraint, this time included."""
+        with self._lock:
+            count = self._num_lost.pop(source, 0) + 1
+            self._num_lost[source] = count
+            if len(self._num_lost) > _NUM_LOST_KNOWN:
+                self._num_lost.popitem(last=False)
+            return count
 
     def _fork(self, key: str) -> Worker:
         try:

@@ -75,11 +75,22 @@ class Killed:
         marker, rest_s, whom = constraint.source.split(" ")
         time.sleep(float(rest_s))
         if not os.path.exists(marker):
-            open(marker, "w").close()
+            if whom != "always":
+                open(marker, "w").close()
             if whom == "both":
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 probe_main._COMPILERS["llguidance"] = lambda setup: Killed()
+probe_main.main()
+"""
+
+TOLD = """
+from pathlib import Path
+from quire.grammar import probe_main
+class Told:
+    def compile(self, constraint):
+        raise probe_main.GrammarError("told: " + Path("/proc/self/oom_score_adj").read_text().strip())
+probe_main._COMPILERS["llguidance"] = lambda setup: Told()
 probe_main.main()
 """
 
@@ -284,6 +295,36 @@ def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_
             compile_one(compiler, "regex", source)
         assert accepts(compile_one(compiler, "regex", source), source.replace(".", "x"))
         assert prober.num_killed == 0
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
+def test_constraint_whose_processes_the_system_has_killed_again_and_again_is_refused_for_good(vocabulary, tmp_path, rest_s):
+    """It may be the one that takes all memory; others are compiled all the while, and it does not come to a process again."""
+    prober = Prober((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    source, known = f"{tmp_path / 'marker'} {rest_s} always", f"{os.devnull} 0 one"
+    try:
+        for _ in range(2):
+            with pytest.raises(RequestError, match="try again"):
+                compile_one(compiler, "regex", source)
+            compile_one(compiler, "regex", known)
+        for _ in range(2):
+            with pytest.raises(RequestError, match="3 times.*make it simpler"):
+                compile_one(compiler, "regex", source)
+        assert prober.num_killed == 1
+    finally:
+        compiler.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the system does not say whom it would end first")
+def test_process_that_compiles_is_the_first_that_the_system_ends_where_memory_does(vocabulary):
+    prober = Prober((sys.executable, "-c", TOLD))
+    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    try:
+        with pytest.raises(RequestError, match="told: 1000$"):
+            compile_one(compiler, "regex", "a")
     finally:
         compiler.close()
 
