@@ -60,7 +60,7 @@ def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None
             find_parallel_head(config, report)
         elif method in LAYER_KINDS:
             folder, head = find_layer_head(config, method, report)
-            if config.top_k > 1 and head.body.layers[0].attention.window is not None:
+            if config.top_k > 1 and any(layer.attention.window is not None for layer in head.body.layers):
                 raise UnsupportedError(
                     f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} attends in a window, with which "
                     "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"

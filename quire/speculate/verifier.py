@@ -69,21 +69,25 @@ def verify(
     typical: TypicalAcceptance | None = None,
     best: Sequence[int] | None = None,
     draw: Draw | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[Walk]:
     """Sample the next tokens of every candidate, and append them to its sampling state.
 
-    logits   [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these
+    logits   [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these. Where
+             nothing draws from them on a device they may lie there: no more rows are brought from it than there are candidates
     typical  None: tokens are those of plain decoding; else it may take drafts that were not sampled
     best     [R] the best tokens, where it is known that these are what would be sampled
     draw     draws from logits on a device; see sampling.sampler.sample
+    rows     where these candidates are not all of the step's: the row of each behind its last known token
     """
+    rows = range(len(candidates)) if rows is None else rows
     if best is None and draw is None and typical is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
         best = _draw_all(logits, candidates)
     if best is not None:
-        return walk_drawn(best, candidates, range(len(candidates)))
+        return walk_drawn(best, candidates, rows)
     walks = [Walk() for _ in candidates]
     active = list(range(len(candidates)))
-    part = logits[: len(candidates)]
+    part = _take_rows(logits, rows, draw)
     while active:
         going: list[int] = []
         sampled = sample(part, [candidates[index].sampling for index in active], draw)
@@ -105,10 +109,16 @@ def verify(
         active = going
         if active:
             rows = [candidates[index].first_draft_row + walks[index].path[-1] for index in active]
-            part = logits[rows[0] : rows[0] + 1] if len(rows) == 1 else logits[rows]
+            part = _take_rows(logits, rows, draw)
     for candidate in candidates:
         candidate.sampling.token_mask = None
     return walks
+
+
+def _take_rows(logits: Tensor, rows: Sequence[int], draw: Draw | None) -> Tensor:
+    is_run = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and list(rows) == list(range(rows[0], rows[-1] + 1))
+    part = logits[rows[0] : rows[-1] + 1] if is_run else logits[list(rows)]
+    return part if draw is not None else part.cpu()
 
 
 def _match(

@@ -22,7 +22,6 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
 from quire.speculate.memory import StepLimits
-from quire.speculate.speculator import most_drafts
 from quire.worker.device.ahead import CompilationAhead, Order, arch_of
 from quire.worker.device.choice import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
@@ -35,15 +34,13 @@ from quire.worker.device.memory import (
     MemoryBefore,
     Recordings,
     measure_usage,
+    most_drafts_on_device,
     plan_device_memory,
 )
 from quire.worker.device.runner import DeviceRunner
 from quire.worker.device.stepper import DeviceStepper, StepSizes
 
 logger = get_logger(__name__)
-
-_MAX_DRAFT_LOGITS = 1 << 27
-"""Logits behind drafts that are held at once: half a GiB, which the memory plan sees in the largest step."""
 
 
 def build_device_runner(
@@ -96,7 +93,7 @@ def build_device_runner(
     runner = DeviceRunner(*parts, config.async_scheduling is not False, own.steppers[1:])
     report = replace(report, memory=plan)
     if config.speculative_config is not None:
-        limits = StepLimits(config.max_num_seqs, num_batched_tokens, _most_drafts(config, report))
+        limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
         there = {} if drafter is None else {drafter.method: drafter.proposer()}
         runner.draft_with(build_speculator(config.speculative_config, report, None, limits, there))
     return runner, report
@@ -109,20 +106,10 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         config.max_num_seqs,
         num_batched_tokens,
         report.memory.max_model_len,
-        min(_most_drafts(config, report), num_batched_tokens - 1),
+        min(most_drafts_on_device(config, report.spec.vocab_size), num_batched_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
     )
-
-
-def _most_drafts(config: EngineConfig, report: ModelReport) -> int:
-    """Return how many drafts are wished for together, whatever room a step has: those of all sequences where memory allows."""
-    drafting, vocab_size = config.speculative_config, report.spec.vocab_size
-    least = most_drafts(0, vocab_size)
-    if drafting is None:
-        return least
-    wanted = config.max_num_seqs * drafting.max_tokens
-    return max(least, min(wanted, most_drafts(drafting.max_tokens, vocab_size, _MAX_DRAFT_LOGITS)))
 
 
 def _compile_ahead(

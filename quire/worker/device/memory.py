@@ -21,6 +21,7 @@ from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import Mxfp4Config, has_narrow_form
 from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
+from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
 
@@ -35,6 +36,9 @@ _BLOCK_SIZE = 64
 
 _SLACK = 1.1
 """What the allocator loses between blocks, as a factor on what was measured."""
+
+_MAX_DRAFT_LOGITS = 1 << 27
+"""Logits behind drafts that are held at once: a quarter or half a GiB, which the memory plan sees in the largest step."""
 
 _NUM_COPIES = 12
 _DRIVER_BYTES = 16 << 20
@@ -178,9 +182,9 @@ def measure_usage(
 
 
 def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int, sizes: tuple[int, int]) -> DeviceUsage:
-    """Return about what a model will take, which is not loaded; sizes: the most tokens, and the most sequences, of a step."""
+    """Return about what a model takes that is not loaded; sizes: the most tokens, and the most rows of logits, of a step."""
     free, total = memory.free_and_total()
-    width, (num_tokens, num_seqs) = DTYPE_BYTES[spec.dtype], sizes
+    width, (num_tokens, num_rows) = DTYPE_BYTES[spec.dtype], sizes
     per_token = 0
     for layer in spec.layers:
         attention, mlp = layer.attention, layer.mlp
@@ -191,8 +195,18 @@ def estimated_usage(memory: DeviceMemory, spec: ModelSpec, num_weight_bytes: int
             else 3 * mlp.intermediate_size
         )
         per_token = max(per_token, (qkv + inner + 4 * spec.hidden_size) * width)
-    logits = 2 * num_seqs * spec.vocab_size * width
+    logits = 2 * num_rows * spec.vocab_size * width
     return DeviceUsage(total, total - free, num_weight_bytes, num_tokens * per_token + logits)
+
+
+def most_drafts_on_device(config: EngineConfig, vocab_size: int) -> int:
+    """Return how many drafts are wished for together, whatever room a step has: those of all sequences where memory allows."""
+    drafting = config.speculative_config
+    least = most_drafts(0, vocab_size)
+    if drafting is None:
+        return least
+    wanted = config.max_num_seqs * drafting.max_tokens
+    return max(least, min(wanted, most_drafts(drafting.max_tokens, vocab_size, _MAX_DRAFT_LOGITS)))
 
 
 def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> int:
@@ -224,7 +238,8 @@ def estimate_memory(
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     num_tokens = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory()
-    usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, config.max_num_seqs))
+    num_rows = config.max_num_seqs + min(most_drafts_on_device(config, spec.vocab_size), num_tokens - 1)
+    usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     return plan_device_memory(config, kv, usage, max_model_len, has_own_memory=device.type == "cuda")
 
 

@@ -22,7 +22,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.sampling.sampler import Sampled, error_of_status, sample
 from quire.speculate.proposer import Reads
 from quire.speculate.speculator import Speculator
-from quire.speculate.verifier import Candidate, Walk, verify, walk_drawn
+from quire.speculate.verifier import Walk, verify, walk_drawn
 from quire.worker.constrained import LATE_WAIT_S, ConstrainedRows, StepMasks
 from quire.worker.device.changes import TableChanges
 from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
@@ -265,11 +265,10 @@ class DeviceRunner(DraftingRunner):
         found = walk_drawn(token_ids, [candidates[index] for index in on_device], on_device, failures)
         walks = dict(zip(on_device, found, strict=True))
         if logits is not None and on_host:
-            own, rows = _own_rows(candidates, on_host)
-            part = logits if len(rows) == len(logits) else logits[rows]
             typical = self._speculator.typical
             # What is typical is found on the host, where probabilities are.
-            found = verify(part, own, draw=_draw) if typical is None else verify(part.cpu(), own, typical)
+            draw = _draw if typical is None else None
+            found = verify(logits, [candidates[index] for index in on_host], typical, draw=draw, rows=on_host)
             walks.update(zip(on_host, found, strict=True))
         return [walks[index] for index in sorted(walks)]
 
@@ -312,17 +311,6 @@ class DeviceRunner(DraftingRunner):
             stepper.close()  # else what it has made refers to it, and it to the model
         self.draft_with(Speculator(None, None, self._vocab_size))  # what drafted goes, too
         del self._decoder, self._stepper, self._draft_steppers
-
-
-def _own_rows(candidates: Sequence[Candidate], indices: Sequence[int]) -> tuple[list[Candidate], list[int]]:
-    """Return some of the candidates as if they were all, and which rows of the logits are theirs."""
-    own: list[Candidate] = []
-    rows, draft_rows = list(indices), list[int]()
-    for index in indices:
-        candidate = candidates[index]
-        own.append(replace(candidate, first_draft_row=len(rows) + len(draft_rows)))
-        draft_rows += range(candidate.first_draft_row, candidate.first_draft_row + len(candidate.draft))
-    return own, rows + draft_rows
 
 
 def _wants_logprobs(step: StepInput, index: int) -> bool:

@@ -3,12 +3,21 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from quire.worker.device.memory import DeviceUsage, MemoryBefore, Recordings, estimated_usage, measure_usage, plan_device_memory
+from quire.worker.device.memory import (
+    DeviceUsage,
+    MemoryBefore,
+    Recordings,
+    estimate_memory,
+    estimated_usage,
+    measure_usage,
+    plan_device_memory,
+)
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.memory import max_num_batched_tokens
 
@@ -173,6 +182,22 @@ def test_the_estimate_counts_weights_and_the_widest_layer():
     usage = estimated_usage(FakeMemory(100 * GIB, 141 * GIB), SPEC, 16 * GIB, (2048, 128))
     assert (usage.total_bytes, usage.foreign_bytes, usage.weight_bytes) == (141 * GIB, 41 * GIB, 16 * GIB)
     assert 2048 * 3 * 12288 * 2 < usage.activation_bytes < GIB
+
+
+def test_the_estimate_counts_the_logits_behind_drafts(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    shapes = {"embedding.weight": (150_000, 4096)}
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+
+    def estimate(**options):
+        asked = config(max_num_seqs=64, **options)
+        return estimate_memory(asked, torch.device("cuda"), SPEC, shapes, 4096, tmp_path).activation_bytes
+
+    plain = estimate()
+    few, some, many = (estimate(speculative_config={"method": "ngram", "num_speculative_tokens": n}) for n in (1, 5, 15))
+    assert few == plain  # as what constraints force is drafted, too
+    assert some - plain == 2 * 2 * 150_000 * (64 * 5 - (1 << 24) // 150_000)
+    assert some < many < plain + GIB
 
 
 def test_a_block_takes_more_where_drafts_keep_something_under_it():

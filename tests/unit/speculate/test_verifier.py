@@ -1,0 +1,64 @@
+"""Verification of some of a step's sequences, whose logits may lie on a device."""
+
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.contracts.request import Request
+from quire.sampling.row_state import SamplingRow
+from quire.speculate.draft import Draft
+from quire.speculate.typical import TypicalAcceptance
+from quire.speculate.verifier import Candidate, verify
+
+VOCAB, NUM_SEQS, NUM_DRAFTS = 12, 6, 5
+
+
+def candidates_of(logits):
+    """Return candidates whose drafts are followed for the first few tokens, more of them for each one."""
+    best = logits.argmax(-1).tolist()
+    found = []
+    for index in range(NUM_SEQS):
+        first = NUM_SEQS + index * NUM_DRAFTS
+        rows = [index, *range(first, first + NUM_DRAFTS - 1)]
+        tokens = [best[row] if place < index else (best[row] + 1) % VOCAB for place, row in enumerate(rows)]
+        params = SamplingParams(max_tokens=100, temperature=0.0, logprobs=2)
+        request = Request(request_id=str(index), prompt_token_ids=(1, 2), params=params, seed=0)
+        found.append(Candidate(request, SamplingRow(request, 0, (1, 2), VOCAB), Draft.chain(tuple(tokens)), first))
+    return found
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4, 5], [2, 3, 4], [0, 3, 5], [4], [5, 1]])
+@pytest.mark.parametrize("is_typical", [False, True])
+def test_some_sequences_are_verified_as_with_all_others_and_never_with_more_rows_than_there_are(chosen, is_typical):
+    logits = torch.randn(NUM_SEQS * (1 + NUM_DRAFTS), VOCAB, generator=torch.Generator().manual_seed(1))
+    all_walks = verify(logits, candidates_of(logits))
+    assert [len(walk.path) for walk in all_walks] == list(range(NUM_SEQS))
+    num_rows = []
+
+    def draw(part, rows, options):
+        num_rows.append(len(part))
+        return [(int(part[row].argmax()), 0) for row in rows]
+
+    own = candidates_of(logits)
+    typical = TypicalAcceptance(0.09, 0.3) if is_typical else None
+    walks = verify(logits, [own[index] for index in chosen], typical, draw=draw, rows=chosen)
+    assert [(walk.tokens, walk.path) for walk in walks] == [(all_walks[i].tokens, all_walks[i].path) for i in chosen]
+    assert [walk.logprobs for walk in walks] == [all_walks[i].logprobs for i in chosen]
+    assert num_rows == [sum(index >= level for index in chosen) for level in range(max(chosen) + 1)]
+
+
+def test_what_is_not_drawn_on_a_device_is_brought_from_it_row_by_row(monkeypatch):
+    logits = torch.randn(NUM_SEQS * (1 + NUM_DRAFTS), VOCAB, generator=torch.Generator().manual_seed(2))
+    brought = []
+    fetch = torch.Tensor.cpu
+
+    def cpu(tensor):
+        brought.append(len(tensor))
+        return fetch(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    own = candidates_of(logits)
+    walks = verify(logits, [own[index] for index in (1, 3)], TypicalAcceptance(0.09, 0.3), rows=[1, 3])
+    assert brought == [2, 2, 1, 1]
+    plain = verify(logits, candidates_of(logits))
+    assert [walk.tokens for walk in walks] == [plain[1].tokens, plain[3].tokens]
