@@ -16,7 +16,7 @@ PROMPTS = [
     "The boys went down to the river as soon as it was dark, and they took the old boat that was tied under the trees. Tom "
     "said that he did not",
 ]
-FLOORS = {"demo-eagle3": [0.65, 0.5, 0.4], "demo-mtp": [0.65, 0.5, 0.4], "demo-medusa": [0.35, 0.08, 0.0]}
+FLOORS = {"demo-eagle3": [0.65, 0.5, 0.4], "demo-mtp": [0.65, 0.5, 0.4], "demo-medusa": [0.45, 0.2, 0.1]}
 
 
 def start(head, **options):
