@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SHARE = 0.02
 """Of the time, that may be lost by trying."""
@@ -20,12 +20,19 @@ class Account:
     Drafts go on while it is positive. Then they sleep until a trial has been earned again, longer after each that failed.
     Hence drafts lose in any time T at most TRIAL + MOST + SHARE * T and what one step loses, however they fare, as long as
     steps are told rightly; and when they gain, bad luck rarely ends them: a walk that drifts upwards seldom falls by MOST.
+
+    trial, most  in place of TRIAL and MOST
     """
 
-    balance: float = TRIAL
+    trial: float = TRIAL
+    most: float = MOST
+    balance: float = field(init=False)
     sleep_left: int = 0
     num_failures: int = 0
     has_proven: bool = False
+
+    def __post_init__(self) -> None:
+        self.balance = self.trial
 
     def earn(self, gained: float, took: float) -> bool:
         """Take in a step with drafts, or with a look for some; return whether they end for now.
@@ -34,17 +41,17 @@ class Account:
         took    its time in plain steps
         """
         self.balance += gained - took + SHARE * took
-        if self.balance >= MOST:
-            self.balance, self.has_proven = MOST, True
+        if self.balance >= self.most:
+            self.balance, self.has_proven = self.most, True
         if self.balance > 0 or self.sleep_left > 0:
             return False
         self.num_failures = 0 if self.has_proven else min(_MAX_FAILURES, self.num_failures + 1)
         self.has_proven = False
-        missing = (TRIAL - self.balance) * (1 << max(0, self.num_failures - 1))
+        missing = (self.trial - self.balance) * (1 << max(0, self.num_failures - 1))
         self.sleep_left = min(_LONGEST_SLEEP, round(missing / SHARE))
-        self.balance = TRIAL
+        self.balance = self.trial
         return True
 
-    def sleep(self) -> None:
-        """Take in a step that was slept through."""
-        self.sleep_left = max(0, self.sleep_left - 1)
+    def sleep(self, num_steps: int = 1) -> None:
+        """Take in steps that were slept through."""
+        self.sleep_left = max(0, self.sleep_left - num_steps)

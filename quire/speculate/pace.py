@@ -2,30 +2,40 @@
 
 A step of T tokens takes t(T). A sequence that decodes gains one token in it, and with drafts also those that are accepted.
 Drafts are ranked by the probability that they are accepted, and as many are taken as make tokens per second highest. Whether
-any are, says an account of what they gained in all (account.py): no estimate of a moment ends them. What is spent to learn what
-other numbers of drafts would take, and none, is a hundredth of the time. Nothing here changes a token.
+any are, says an account of what they gained in all (account.py): no estimate of a moment ends them. A sequence that decodes
+alone has an account of its own beside it: it is spared drafts that others gain by. What is spent to learn what other numbers of
+drafts would take, and none, is a hundredth of the time. Nothing here changes a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Literal
 
 from quire.speculate.account import Account
 from quire.speculate.records import EVER_FADING, AcceptanceRecord
-from quire.speculate.step_times import DraftCost, Kind, StepTimes
+from quire.speculate.step_times import DraftCost, Kind, StepTimes, ratios_of_one
+
+_Exploring = Literal["probe", "trial"] | None
+_Probe = Literal["fewer", "more", "most", "none"]
 
 _GAIN_TO_CHANGE = 1.01
-_FEW_PLAIN = 4
+_FEW_PLAIN = _FEW_NOTED = 4
+_LONE_TRIAL, _LONE_MOST, _LONE_MOST_IN_ALL = 24.0, 32.0, 96.0
+"""What drafts may lose of a sequence that decodes alone, in plain steps, where they have gained nothing of it; at most; and at
+most of several one after the other."""
 _FED_BEFORE_WAKING = 32
 """Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _STEPS_BETWEEN_DECISIONS = 8
 _FLOOR_SLACK = 0.9
-_PROBING_SHARE = 0.006
-_MOST_EXPLORED, _PROBE_COST, _PLAIN_PROBE_COST = 16.0, 0.5, 2.0
-"""Time for probes that is kept, that one of other numbers of drafts costs, and one of none beside what is missed: all in plain
-steps."""
+_PROBING_SHARE, _PLAIN_PROBING_SHARE = 0.003, 0.003
+_PROBES: tuple[_Probe, ...] = ("fewer", "more", "fewer", "most")
+"""Numbers of drafts probed in turn: were they only near the best, what once seemed dear would never be seen again."""
+_MOST_SAVED, _LONE_CREDIT = 16.0, 4.0
+"""Time for probes, in plain steps, that is saved at most, and lent to a sequence that decodes alone."""
+_PROBE_COST, _MOST_PROBE_COST, _PLAIN_PROBE_COST = 0.5, 2.0, 2.0
+"""What one of other numbers costs at least and at most, as far as is known, which may be wrong; one of none beside what is
+missed."""
 _FADING = 0.99
 _STEPS_TO_SETTLE, _STEPS_TO_SETTLE_AWAKE = 10, 3
 """Caches hold what drafts read: a step without any takes up to a third longer just behind some, and behind a prompt."""
@@ -47,8 +57,6 @@ _MOST_OFF = 1.3
 """Times that a step may have taken longer than others like it: more is another program's work."""
 _MOST_TRIED_ROWS = 64
 
-_Exploring = Literal["probe", "trial"] | None
-
 
 def _size_class(num_tokens: int) -> int:
     shift = max(0, num_tokens.bit_length() - 5)
@@ -69,13 +77,15 @@ class Pace:
         self._num_trials = record.num_trials
         self._accounts: dict[int, Account] = {}  # by the binary magnitude of the number of sequences
         self._magnitude, self._account = 0, Account()  # that of the last step
+        self._lone = _lone_account()  # of the sequence that decodes alone
         self._trials_left = self._num_trials
-        self._explored = 0.0  # time that probes may take
+        self._saved, self._saved_for_none = 0.0, 0.0  # time that probes may take: of other numbers, of no drafts
         self._awake_tokens, self._awake_took = 1.0, 1.0  # while awake, in steps without drafts; the past fades
         # Of the step that is noted next, and of the one after it: that one is chosen before.
         self._exploring: _Exploring = None
         self._will_explore: _Exploring = None
         self._probes_left, self._num_probes = 0, 0
+        self._probe: _Probe = _PROBES[0]  # the one that goes on
         self._num_drafted = 0  # steps with drafts since one without was noted
         self._contrast_due = _FIRST_CONTRAST  # after so many of them
         self._deaf_left = 0  # steps of a probe without drafts
@@ -90,22 +100,27 @@ class Pace:
     @property
     def sleep_left(self) -> int:
         """Steps until drafts are tried again, as far as can be told; 0 while they are."""
-        return self._account.sleep_left
+        return max(self._account.sleep_left, self._lone.sleep_left)
 
     @property
     def is_asleep(self) -> bool:
         """Whether the next step has no drafts whatever could be drafted."""
-        return self._account.sleep_left > 0 or self._deaf_left > 0
+        return self.sleep_left > 0 or self._deaf_left > 0
 
     @property
     def is_feeding(self) -> bool:
         """Whether a proposer is to be fed in the step that begins; to be asked once the one before was noted or passed."""
-        return self._account.sleep_left <= _FED_BEFORE_WAKING and self._deaf_left <= _FED_STEPS
+        return self.sleep_left <= _FED_BEFORE_WAKING and self._deaf_left <= _FED_STEPS
 
     @property
     def is_trying(self) -> bool:
         """Whether the step that begins is a trial; to be asked once the one before was noted or passed."""
         return self._exploring == "trial"
+
+    def note_start(self) -> None:
+        """Take in that a sequence starts, which has lost nothing by drafts; called before the step in which it does."""
+        self._lone = _lone_account()
+        self._steps_to_decision = 0
 
     def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None) -> None:
         """Take in a step in which num_sequences decoded and nothing else happened, from its start to that of the next, whose
@@ -129,8 +144,7 @@ class Pace:
 
     def doze(self, num_sequences: int) -> bool:
         """Take in the step that ends, if it need not be noted and nothing is to be chosen; return whether that is so."""
-        account = self._account
-        is_deep = account.sleep_left % _STEPS_BETWEEN_NOTES > 0 and not self._was_awake
+        is_deep = self.sleep_left % _STEPS_BETWEEN_NOTES > 0 and not self._was_awake
         if not is_deep or num_sequences.bit_length() != self._magnitude:
             return False
         self.sleep_through(1)
@@ -139,12 +153,12 @@ class Pace:
     @property
     def nap_left(self) -> int:
         """Steps like the one that `doze` took in that need not be told one by one: sleep_through tells of them."""
-        left = self._account.sleep_left
+        left = self.sleep_left
         return left % _STEPS_OF_NAP if left > _NAPS_END else 0
 
     def sleep_through(self, num_steps: int) -> None:
         """Take in so many steps that were slept through, of as many sequences as in those before."""
-        self._account.sleep_left -= num_steps
+        self._sleep(num_steps)
         self._num_alike += num_steps
         self._num_undrafted += num_steps
 
@@ -160,19 +174,27 @@ class Pace:
     def _turn_to(self, num_sequences: int) -> None:
         magnitude = num_sequences.bit_length()
         if magnitude != self._magnitude:
-            self._magnitude, self._account = magnitude, self._accounts.setdefault(magnitude, Account())
+            self._magnitude, self._account = magnitude, self._accounts.setdefault(magnitude, _account(magnitude))
+            self._lone = _lone_account()
 
     def _go_on(self, num_drafts: int) -> None:
         """Turn to the next step."""
         self._num_undrafted = 0 if num_drafts > 0 else self._num_undrafted + 1
         self._exploring, self._will_explore, self._num_accepted = self._will_explore, None, 0
         self._deaf_left = max(0, self._deaf_left - 1)
-        self._account.sleep()
+        self._sleep(1)
+
+    def _sleep(self, num_steps: int) -> None:
+        self._account.sleep(num_steps)
+        self._lone.sleep(num_steps)
 
     def _earn(self, gained: float, took: float) -> None:
-        self._explored = min(_MOST_EXPLORED, self._explored + _PROBING_SHARE * took)
+        self._saved = min(_MOST_SAVED, self._saved + _PROBING_SHARE * took)
+        self._saved_for_none = min(_MOST_SAVED, self._saved_for_none + _PLAIN_PROBING_SHARE * took)
         self._awake_tokens = _FADING * self._awake_tokens + gained
         self._awake_took = _FADING * self._awake_took + took
+        if self._magnitude == 1:
+            self._lone.earn(gained, took)
         if self._account.earn(gained, took):
             self._best = self._probes_left = 0
             self._trials_left = self._num_trials
@@ -195,7 +217,8 @@ class Pace:
             cost = self._cost(num_sequences)
             usual = cost.ratio(num_drafts) if cost.num_noted else None
         else:
-            usual_s = self._times.usual_s(kind)
+            # A few may have been noted when something else ran: what later ones take is not judged by those.
+            usual_s = self._times.usual_s(kind) if self._times.count(kind) >= _FEW_NOTED else None
             usual = None if usual_s is None else usual_s / plain_s
         if usual is None:
             usual = min(took, 1.0 + num_drafts)
@@ -237,7 +260,7 @@ class Pace:
         """Return how many drafts to take of each sequence, given its record and how many it could have."""
         num_sequences = len(offers)
         self._turn_to(num_sequences)
-        if self._account.sleep_left > 0:
+        if self.sleep_left > 0:
             return [0] * num_sequences
         if self._times.count(("plain", _size_class(num_sequences))) < _FEW_PLAIN:
             self._deaf_left = 1 + _DEAF_STEPS
@@ -263,7 +286,7 @@ class Pace:
         if self._probes_left > 0:
             self._probes_left -= 1
             self._will_explore = "probe"
-            self._steps_to_decision = 0
+            self._steps_to_decision = min(self._steps_to_decision, self._probes_left)
             floor = self._probed_floor(shares)
             if floor > 1.0:  # without drafts, and without a look for them
                 self._deaf_left, self._probes_left = 1 + _DEAF_STEPS, 0
@@ -299,35 +322,51 @@ class Pace:
             self._floor, self._steps_to_decision = 2.0, 0  # nothing could be drafted: decide when something can
             return
         self._steps_to_decision, self._num_offered = _STEPS_BETWEEN_DECISIONS, len(ranked)
-        self._best = self._best_count(num_sequences, ranked)
+        ratio = self._usual_ratio(num_sequences)
+        self._best = self._best_count(num_sequences, ranked, ratio)
         # Shares move a little until the next decision.
         self._floor = _FLOOR_SLACK * ranked[self._best - 1]
-        self._plan_probe()
+        self._plan_probe(num_sequences, ranked, ratio)
 
-    def _plan_probe(self) -> None:
+    def _plan_probe(self, num_sequences: int, ranked: list[float], ratio: Callable[[int], float]) -> None:
         """Probe another number of drafts, or none, when that has been earned."""
-        is_plain = self._num_probes % 3 == 2
+        if self._num_undrafted >= _STEPS_TO_FORGET:
+            return
         # What is gained all in all, not by the estimate of this moment: else probes would fall into the worst moments.
-        missed = _DEAF_STEPS * max(0.0, 1.0 - self._awake_took / self._awake_tokens)
-        cost = _PLAIN_PROBE_COST + missed if is_plain else _PROBE_COST
-        if self._explored >= cost and self._num_undrafted < _STEPS_TO_FORGET:
-            self._explored -= cost
-            self._probes_left, self._num_probes = _PROBE_STEPS, self._num_probes + 1
+        took_by_token = min(1.0, self._awake_took / self._awake_tokens)
+        cost = min(_MOST_SAVED, _PLAIN_PROBE_COST + _DEAF_STEPS * (1.0 - took_by_token))
+        if self._saved_for_none >= cost:
+            self._saved_for_none -= cost
+            self._probe, self._probes_left = "none", _PROBE_STEPS
+            return
+        probe = _PROBES[self._num_probes % len(_PROBES)]
+        if probe == "most" and num_sequences > 1:
+            probe = "more"  # what all would cost is on the line through what others did
+        count = self._probed_count(probe, len(ranked))
+        missed = ratio(count) - (1.0 + sum(ranked[:count]) / num_sequences) * took_by_token
+        cost = min(_MOST_PROBE_COST, max(_PROBE_COST, _PROBE_STEPS * missed))
+        if self._saved + (_LONE_CREDIT if num_sequences == 1 else 0.0) >= cost:
+            self._saved -= cost
+            self._probe, self._probes_left, self._num_probes = probe, _PROBE_STEPS, self._num_probes + 1
+
+    def _probed_count(self, probe: _Probe, most: int) -> int:
+        """Return how many drafts there are in all in a probe, of those that there could be."""
+        some = max(1, self._best // 4)
+        count = {"none": 0, "fewer": self._best - some, "more": self._best + some, "most": most}[probe]
+        return min(most, count)
 
     def _probed_floor(self, shares: list[list[float]]) -> float:
-        """Return the least share in a probe: of a few drafts less, of a few more, or of none."""
+        """Return the least share in a probe; over 1 where none is to be taken."""
         ranked = sorted([share for one in shares for share in one], reverse=True)
-        some = max(1, self._best // 4)
-        count = (0, self._best - some, self._best + some)[self._num_probes % 3]
-        if count <= 0:
-            return 2.0
-        return ranked[min(count, len(ranked)) - 1] if ranked else 1.0
+        if not ranked:
+            return 2.0 if self._probe == "none" else 1.0
+        count = self._probed_count(self._probe, len(ranked))
+        return ranked[count - 1] if count > 0 else 2.0
 
-    def _best_count(self, num_sequences: int, ranked: list[float]) -> int:
-        """Return the number of drafts in all that makes tokens fastest."""
+    def _best_count(self, num_sequences: int, ranked: list[float], ratio: Callable[[int], float]) -> int:
+        """Return the number of drafts in all that makes tokens fastest, where a step with some takes `ratio` plain ones."""
         best, best_rate, kept_rate = 0, 0.0, 0.0
         gained, step = 0.0, 1
-        ratio = self._usual_ratio(num_sequences)
         for count, share in enumerate(ranked, start=1):
             gained += share
             if count != step and count != len(ranked) and count != self._best:
@@ -344,31 +383,13 @@ class Pace:
         """Return how many times as long as without a step takes, by the number of drafts that are asked for."""
         if num_sequences > 1:
             return self._cost(num_sequences).ratio
-        plain_s = self._times.usual_s(("plain", 1)) or 1.0
-        known = {0: 1.0}
-        for name, count in self._times.kinds:
-            usual_s = self._times.usual_s((name, count))
-            if name == "drafts" and count >= 0 and usual_s is not None:
-                known[count] = usual_s / plain_s
-        made = [1.0]
-        for rate in self._made.rates():
-            made.append(made[-1] * rate)
-
-        def ratio(count: int) -> float:
-            count = min(count, self._max_tokens)
-            ends = [before - after for before, after in pairwise([*made[: count + 1], 0.0])]
-            return sum([share * _on_line(known, made_count) for made_count, share in enumerate(ends) if share > 0])
-
-        return ratio
+        ratios = ratios_of_one(self._times, self._made.rates())
+        return lambda count: ratios[min(count, self._max_tokens)]
 
 
-def _on_line(known: dict[int, float], count: int) -> float:
-    """Return the value of `count`: known, or on the line between the nearest that are."""
-    if count in known:
-        return known[count]
-    below = max(other for other in known if other < count)
-    above = min((other for other in known if other > count), default=None)
-    if above is not None:
-        return known[below] + (known[above] - known[below]) * (count - below) / (above - below)
-    # As if a token took a twentieth of the step: little enough that it is tried, and then it is known.
-    return known[below] * (1 + 0.05 * (count - below))
+def _account(magnitude: int) -> Account:
+    return Account(most=_LONE_MOST_IN_ALL) if magnitude == 1 else Account()
+
+
+def _lone_account() -> Account:
+    return Account(_LONE_TRIAL, _LONE_MOST)

@@ -190,6 +190,8 @@ class Speculator:
 
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
+        if self._pace is not None:
+            self._pace.note_start()
         if sequence.sampling.matcher is not None:
             self._constrained.add(sequence.sequence_id)
         if self._proposer is not None or sequence.sampling.matcher is not None:

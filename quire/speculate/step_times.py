@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 Kind = tuple[str, int]
@@ -75,6 +77,40 @@ class StepTimes:
     def kinds(self) -> list[Kind]:
         """The kinds that are known."""
         return list(self._kinds)
+
+
+def ratios_of_one(times: StepTimes, made_rates: Sequence[float]) -> list[float]:
+    """Return how many plain steps long a step of one sequence is, by the number of drafts that are asked for, from 0 on.
+
+    times       of the kinds ("plain", 1) and ("drafts", number that are made)
+    made_rates  how often the draft at each depth is made, where it is asked for and the one before it was made
+    """
+    plain_s = times.usual_s(("plain", 1)) or 1.0
+    known = {0: 1.0}
+    for name, count in times.kinds:
+        usual_s = times.usual_s((name, count))
+        if name == "drafts" and count >= 0 and usual_s is not None:
+            known[count] = usual_s / plain_s
+    # The chance that just so many are made, times what they take.
+    ratios: list[float] = []
+    before, is_made = 0.0, 1.0
+    for value, rate in zip(_on_lines(known, len(made_rates)), [*made_rates, 0.0], strict=True):
+        ratios.append(before + is_made * value)
+        before += is_made * (1.0 - rate) * value
+        is_made *= rate
+    return ratios
+
+
+def _on_lines(known: dict[int, float], most: int) -> list[float]:
+    """Return the values of 0, which is known, to `most`; others are on the line between the nearest that are known."""
+    values: list[float] = []
+    counts = sorted(known)
+    for below, above in pairwise(counts):
+        slope = (known[above] - known[below]) / (above - below)
+        values += [known[below] + slope * (count - below) for count in range(below, above)]
+    # As if a token took a twentieth of the step: little enough that it is tried, and then it is known.
+    last = counts[-1]
+    return values + [known[last] * (1 + 0.05 * (count - last)) for count in range(last, most + 1)]
 
 
 class DraftCost:

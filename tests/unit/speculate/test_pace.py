@@ -1,6 +1,7 @@
 """The pace: in a world with known costs and acceptance it drafts where that pays, and next to never where it does not."""
 
 import random
+from statistics import mean
 
 import pytest
 
@@ -43,6 +44,11 @@ class World:
             total_tokens, total_s, total_drafts = total_tokens + gained, total_s + duration, total_drafts + sum(self.counts)
             self.counts = chosen
         return total_tokens, total_s, total_drafts
+
+    def start(self, share):
+        """Let another sequence decode alone, whose drafts are accepted with probability `share`."""
+        self.records, self.counts, self.share = [AcceptanceRecord(self.max_tokens, 0.95)], [0], share
+        self.pace.note_start()
 
 
 def best_rate(share, time, max_tokens=5):
@@ -116,6 +122,44 @@ def test_a_smaller_batch_is_tried_at_once_when_a_large_one_gave_up():
     assert tokens / seconds > 0.9 * best_rate(0.7, linear(0.1))
 
 
+def test_a_sequence_that_gains_nothing_alone_is_spared_drafts_and_the_next_one_is_not():
+    time, answer = linear(0.2), 200
+    world = World(1, 0.8, time)
+    world.live(2000)
+    for _ in range(5):
+        world.start(0.05)
+        tokens, seconds, _ = world.live(answer)
+        assert tokens / seconds > 0.85  # 0.70 with one draft in each step
+        assert world.pace.is_asleep
+        for _ in range(3):
+            world.start(0.8)
+            tokens, seconds, _ = world.live(answer)
+            assert tokens / seconds > 0.85 * best_rate(0.8, time)
+
+
+def test_sequences_that_gain_nothing_one_after_the_other_end_drafts_for_the_next_ones_too():
+    world = World(1, 0.8, linear(0.2))
+    world.live(2000)
+    world.start(0.0)
+    world.live(4000)
+    total_tokens = total_s = 0
+    for _ in range(20):
+        world.start(0.0)
+        tokens, seconds, _ = world.live(200)
+        total_tokens, total_s = total_tokens + tokens, total_s + seconds
+    assert total_tokens / total_s > 0.97
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_number_that_seemed_dear_when_the_machine_was_slow_is_seen_again(seed):
+    time = lambda count: 1.25 + 0.2 * count if count else 1.0  # noqa: E731
+    world = World(1, 0.9, time, max_tokens=10, seed=seed)
+    world.live(1000, speed=lambda step: 0.35 if 22 <= step < 34 else 1.0)  # while it tries
+    world.live(1000)
+    tokens, seconds, _ = world.live(3000)
+    assert tokens / seconds > 0.95 * best_rate(0.9, time, 10)
+
+
 def test_a_machine_that_changes_its_speed_changes_no_decision():
     time = linear(0.17)
     world = World(1, 0.7, time)
@@ -142,12 +186,9 @@ def test_sequences_that_accept_get_the_drafts_when_others_do_not():
     assert max(totals[4:]) < 120
 
 
-@pytest.mark.parametrize("look", [0.0, 0.07])
-@pytest.mark.parametrize("share", [0.45, 0.6])
-def test_a_batch_whose_rows_cost_nearly_what_they_gain_loses_nothing(share, look):
-    """As ngram at 8 sequences: offers differ from step to step, a pass costs something, every row the same, and so does to look
-    for drafts whether there are some or not."""
-    rng = random.Random(5)
+def _batch_rate(share, look, seed):
+    """Return the tokens per second of eight sequences beside those without drafts."""
+    rng = random.Random(seed)
     pace, records, counts = Pace(6), [AcceptanceRecord(6, 0.95) for _ in range(8)], [0] * 8
     tokens = seconds = 0.0
     for step in range(6000):
@@ -165,7 +206,17 @@ def test_a_batch_whose_rows_cost_nearly_what_they_gain_loses_nothing(share, look
         if step >= 2000:
             tokens, seconds = tokens + gained, seconds + duration
         counts = next_counts
-    assert tokens / seconds > 0.975 * 8 / 1.15
+    return tokens / seconds / (8 / 1.15)
+
+
+@pytest.mark.parametrize("look", [0.0, 0.07])
+@pytest.mark.parametrize("share", [0.45, 0.6])
+def test_a_batch_whose_rows_cost_nearly_what_they_gain_loses_nothing(share, look):
+    """As ngram at 8 sequences: offers differ from step to step, a pass costs something, every row the same, and so does to look
+    for drafts whether there are some or not."""
+    rates = [_batch_rate(share, look, seed) for seed in range(6)]
+    assert min(rates) > 0.96
+    assert mean(rates) > 0.985
 
 
 def test_the_cost_of_drafts_is_a_line_through_what_steps_took():

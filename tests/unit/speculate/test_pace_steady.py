@@ -28,6 +28,7 @@ class World:
         for _ in range(num_steps):
             if self.step % REQUEST_LEN == 0:
                 self.record = AcceptanceRecord(self.num_max, RECENT_FADING)
+                self.pace.note_start()
             self.step += 1
             gained = 1
             if self.count:

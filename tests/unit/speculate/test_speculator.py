@@ -74,6 +74,9 @@ class Pace:
         self.verified, self.steps, self.passed = [], [], []
         self.is_trying = False
 
+    def note_start(self):
+        pass
+
     def choose(self, offers):
         return [count for _, count in offers]
 
