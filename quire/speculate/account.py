@@ -10,6 +10,8 @@ TRIAL = 16.0
 """What a trial may lose, in plain steps."""
 MOST = 32.0
 """Balance at most: what was gained long ago pays for no more than this."""
+_MOST_OF_ONE, _LONE_TRIAL, _LONE_MOST = 48.0, 20.0, 28.0
+"""The same for single sequences, one after the other; and for one of them, whose loss others make good."""
 _MAX_FAILURES, _LONGEST_SLEEP = 3, 4096
 
 
@@ -55,3 +57,13 @@ class Account:
     def sleep(self, num_steps: int = 1) -> None:
         """Take in steps that were slept through."""
         self.sleep_left = max(0, self.sleep_left - num_steps)
+
+
+def account_for(num_sequences: int) -> Account:
+    """Return a new account of all steps in which so many sequences decode."""
+    return Account(most=_MOST_OF_ONE) if num_sequences == 1 else Account()
+
+
+def lone_account() -> Account:
+    """Return a new account of one sequence that decodes alone, beside that of all."""
+    return Account(_LONE_TRIAL, _LONE_MOST)

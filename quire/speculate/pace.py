@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from quire.speculate.account import Account
+from quire.speculate.account import Account, account_for, lone_account
 from quire.speculate.records import EVER_FADING, AcceptanceRecord
 from quire.speculate.step_times import DraftCost, Kind, StepTimes, ratios_of_one
 
@@ -21,12 +21,11 @@ _Probe = Literal["fewer", "more", "most", "none"]
 
 _GAIN_TO_CHANGE = 1.01
 _FEW_PLAIN = _FEW_NOTED = 4
-_LONE_TRIAL, _LONE_MOST, _LONE_MOST_IN_ALL = 24.0, 32.0, 96.0
-"""What drafts may lose of a sequence that decodes alone, in plain steps, where they have gained nothing of it; at most; and at
-most of several one after the other."""
 _FED_BEFORE_WAKING = 32
 """Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _STEPS_BETWEEN_DECISIONS = 8
+_CALM_BALANCE = 12.0
+"""Of accounts, so that drafts will hardly end before the next decision."""
 _FLOOR_SLACK = 0.9
 _PROBING_SHARE, _PLAIN_PROBING_SHARE = 0.003, 0.003
 _PROBES: tuple[_Probe, ...] = ("fewer", "more", "fewer", "most")
@@ -37,7 +36,7 @@ _PROBE_COST, _MOST_PROBE_COST, _PLAIN_PROBE_COST = 0.5, 2.0, 2.0
 """What one of other numbers costs at least and at most, as far as is known, which may be wrong; one of none beside what is
 missed."""
 _FADING = 0.99
-_STEPS_TO_SETTLE, _STEPS_TO_SETTLE_AWAKE = 10, 3
+_STEPS_TO_SETTLE, STEPS_TO_SETTLE_AWAKE = 10, 3
 """Caches hold what drafts read: a step without any takes up to a third longer just behind some, and behind a prompt."""
 _FED_STEPS = 2
 """Steps in which the proposer is fed, before it is asked again: what it needs of the others it guesses."""
@@ -77,7 +76,7 @@ class Pace:
         self._num_trials = record.num_trials
         self._accounts: dict[int, Account] = {}  # by the binary magnitude of the number of sequences
         self._magnitude, self._account = 0, Account()  # that of the last step
-        self._lone = _lone_account()  # of the sequence that decodes alone
+        self._lone = lone_account()  # of the sequence that decodes alone
         self._trials_left = self._num_trials
         self._saved, self._saved_for_none = 0.0, 0.0  # time that probes may take: of other numbers, of no drafts
         self._awake_tokens, self._awake_took = 1.0, 1.0  # while awake, in steps without drafts; the past fades
@@ -119,7 +118,7 @@ class Pace:
 
     def note_start(self) -> None:
         """Take in that a sequence starts, which has lost nothing by drafts; called before the step in which it does."""
-        self._lone = _lone_account()
+        self._lone = lone_account()
         self._steps_to_decision = 0
 
     def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None) -> None:
@@ -136,7 +135,7 @@ class Pace:
     def _note(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int) -> None:
         kind = self._kind(num_sequences, num_drafts, num_made)
         took = self._took(num_sequences, num_drafts, kind, duration_s)
-        is_settled = self._num_alike >= (_STEPS_TO_SETTLE_AWAKE if self._was_awake else _STEPS_TO_SETTLE)
+        is_settled = self._num_alike >= (STEPS_TO_SETTLE_AWAKE if self._was_awake else _STEPS_TO_SETTLE)
         if is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
             self._note_time(num_sequences, num_drafts, kind, duration_s)
         if self._was_awake and took is not None:
@@ -174,25 +173,26 @@ class Pace:
     def _turn_to(self, num_sequences: int) -> None:
         magnitude = num_sequences.bit_length()
         if magnitude != self._magnitude:
-            self._magnitude, self._account = magnitude, self._accounts.setdefault(magnitude, _account(magnitude))
-            self._lone = _lone_account()
+            self._magnitude, self._account = magnitude, self._accounts.setdefault(magnitude, account_for(num_sequences))
+            self._lone = lone_account()
 
-    def _go_on(self, num_drafts: int) -> None:
-        """Turn to the next step."""
+    def _go_on(self, num_drafts: int, num_steps: int = 1) -> None:
+        """Turn to the next step, behind one or several like it."""
         self._num_undrafted = 0 if num_drafts > 0 else self._num_undrafted + 1
         self._exploring, self._will_explore, self._num_accepted = self._will_explore, None, 0
-        self._deaf_left = max(0, self._deaf_left - 1)
-        self._sleep(1)
+        self._deaf_left = max(0, self._deaf_left - num_steps)
+        self._sleep(num_steps)
 
     def _sleep(self, num_steps: int) -> None:
         self._account.sleep(num_steps)
         self._lone.sleep(num_steps)
 
-    def _earn(self, gained: float, took: float) -> None:
+    def _earn(self, gained: float, took: float, num_steps: int = 1) -> None:
         self._saved = min(_MOST_SAVED, self._saved + _PROBING_SHARE * took)
         self._saved_for_none = min(_MOST_SAVED, self._saved_for_none + _PLAIN_PROBING_SHARE * took)
-        self._awake_tokens = _FADING * self._awake_tokens + gained
-        self._awake_took = _FADING * self._awake_took + took
+        fading = _FADING**num_steps
+        self._awake_tokens = fading * self._awake_tokens + gained
+        self._awake_took = fading * self._awake_took + took
         if self._magnitude == 1:
             self._lone.earn(gained, took)
         if self._account.earn(gained, took):
@@ -217,11 +217,17 @@ class Pace:
             cost = self._cost(num_sequences)
             usual = cost.ratio(num_drafts) if cost.num_noted else None
         else:
-            # A few may have been noted when something else ran: what later ones take is not judged by those.
-            usual_s = self._times.usual_s(kind) if self._times.count(kind) >= _FEW_NOTED else None
-            usual = None if usual_s is None else usual_s / plain_s
+            usual = self._usual_of(kind, plain_s)
+        return self._fit(took, num_drafts, usual)
+
+    def _usual_of(self, kind: Kind, plain_s: float) -> float | None:
+        """Return how many plain steps one of a kind takes, if enough were noted: something else may have run beside a few."""
+        usual_s = self._times.usual_s(kind) if self._times.count(kind) >= _FEW_NOTED else None
+        return None if usual_s is None else usual_s / plain_s
+
+    def _fit(self, took: float, num_drafts: int, usual: float | None) -> float:
         if usual is None:
-            usual = min(took, 1.0 + num_drafts)
+            return min(took, 1.0 + num_drafts)
         return min(max(took, usual / _MOST_OFF), usual * _MOST_OFF)
 
     def _note_time(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> None:
@@ -295,6 +301,14 @@ class Pace:
         else:
             floor = self._floor
         return [sum([share >= floor for share in one]) for one in shares]
+
+    def _begin_calm(self) -> int:
+        """Return for how many steps of one sequence what is told changes nothing; then a decision is due."""
+        is_open = self._trials_left + self._probes_left + self._deaf_left + self.sleep_left > 0 or self._will_explore
+        if is_open or self._best == 0 or min(self._account.balance, self._lone.balance) < _CALM_BALANCE:
+            return 0
+        num_steps, self._steps_to_decision = self._steps_to_decision, 0
+        return max(0, num_steps)
 
     def _try(self, shares: list[list[float]]) -> list[int]:
         """Spread a few drafts over the sequences, to see what they cost and gain."""
@@ -385,11 +399,3 @@ class Pace:
             return self._cost(num_sequences).ratio
         ratios = ratios_of_one(self._times, self._made.rates())
         return lambda count: ratios[min(count, self._max_tokens)]
-
-
-def _account(magnitude: int) -> Account:
-    return Account(most=_LONE_MOST_IN_ALL) if magnitude == 1 else Account()
-
-
-def _lone_account() -> Account:
-    return Account(_LONE_TRIAL, _LONE_MOST)

@@ -13,7 +13,7 @@ from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, fit_draft
-from quire.speculate.pace import Pace
+from quire.speculate.pooled_pace import PooledPace
 from quire.speculate.proposer import Outcome, Proposer, Reads
 from quire.speculate.records import RECENT_FADING, AcceptanceRecord
 from quire.speculate.typical import TypicalAcceptance
@@ -82,7 +82,7 @@ class Speculator:
         self._stops_early = proposer is not None and proposer.stops_early
         self._leaves_out = proposer is not None and proposer.leaves_out
         self._record = AcceptanceRecord if proposer is None else proposer.record
-        self._pace = Pace(config.max_tokens, self._record) if config is not None and config.adaptive else None
+        self._pace = PooledPace(config.max_tokens, self._record) if config is not None and config.adaptive else None
         self._max_drafts = most_drafts(self._max_tokens, vocab_size) if max_drafts is None else max_drafts
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 
 Kind = tuple[str, int]
 
@@ -30,7 +29,9 @@ class _Kind:
 
     def note(self, offset: float) -> None:
         self.recent.append(offset)
-        self.offset = median(self.recent)
+        ranked = sorted(self.recent)
+        size = len(ranked)
+        self.offset = (ranked[(size - 1) // 2] + ranked[size // 2]) / 2
         self.count += 1
 
 

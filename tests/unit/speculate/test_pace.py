@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from quire.speculate.account import MOST, SHARE, TRIAL, Account
-from quire.speculate.pace import Pace
+from quire.speculate.pooled_pace import PooledPace as Pace
 from quire.speculate.records import AcceptanceRecord
 from quire.speculate.step_times import DraftCost, StepTimes
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from quire.speculate.pace import Pace
+from quire.speculate.pooled_pace import PooledPace as Pace
 from quire.speculate.records import RECENT_FADING, AcceptanceRecord
 
 REQUEST_LEN = 90
