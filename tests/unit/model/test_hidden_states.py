@@ -24,10 +24,15 @@ def prompts(vocab_size):
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in LENGTHS]
 
 
-def run(decoder, sequences, logit_rows, hidden_rows, keeps_all=False):
+def new_pool(decoder, sequences):
+    counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
+    return KvPool(KvSpec.of(decoder.spec, BLOCK_SIZE, decoder.spec.dtype), sum(counts))
+
+
+def run(decoder, sequences, logit_rows, hidden_rows, keeps_all=False, kv=None):
     """Compute whole sequences in one step; return the logits asked for, and all hidden states asked for."""
     counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
-    kv = KvPool(KvSpec.of(decoder.spec, BLOCK_SIZE, decoder.spec.dtype), sum(counts))
+    kv = kv or new_pool(decoder, sequences)
     tables = torch.zeros(len(sequences), max(counts), dtype=torch.int64)
     starts, first = [0], 0
     for index, (tokens, count) in enumerate(zip(sequences, counts, strict=True)):
@@ -73,6 +78,28 @@ def test_hidden_states_are_those_of_the_sequence_alone_in_any_batch(decoder, kee
                 assert torch.equal(decoder.hidden_states(0, len(hidden_rows)), hidden[hidden_rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "wanted",
+    [[], [58], [25], [4, 25], [4, 5, 25, 58], [3, 4, 5, 24, 25, 56, 57, 58], [25, 58, 4], [24, 58], [0, 4], [58, 58]],
+    ids=str,
+)
+def test_last_layer_computes_few_rows_as_it_computes_all(decoder, wanted, threads):
+    """Rows 4, 5, 25 and 58 are the last ones of their sequences: where all that are wanted end some, no other asks anything."""
+    sequences = prompts(decoder.spec.vocab_size)
+    pools = [new_pool(decoder, sequences) for _ in range(2)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected, states = run(decoder, sequences, list(range(59)), list(range(59)), True, pools[0])
+        logits, _ = run(decoder, sequences, wanted, [], kv=pools[1])
+        assert torch.equal(logits, expected[wanted])
+        assert torch.equal(run(decoder, sequences, [], wanted)[1], states[wanted])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*arrays) for arrays in zip(*(pool.arrays() for pool in pools), strict=True))
 
 
 def test_logits_do_not_change_while_they_are_held(decoder):

@@ -127,7 +127,26 @@ void Plan::finish() {
     packs_.resize(max_experts_);
 }
 
-void Plan::reserve(i32 num_tokens, const Batch& batch) {
+// In a step without drafts, whose wanted rows are few and the last ones of their sequences, in order.
+void Plan::find_last_ask(const StepInput& input) {
+    const Batch& batch = input.batch;
+    has_last_ask_ = !input.keeps_all && batch.num_drafts == nullptr && input.num_wanted_rows <= batch.num_tokens / 2;
+    if (!has_last_ask_) return;
+    last_starts_.assign(1, 0);
+    i32 next = 0;
+    for (i32 s = 0; s < batch.num_sequences && has_last_ask_; ++s) {
+        const i32 end = batch.query_starts[s + 1];
+        const i32 first = next < input.num_wanted_rows ? input.wanted_rows[next] : end;
+        for (i32 row = first; row < end && has_last_ask_; ++row, ++next) has_last_ask_ = next < input.num_wanted_rows && input.wanted_rows[next] == row;
+        last_starts_.push_back(next);
+    }
+    has_last_ask_ = has_last_ask_ && next == input.num_wanted_rows;
+    last_ask_ = batch;
+    last_ask_.num_tokens = next;
+    last_ask_.query_starts = last_starts_.data();
+}
+
+void Plan::reserve_attention(const Batch& batch) {
     i64 attention = 64;
     for (const auto& l : layers_) {
         AttentionJob job;
@@ -141,6 +160,11 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         attention_scratch_ = Memory(attention);
         attention_bytes_ = attention;
     }
+}
+
+void Plan::reserve(i32 num_tokens, const Batch& batch) {
+    reserve_attention(batch);
+    if (has_last_ask_) reserve_attention(last_ask_);
     if (num_tokens <= capacity_ && num_threads <= row_threads_) return;
     const i64 rows = std::max(num_tokens, num_tokens <= capacity_ ? capacity_ : std::min(2 * capacity_, 4096));
     const i64 pairs = rows * max_top_k_;

@@ -73,7 +73,7 @@ struct StepInput {
     const i64* slots = nullptr;
     Batch batch;
     // Rows whose results are wanted, first those that get logits. Unless keeps_all, only these are computed past the last
-    // attention: no later block mixes rows.
+    // attention: no later block mixes rows. Where they are few and end their sequences, they alone have queries there.
     const i32* wanted_rows = nullptr;
     i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
@@ -151,6 +151,9 @@ private:
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
+    void reserve_attention(const Batch& batch);
+    // Set last_ask_ for a step.
+    void find_last_ask(const StepInput& input);
 
     std::mutex guard_;  // one step at a time: its memory is the plan's
     i32 hidden_, vocab_;
@@ -183,6 +186,10 @@ private:
     std::vector<float> draft_logits_;  // of the passes of a run of drafts
     std::vector<float> best_values_;   // of a step that gives no logits: [rows][threads]
     std::vector<i32> best_indices_;
+    // Of the last layer, where only rows that are wanted ask what the others have said, as if these were cached already.
+    Batch last_ask_;
+    bool has_last_ask_ = false;
+    std::vector<i32> last_starts_;
     std::vector<LinearJob> jobs_;
     std::vector<Packed> packs_;
 };

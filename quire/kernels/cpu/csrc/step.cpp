@@ -94,22 +94,30 @@ struct Stepper : StepExperts {
         }
     }
 
-    void project(const PlanLayer& l) {
+    void project(const PlanLayer& l, bool has_few) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const i64 width = row_stride(qkv_size(l));
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
-        const LinearJob jobs[3] = {job(*l.q, q, Finish::store, plan.qkv_, width), job(*l.k, k, Finish::store, plan.qkv_ + q_size, width),
-                                   job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width)};
-        run(jobs, 3);
+        const LinearJob jobs[3] = {job(*l.k, k, Finish::store, plan.qkv_ + q_size, width), job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width),
+                                   job(*l.q, q, Finish::store, plan.qkv_, width)};
+        run(jobs, has_few ? 2 : 3);
+        if (!has_few) return;
+        // Keys and values of all rows, and questions of those that are wanted, which go on alone.
+        keep_wanted_rows(plan.normed_, plan.extra_, hidden_stride());
+        if (num_rows == 0) return;
+        pack_all(l.attn_site, plan.normed_, hidden_stride());
+        const Packed few = packed(l.attn_site, l.q_form, num_rows);
+        const LinearJob ask = job(*l.q, few, Finish::store, plan.qkv_, width);
+        run(&ask, 1);
     }
 
-    void rotate_and_store(const PlanLayer& l) {
+    void rotate_and_store(const PlanLayer& l, bool has_few) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const bool is_whole = l.q_norm.is_present && l.is_qk_norm_whole;
         if (is_whole) {
             each(in.batch.num_tokens, [&](i64 row) {
                 float* q = plan.qkv_ + row * row_stride(qkv_size(l));
-                kernels.elementwise->norm(l.q_norm.job, q, q);
+                if (row < num_rows) kernels.elementwise->norm(l.q_norm.job, q, q);
                 kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
             });
         }
@@ -122,7 +130,7 @@ struct Stepper : StepExperts {
             if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
-            turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[row]);
+            if (row < num_rows) turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[has_few ? in.wanted_rows[row] : row]);
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
         });
@@ -138,7 +146,7 @@ struct Stepper : StepExperts {
         }
     }
 
-    void attend(const PlanLayer& l) {
+    void attend(const PlanLayer& l, const Batch& batch) {
         AttentionJob a;
         a.kv = l.kv;
         a.num_heads = l.num_heads;
@@ -152,18 +160,18 @@ struct Stepper : StepExperts {
         a.out = plan.attended_;
         a.out_stride = row_stride(l.num_heads * l.head_dim);
         a.scratch = plan.attention_scratch_.data;
-        kernels.attention->attend(worker, a, in.batch);
+        kernels.attention->attend(worker, a, batch);
     }
 
-    // After the last attention no block mixes rows: the rows that are wanted move to the front and go on alone.
-    void keep_wanted_rows(i64 width) {
+    // No later block mixes rows: those of x_ that are wanted, and of `beside`, move to the front and go on alone.
+    void keep_wanted_rows(float* beside, float* free, i64 width) {
         if (worker.rank == 0) {
-            const auto gather = [&](float* values, float* free, i64 size) {
-                for (i32 i = 0; i < in.num_wanted_rows; ++i) memcpy(free + i * size, values + in.wanted_rows[i] * size, sizeof(float) * size);
-                memcpy(values, free, sizeof(float) * size * in.num_wanted_rows);
+            const auto gather = [&](float* values, float* between, i64 size) {
+                for (i32 i = 0; i < in.num_wanted_rows; ++i) memcpy(between + i * size, values + in.wanted_rows[i] * size, sizeof(float) * size);
+                memcpy(values, between, sizeof(float) * size * in.num_wanted_rows);
             };
             gather(plan.x_, plan.extra_, hidden_stride());
-            gather(plan.attended_, plan.qkv_, width);
+            gather(beside, free, width);
         }
         num_rows = in.num_wanted_rows;
         barrier(worker);
@@ -171,10 +179,12 @@ struct Stepper : StepExperts {
 
     void attention(const PlanLayer& l, bool is_last) {
         const i64 width = row_stride(l.num_heads * l.head_dim);
-        project(l);
-        rotate_and_store(l);
-        attend(l);
-        if (is_last && !in.keeps_all) keep_wanted_rows(width);
+        const bool has_few = is_last && plan.has_last_ask_ && plan.entry_ != Entry::beside;
+        project(l, has_few);
+        rotate_and_store(l, has_few);
+        if (num_rows == 0) return;
+        attend(l, has_few ? plan.last_ask_ : in.batch);
+        if (is_last && !in.keeps_all && !has_few) keep_wanted_rows(plan.attended_, plan.qkv_, width);
         pack_all(l.o_site, plan.attended_, width);
         run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
     }
@@ -323,6 +333,7 @@ void Plan::step(const StepInput& input) {
             throw std::invalid_argument("there is no layer " + std::to_string(input.layers[i]));
     if (input.best != nullptr && !has_plain_logits()) throw std::invalid_argument("the best tokens of a plan with scaled logits are found in these");
     const std::lock_guard<std::mutex> lock(guard_);
+    find_last_ask(input);
     reserve(input.batch.num_tokens, input.batch);
     if (input.best != nullptr) {
         best_values_.assign(static_cast<size_t>(input.num_logit_rows) * num_threads, -__builtin_inff());
