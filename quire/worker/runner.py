@@ -208,7 +208,7 @@ class ModelRunner(DraftingRunner):
             hidden_rows,
             keeps_all=has_prompt_logprobs or reads == "final",
             wants_best=all(row.sampling.is_plain for row in rows),
-            needs_logits=bool(drafts),
+            needs_logits=bool(drafts) and (self._speculator.typical is not None or self._speculator.observes),
         )
         late = masks.wait()
         if best is not None and min(best, default=0) < 0:
