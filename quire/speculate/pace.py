@@ -55,6 +55,9 @@ _STEPS_TO_FORGET = 4
 _MOST_OFF = 1.3
 """Times that a step may have taken longer than others like it: more is another program's work."""
 _MOST_TRIED_ROWS = 64
+_COLD_STEPS, _COLD_TOOK = 2, 3.0
+"""First steps with drafts, which read weights and code that nothing has used before, and what each is charged at most, in plain
+steps: one that took eleven, and some bad luck, would end drafts for hundreds of steps."""
 
 
 def _size_class(num_tokens: int) -> int:
@@ -78,6 +81,7 @@ class Pace:
         self._magnitude, self._account = 0, Account()  # that of the last step
         self._lone = lone_account()  # of the sequence that decodes alone
         self._trials_left = self._num_trials
+        self._cold_left = _COLD_STEPS
         self._saved, self._saved_for_none = 0.0, 0.0  # time that probes may take: of other numbers, of no drafts
         self._awake_tokens, self._awake_took = 1.0, 1.0  # while awake, in steps without drafts; the past fades
         # Of the step that is noted next, and of the one after it: that one is chosen before.
@@ -226,6 +230,9 @@ class Pace:
         return None if usual_s is None else usual_s / plain_s
 
     def _fit(self, took: float, num_drafts: int, usual: float | None) -> float:
+        if self._cold_left > 0 and num_drafts > 0:
+            self._cold_left -= 1
+            took = min(took, _COLD_TOOK)
         if usual is None:
             return min(took, 1.0 + num_drafts)
         return min(max(took, usual / _MOST_OFF), usual * _MOST_OFF)

@@ -358,6 +358,35 @@ def test_delays_of_the_first_drafted_step_do_not_end_what_pays(delay):
     assert num_drafted > 350
 
 
+def test_a_cold_start_and_bad_luck_do_not_end_drafts():
+    # As seen in new processes: the first step with drafts reads weights and code that nothing has used before.
+    pace, record = Pace(10), AcceptanceRecord(10, 0.95)
+    counts, took = [0], iter([11.0, 6.0, 3.5, 3.5, 3.5])
+    for _ in range(60):
+        if counts[0]:
+            duration = next(took, None)
+            if duration is None:
+                break
+            pace.note_verified(record, counts[0], ())
+        chosen = [0] if pace.is_asleep else pace.choose([(record, 10)])
+        pace.note_step(1, counts[0], duration if counts[0] else 1.0)
+        counts = chosen
+    assert duration is None, "the first steps with drafts never came"
+    assert pace.sleep_left == 0
+
+
+def test_a_start_that_stays_slow_ends_drafts():
+    pace, record = Pace(10), AcceptanceRecord(10, 0.95)
+    counts = [0]
+    for _ in range(60):
+        if counts[0]:
+            pace.note_verified(record, counts[0], ())
+        chosen = [0] if pace.is_asleep else pace.choose([(record, 10)])
+        pace.note_step(1, counts[0], 11.0 if counts[0] else 1.0)
+        counts = chosen
+    assert pace.sleep_left > 700
+
+
 def test_times_of_kinds_are_compared_as_if_the_machine_had_one_speed():
     rng = random.Random(2)
     times = StepTimes()
