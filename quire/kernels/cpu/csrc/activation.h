@@ -6,7 +6,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // x / (1 + e^(-x)).
-QUIRE_INLINE F32 silu(F32 x) { return x / (set1(1.0f) + exp(zero() - x)); }
+QUIRE_INLINE F32 silu(F32 x) { return x / (set1(1.0f) + exp_unflushed(zero() - x)); }
 
 // x * P(X < x), X normal, to 3e-7 absolute and 3e-6 relative above -9: max(x, 0) - |x| Q(|x|) has no cancellation, where
 // Q(a) = P(X > a) = e^(-a^2 / 2) t p(t), t = 1 / (1 + 0.305 a), and p was fitted to 1e-7 on [0, 14]; Q(14) is 0 in f32.
@@ -27,7 +27,7 @@ QUIRE_INLINE F32 gelu(F32 x) {
 // x (1 + tanh u) / 2 = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
 QUIRE_INLINE F32 gelu_tanh(F32 x) {
     const F32 u = x * fma(x * x, set1(0.044715f * 0.797884561f), set1(0.797884561f));
-    return x / (set1(1.0f) + exp(u * set1(-2.0f)));
+    return x / (set1(1.0f) + exp_unflushed(u * set1(-2.0f)));
 }
 
 // The second operand of max is what stays where x is NaN.
@@ -36,17 +36,7 @@ QUIRE_INLINE F32 relu(F32 x) { return max(zero(), x); }
 // (u + 1) g / (1 + e^(-slope g)), g = min(x, limit), u = y between -limit and limit. NaN stays, as the second operand.
 QUIRE_INLINE F32 clamped_gate(F32 x, F32 y, float limit, float slope) {
     const F32 g = min(set1(limit), x), u = max(set1(-limit), min(set1(limit), y));
-    return (u + set1(1.0f)) * (g / (set1(1.0f) + exp(g * set1(-slope))));
-}
-
-QUIRE_INLINE F32 activate(Activation kind, F32 x) {
-    switch (kind) {
-        case Activation::silu: return silu(x);
-        case Activation::gelu: return gelu(x);
-        case Activation::gelu_tanh: return gelu_tanh(x);
-        case Activation::relu: return relu(x);
-    }
-    return x;
+    return (u + set1(1.0f)) * (g / (set1(1.0f) + exp_unflushed(g * set1(-slope))));
 }
 
 }  // namespace

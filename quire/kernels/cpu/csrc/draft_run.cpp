@@ -18,35 +18,9 @@ struct BestCall {
     u8* scratch;
 };
 
-// e to the power of x, x <= 0, to about 1e-4 of it.
-inline float exp_roughly(float x) {
-    const float y = std::max(x * 1.44269504f, -100.0f);
-    const i32 whole = static_cast<i32>(y);
-    const float part = y - static_cast<float>(whole);  // in (-1, 0]
-    const float power = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.05550411f + part * 0.00961813f)));
-    const i32 bits = (whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, sizeof(scale));
-    return power * scale;
-}
-
 // Logits are multiplied with it: where two tokens are nearly as likely the greedy one may be either, but where one is twice as
 // likely as the other it seldom is that one. Plain probabilities would say little; DRAFT_SHARPNESS in reference_head.py.
 constexpr float SHARPNESS = 4.0f;
-
-// The share of a token by its row of logits, of which it is the largest; NaN where one is.
-float share_of(const float* logits, i32 vocab, float best) {
-    constexpr i32 LANES = 16;
-    float sums[LANES] = {0};
-    i32 i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-        for (i32 lane = 0; lane < LANES; ++lane) sums[lane] += exp_roughly((logits[i + lane] - best) * SHARPNESS);
-    }
-    for (; i < vocab; ++i) sums[0] += exp_roughly((logits[i] - best) * SHARPNESS);
-    float total = 0;
-    for (const float sum : sums) total += sum;
-    return 1.0f / total;
-}
 
 }  // namespace
 
@@ -106,7 +80,7 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
             drafts.tokens[static_cast<i64>(s) * total + i] = tokens[s];
             if (drafts.least_share <= 0 || i >= num_kept[s]) continue;
             const float* logits = draft_logits_.data() + static_cast<i64>(s) * vocab_;
-            shares[s] *= best[s] < 0 ? 0 : share_of(logits, vocab_, logits[best[s]]);
+            shares[s] *= best[s] < 0 ? 0 : kernels_used->elementwise->share_of_largest(logits, vocab_, logits[best[s]], SHARPNESS);
             if (!(shares[s] >= drafts.least_share)) num_kept[s] = i;
         }
         if (is_done(i + 1)) break;

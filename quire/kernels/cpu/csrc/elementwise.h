@@ -29,6 +29,8 @@ struct ElementwiseTable {
     // Softmax over num_experts logits and its top_k entries in falling order (ties: lower index first), 1 <= top_k <= num_experts;
     // weights divided by their sum if is_renormalized. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
     void (*route)(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized, i32* chosen, float* weights);
+    // 1 / (the sum of e^((x - largest) * factor)), n values of which `largest` is that; NaN where one is.
+    float (*share_of_largest)(const float* x, i32 n, float largest, float factor);
     // The functions of simd.h one by one, for their tests: what they promise must hold on every instruction set.
     const SimdOperation* simd;
     i32 num_simd;

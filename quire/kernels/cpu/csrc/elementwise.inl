@@ -14,9 +14,6 @@ QUIRE_INLINE F32 load(const float* p, AllLanes) { return load(p); }
 QUIRE_INLINE void store(float* p, F32 x, AllLanes) { store(p, x); }
 QUIRE_INLINE F32 select(AllLanes, F32 yes, F32) { return yes; }
 
-// The bodies of loops, which the compiler would otherwise call once for each sixteen values.
-#define QUIRE_BODY __attribute__((always_inline))
-
 // Call body(j, lanes) for each sixteen values, the last with fewer lanes.
 template <class Body>
 QUIRE_INLINE void each_sixteen(i64 n, Body body) {
@@ -142,12 +139,23 @@ void route(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized
     each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
 }
 
-#undef QUIRE_BODY
+// What is so much smaller than the largest adds nothing that f32 would show, however many there are.
+constexpr float LEAST_SHARE_EXPONENT = -32.0f;
+
+float share_of_largest(const float* x, i32 n, float largest, float factor) {
+    F32 sum = zero();
+    each_sixteen(n, [=, &sum](i64 j, auto lanes) QUIRE_BODY {
+        const F32 exponent = (load(x + j, lanes) - set1(largest)) * set1(factor);
+        if (bits((exponent > set1(LEAST_SHARE_EXPONENT)) | is_nan(exponent)) == 0) return;
+        sum = sum + select(lanes, exp(exponent), zero());
+    });
+    return 1.0f / sum_lanes(sum);
+}
 
 }  // namespace
 
 extern const ElementwiseTable elementwise_table = {
-    norm, rotate, add_scaled, scale_and_cap, activate, route, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+    norm, rotate, add_scaled, scale_and_cap, activate, route, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
 };
 
 }  // namespace quire::QUIRE_ISA

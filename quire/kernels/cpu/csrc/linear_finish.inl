@@ -38,32 +38,49 @@ void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
     job.best_index[at] = index;
 }
 
-QUIRE_INLINE F32 gated(const LinearJob& job, F32 y, F32 y2) {
-    return job.limit > 0.0f ? clamped_gate(y, y2, job.limit, job.slope) : activate(job.activation, y) * y2;
+// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias. A loop for each activation:
+// asked for row by row, which one it is takes as long as a part of it.
+void activate_rows(const LinearJob& job, i32 panel, i32 rows, float* y, const float* y2) {
+    const bool is_gate = job.finish == Finish::gate;
+    const Scaling first = scaling_of(*job.weight, panel), second = is_gate ? scaling_of(*job.second, panel) : Scaling();
+    const auto each_row = [=](auto value) QUIRE_BODY {
+        for (i32 r = 0; r < rows; ++r) store(y + r * 16, value(first(y + r * 16), y2 + r * 16));
+    };
+    const auto with = [=](auto function) QUIRE_BODY {
+        if (is_gate)
+            each_row([=](F32 x, const float* beside) QUIRE_BODY { return function(x) * second(beside); });
+        else
+            each_row([=](F32 x, const float*) QUIRE_BODY { return function(x); });
+    };
+    if (is_gate && job.limit > 0.0f)
+        return each_row([=, &job](F32 x, const float* beside) QUIRE_BODY { return clamped_gate(x, second(beside), job.limit, job.slope); });
+    switch (job.activation) {
+        case Activation::silu: return with([](F32 x) QUIRE_BODY { return silu(x); });
+        case Activation::gelu: return with([](F32 x) QUIRE_BODY { return gelu(x); });
+        case Activation::gelu_tanh: return with([](F32 x) QUIRE_BODY { return gelu_tanh(x); });
+        case Activation::relu: return with([](F32 x) QUIRE_BODY { return relu(x); });
+    }
 }
 
-// Finish one panel of a tile whose result is the input of the next layer: as pack_rows would write it from `out`.
-void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y, const float* y2) {
+// Write a panel of results, which is the input of the next layer, as pack_rows would from `out`.
+void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y) {
     const Packed& to = *job.packed;
     const i32 word = panel * 8, num_words = smaller(steps_of(to.kind, to.k) - word, 8);
     const Mask lanes = first_lanes(job.weight->n - panel * 16);
-    const Scaling scaled = scaling_of(*job.weight, panel), second = job.finish == Finish::gate ? scaling_of(*job.second, panel) : Scaling();
     I32 words[16];
     for (i32 r = 0, together; r < place.rows; r += together) {
         const RowPlace at = place_of(to, place.first_row + r);
         together = smaller(smaller(at.rows - at.r, 16), place.rows - r);
-        for (i32 i = 0; i < together; ++i) {
-            F32 value = scaled(y + (r + i) * 16);
-            value = job.finish == Finish::gate ? gated(job, value, second(y2 + (r + i) * 16)) : activate(job.activation, value);
-            words[i] = bf16_words(select(lanes, value, zero()), zero());
-        }
+        for (i32 i = 0; i < together; ++i) words[i] = dot_words(select(lanes, load(y + (r + i) * 16), zero()), zero());
         store_columns(word_at(to, at, word), at.rows, words, together, num_words);
     }
 }
 
 // Finish one panel of a tile: y and, for gate, y2 are [R][16].
-void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePlace place, const float* y, const float* y2) {
-    if (job.packed != nullptr) return pack_panel(job, panel, place, y, y2);
+void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePlace place, float* y, const float* y2) {
+    const bool is_activated = job.finish == Finish::activate || job.finish == Finish::gate;
+    if (is_activated) activate_rows(job, panel, place.rows, y, y2);
+    if (job.packed != nullptr) return pack_panel(job, panel, place, y);
     const Weight& w = *job.weight;
     const Mask lanes = first_lanes(w.n - panel * 16);
     const Scaling scaled = scaling_of(w, panel);
@@ -89,13 +106,9 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
             for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16) * load(out, lanes), lanes);
             break;
         case Finish::activate:
-            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, activate(job.activation, scaled(y + r * 16)), lanes);
+        case Finish::gate:
+            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, load(y + r * 16), lanes);
             break;
-        case Finish::gate: {
-            const Scaling second = scaling_of(*job.second, panel);
-            for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, gated(job, scaled(y + r * 16), second(y2 + r * 16)), lanes);
-            break;
-        }
     }
 }
 

@@ -70,7 +70,7 @@ void pack_quantized(const Packed& x, const float* values, RowPlace place, u32* d
 // Sixteen words from input j on of a row that is not quantised.
 QUIRE_INLINE I32 words_at(const Packed& x, const float* values, i32 j) {
     if (x.kind != Format::bf16) return as_i32(inputs_at(x, values, j));
-    return bf16_words(inputs_at(x, values, j), j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
+    return dot_words(inputs_at(x, values, j), j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
 }
 
 // Up to sixteen rows of a tile: their words are turned in registers, so that those of one step are written together.

@@ -15,7 +15,7 @@
 //   zero_below(limit, x, y)  y, or 0 in lanes where x < limit; y where x is NaN
 //   load_bf16, store_bf16  16 values; the store rounds to nearest even and keeps denormals
 //   store_bf16_flushed     the same and faster; denormals may become 0
-//   bf16_words(a, b)       the bits of what store_bf16 writes of a and then of b
+//   dot_words(a, b)        a and then b as pairs of bf16 for dot_bf16: what that takes for 0 may be 0
 //   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
 //   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[4i + j], j < 4, w unsigned, x signed, |x| <= 127. Exact
 //   keep_or, select_bits   (a & mask) | b, (a & mask) | (b & ~mask), of every 32-bit word; rotate_words: right by four bits
@@ -59,6 +59,9 @@
 #include "simd_portable.h"
 #endif
 
+// Of lambdas that are the bodies of loops, which the compiler would otherwise call once for each sixteen values.
+#define QUIRE_BODY __attribute__((always_inline))
+
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -70,8 +73,9 @@ QUIRE_INLINE F32 times_power(F32 x, F32 n) {
 }
 #endif
 
-// e^x to about 2 ulp: 2^n * p(r), r = x - n ln 2, |r| <= ln 2 / 2 (Cody and Waite's split of ln 2). 0 below -87.3, inf above 88.7; NaN stays.
-QUIRE_INLINE F32 exp(F32 x) {
+// e^x to about 2 ulp: 2^n * p(r), r = x - n ln 2, |r| <= ln 2 / 2 (Cody and Waite's split of ln 2). Any denormal or 0 below -87.3, inf
+// above 88.7; NaN stays.
+QUIRE_INLINE F32 exp_unflushed(F32 x) {
     const F32 bounded = max(set1(-104.0f), min(set1(89.0f), x));
     const F32 n = round(bounded * set1(1.44269504f));
     F32 r = fma(n, set1(-0.693359375f), bounded);
@@ -83,9 +87,11 @@ QUIRE_INLINE F32 exp(F32 x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     p = fma(p, r * r, r + set1(1.0f));
-    const F32 y = select(x < set1(-87.33654f), zero(), times_power(p, n));
-    return select(is_nan(x), x, y);
+    return times_power(p, n);
 }
+
+// The same, and 0 below -87.3.
+QUIRE_INLINE F32 exp(F32 x) { return select(x < set1(-87.33654f), zero(), exp_unflushed(x)); }
 
 // tanh through e^(-2|x|); a polynomial near 0, where that cancels.
 QUIRE_INLINE F32 tanh(F32 x) {

@@ -171,7 +171,7 @@ QUIRE_INLINE void store_bf16(u16* p, F32 x, Mask m) {
     copy_lanes(p, lanes, m);
 }
 QUIRE_INLINE void store_bf16_flushed(u16* p, F32 x) { store_bf16(p, x); }
-QUIRE_INLINE I32 bf16_words(F32 x, F32 y) {
+QUIRE_INLINE I32 dot_words(F32 x, F32 y) {
     alignas(64) u16 halves[32];
     store_bf16(halves, x);
     store_bf16(halves + 16, y);

@@ -131,7 +131,7 @@ QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { _mm256_mask_storeu_epi16(p
 QUIRE_INLINE void store_bf16_flushed(u16* p, F32 a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v)));
 }
-QUIRE_INLINE I32 bf16_words(F32 a, F32 b) { return {_mm512_inserti64x4(_mm512_castsi256_si512(round_bf16(a)), round_bf16(b), 1)}; }
+QUIRE_INLINE I32 dot_words(F32 a, F32 b) { return {reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v))}; }
 QUIRE_INLINE F32 load_f16(const u16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 QUIRE_INLINE F32 load_f16(const u16* p, Mask m) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m.v, p))}; }
 QUIRE_INLINE void store_f16(u16* p, F32 a) {

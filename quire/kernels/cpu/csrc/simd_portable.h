@@ -125,7 +125,7 @@ QUIRE_INLINE u16 round_bf16(float x) {
 QUIRE_INLINE void store_bf16(u16* p, F32 a) { QUIRE_EACH p[i] = round_bf16(a.v[i]); }
 QUIRE_INLINE void store_bf16(u16* p, F32 a, Mask m) { QUIRE_EACH if (has(m, i)) p[i] = round_bf16(a.v[i]); }
 QUIRE_INLINE void store_bf16_flushed(u16* p, F32 a) { store_bf16(p, a); }
-QUIRE_INLINE I32 bf16_words(F32 a, F32 b) {
+QUIRE_INLINE I32 dot_words(F32 a, F32 b) {
     u16 halves[32];
     store_bf16(halves, a);
     store_bf16(halves + 16, b);

@@ -103,9 +103,12 @@ struct Stepper : StepExperts {
         run(jobs, has_few ? 2 : 3);
         if (!has_few) return;
         // Keys and values of all rows, and questions of those that are wanted, which go on alone.
-        keep_wanted_rows(plan.normed_, plan.extra_, hidden_stride());
+        const bool is_beside = plan.entry_ == Entry::beside;  // its input is twice as wide, and at most half of the rows are wanted
+        float* const input = is_beside ? plan.beside_ : plan.normed_;
+        const i64 input_stride = is_beside ? row_stride(plan.beside_size_) : hidden_stride();
+        keep_wanted_rows(input, is_beside ? plan.normed_ : plan.extra_, input_stride);
         if (num_rows == 0) return;
-        pack_all(l.attn_site, plan.normed_, hidden_stride());
+        pack_all(l.attn_site, input, input_stride);
         const Packed few = packed(l.attn_site, l.q_form, num_rows);
         const LinearJob ask = job(*l.q, few, Finish::store, plan.qkv_, width);
         run(&ask, 1);
@@ -179,7 +182,7 @@ struct Stepper : StepExperts {
 
     void attention(const PlanLayer& l, bool is_last) {
         const i64 width = row_stride(l.num_heads * l.head_dim);
-        const bool has_few = is_last && plan.has_last_ask_ && plan.entry_ != Entry::beside;
+        const bool has_few = is_last && plan.has_last_ask_;
         project(l, has_few);
         rotate_and_store(l, has_few);
         if (num_rows == 0) return;
