@@ -58,6 +58,7 @@ class NativeDecoder:
         self._hidden_rows: list[int] = []
         self._num_kept = 0
         self._logits = np.empty(0, np.float32)
+        self._no_logits = torch.empty(0, spec.vocab_size)
         self._process = os.getpid()
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
@@ -183,7 +184,7 @@ class NativeDecoder:
         wanted = logit_rows if not hidden_rows else logit_rows + hidden_rows
         self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
         is_best_alone = wants_best and not needs_logits and self._plan.has_plain_logits
-        logits, trees = self._new_logits(0 if is_best_alone else len(logit_rows)), runs.trees
+        logits, trees = self._no_logits if is_best_alone else self._new_logits(len(logit_rows)), runs.trees
         places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))
         best = self._plan.run(
             runs.token_ids,

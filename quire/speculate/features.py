@@ -32,4 +32,4 @@ def join(runs: Sequence[FeatureRun]) -> Tensor:
         if run.features is not features or run.first != end:
             return torch.cat([run.rows() for run in runs])
         end += run.count
-    return features if first == 0 and end == len(features) else features[first:end]
+    return features if first == 0 and end == features.size(0) else features[first:end]

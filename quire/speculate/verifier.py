@@ -155,6 +155,9 @@ def walk_drawn(
     walks = [Walk() for _ in candidates]
     for first_row, candidate, walk in zip(rows, candidates, walks, strict=True):
         tokens, path, draft, sampling = walk.tokens, walk.path, candidate.draft, candidate.sampling
+        if sampling.matcher is None and not errors and draft.is_chain:
+            _walk_chain(drawn, candidate, first_row, walk)
+            continue
         node, row = ROOT, first_row
         while True:
             if row in errors:
@@ -170,6 +173,22 @@ def walk_drawn(
             node = child
             row = candidate.first_draft_row + node
     return walks
+
+
+def _walk_chain(drawn: Sequence[int], candidate: Candidate, row: int, walk: Walk) -> None:
+    """As walk_drawn, along a chain that nothing constrains: its rows follow one another, and an ending token is sought once."""
+    drafted, first, sampling = candidate.draft.tokens, candidate.first_draft_row, candidate.sampling
+    endings, least = candidate.request.ending_token_ids, candidate.request.params.min_tokens
+    tokens = walk.tokens
+    for index in range(len(drafted) + 1):
+        token_id = drawn[row if index == 0 else first + index - 1]
+        tokens.append(token_id)
+        sampling.append(token_id)
+        if index == len(drafted) or drafted[index] != token_id:
+            break
+        if token_id in endings and sampling.num_output_tokens >= least:
+            break
+        walk.path.append(index)
 
 
 def _fail(walk: Walk, error: str | None) -> None:

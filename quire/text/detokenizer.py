@@ -22,8 +22,8 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Iterable[int]) -> str:
         """Return the new text that no later token can change."""
-        push, skipped = self._stream.push, self._skipped_ids
-        return "".join([push(token_id) for token_id in token_ids if token_id not in skipped])
+        skipped = self._skipped_ids
+        return self._stream.push_run([token_id for token_id in token_ids if token_id not in skipped])
 
     def finish(self) -> str:
         """Return the text held back; nothing may be appended afterwards."""

@@ -35,12 +35,16 @@ class TokenStream(Protocol):
         """Return the text that this token makes certain."""
         ...
 
+    def push_run(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these tokens make certain, one after the other."""
+        return "".join([self.push(token_id) for token_id in token_ids])
+
     def finish(self) -> str:
         """Return the text held back; the stream is at its end."""
         ...
 
 
-class Utf8Stream:
+class Utf8Stream(TokenStream):
     """Joins the bytes of tokens and decodes them as UTF-8; invalid bytes become U+FFFD as in Rust's from_utf8_lossy.
 
     bytes_of            the bytes of a token; empty for ids without a token
@@ -59,6 +63,9 @@ class Utf8Stream:
     def push(self, token_id: int) -> str:
         return self._strip(self._decoder.decode(self._bytes_of(token_id)))
 
+    def push_run(self, token_ids: Sequence[int]) -> str:
+        return self._strip(self._decoder.decode(b"".join([self._bytes_of(token_id) for token_id in token_ids])))
+
     def finish(self) -> str:
         return self._strip(self._decoder.decode(b"", final=True))
 
@@ -69,7 +76,7 @@ class Utf8Stream:
         return text.removeprefix(" ")
 
 
-class ByteFallbackStream:
+class ByteFallbackStream(TokenStream):
     """Joins text tokens and runs of byte tokens, as the ByteFallback and Fuse decoders do.
 
     A run of byte tokens that is not valid UTF-8 becomes U+FFFD once per byte, its valid characters too; hence nothing
@@ -116,7 +123,7 @@ class ByteFallbackStream:
         return text
 
 
-class WindowStream:
+class WindowStream(TokenStream):
     """Decodes a window of tokens behind a few tokens of context; for decoders whose rules are not known here.
 
     decode    text of a list of tokens
@@ -159,7 +166,7 @@ class WindowStream:
         self._context_text = self._decode(self._context)
 
 
-class CleanUpStream:
+class CleanUpStream(TokenStream):
     """Removes the spaces before punctuation from the text of another stream, as clean_up_spaces does from a whole text."""
 
     def __init__(self, stream: TokenStream) -> None:

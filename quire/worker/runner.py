@@ -176,13 +176,14 @@ class ModelRunner(DraftingRunner):
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
         self._constrained = ConstrainedRows()
+        self._inference = torch.inference_mode()  # made once: beside a small model a step takes it for long enough to count
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
         self._pages.begin_step(plan)
         try:
-            return self._execute(plan)
+            with self._inference:
+                return self._execute(plan)
         finally:
             self._pages.end_step()
 

@@ -1,5 +1,7 @@
 """Verification of some of a step's sequences, whose logits may lie on a device."""
 
+import random
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from quire.contracts.request import Request
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import Draft
 from quire.speculate.typical import TypicalAcceptance
-from quire.speculate.verifier import Candidate, verify
+from quire.speculate.verifier import Candidate, verify, walk_drawn
 
 VOCAB, NUM_SEQS, NUM_DRAFTS = 12, 6, 5
 
@@ -62,3 +64,24 @@ def test_what_is_not_drawn_on_a_device_is_brought_from_it_row_by_row(monkeypatch
     assert brought == [2, 2, 1, 1]
     plain = verify(logits, candidates_of(logits))
     assert [walk.tokens for walk in walks] == [plain[1].tokens, plain[3].tokens]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_chain_is_walked_as_any_tree_is(seed):
+    rng = random.Random(seed)
+    count = rng.randrange(7)
+    drafted = tuple(rng.randrange(3) for _ in range(count))
+    drawn = [rng.choice([*drafted[index : index + 1], rng.randrange(3)]) for index in range(count + 1)]
+    params = SamplingParams(
+        max_tokens=100, temperature=0.0, min_tokens=rng.randrange(4), stop_token_ids=rng.sample(range(3), rng.randrange(2))
+    )
+    request = Request(
+        request_id="a", prompt_token_ids=(1, 2), params=params, seed=0, eos_token_ids=frozenset({rng.randrange(6)})
+    )
+    walks = []
+    for errors in ({}, {-1: None}):  # of a row that is not there: nothing is asked but the general walk
+        sampling = SamplingRow(request, 0, (1, 2), VOCAB)
+        (walk,) = walk_drawn(drawn, [Candidate(request, sampling, Draft.chain(drafted), 1)], [0], errors)
+        walks.append((walk.tokens, walk.path, walk.error, list(sampling.output_token_ids)))
+    assert walks[0] == walks[1]
+    assert len(walks[0][0]) == len(walks[0][1]) + 1

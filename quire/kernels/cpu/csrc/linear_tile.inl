@@ -24,9 +24,10 @@ constexpr int max_unit_rows(int panels) {
 // How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
 // memory answers. With many rows a line lasts longer and fewer would do, but an early line does not hurt in the second cache.
 constexpr i64 PREFETCH_BYTES = 4096;
-// The same where weights come from a cache, into the first one, and up to how many rows: with more a line lasts longer than it takes.
-constexpr i64 NEAR_PREFETCH_BYTES = 1024;
-constexpr int MAX_NEAR_ROWS = 8;
+// The same where weights come from a cache, into the first one, of which that is a quarter or less, and up to how many rows: with
+// more a line lasts longer than it takes.
+constexpr i64 NEAR_PREFETCH_BYTES = 8192;
+constexpr int MAX_NEAR_ROWS = 16;
 
 // How far ahead inputs are asked for, in 32-bit words.
 constexpr i64 INPUT_WORDS_AHEAD = 128;
