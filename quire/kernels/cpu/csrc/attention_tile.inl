@@ -14,6 +14,8 @@ constexpr int CHUNK = RUN * CHUNK_RUNS;
 constexpr int GROUP = 4;         // runs whose keys, or values, are held in the first cache while all rows pass
 constexpr int MAX_ROWS = 48;     // rows of a tile
 constexpr float LOWEST = -3.40282347e38f;
+// Scores that softmax_row_roughly takes, in size.
+constexpr float MAX_ROUGH = 1e30f;
 // In units of 16 lanes, one row of weights or scores, and a line more, so that rows do not fall into the same cache sets.
 constexpr i64 SCORE_STRIDE = CHUNK + 16;
 // Rows and vectors of a register tile.
@@ -212,10 +214,64 @@ struct SoftmaxRow {
     float max, sum;
 };
 
+// Set to zero the weights of runs that are read, but not seen.
+template <class Kind>
+QUIRE_INLINE void clear_unseen(SoftmaxRow& row, int begin, int end) {
+    u8* weights = reinterpret_cast<u8*>(row.scores);
+    constexpr int bytes = Kind::run_steps * 4;
+    for (int run = row.runs.begin; run < smaller(begin, row.runs.end); ++run) Kind::put(weights + run * bytes, zero());
+    for (int run = larger(end, row.runs.begin); run < row.runs.end; ++run) Kind::put(weights + run * bytes, zero());
+}
+
+// 2^x for x <= 0 to 3e-6, a thousandth of what is lost when it is rounded to bf16, and 2^0 is 1; 0 or a denormal below -126; NaN stays.
+QUIRE_INLINE F32 power_roughly(F32 x) {
+    const F32 bounded = max(set1(-200.0f), x);
+    const F32 n = round(bounded), f = bounded - n;
+    F32 p = set1(9.582853205e-03f);
+    p = fma(p, f, set1(5.590642532e-02f));
+    p = fma(p, f, set1(2.402409861e-01f));
+    p = fma(p, f, set1(6.931241933e-01f));
+    p = fma(p, f, set1(1.0f));
+    return times_power(p, n);
+}
+
+// As softmax_row where weights are rounded to bf16 and scores are dot products alone: the scale is a part of the exponent. Returns
+// false, and has changed nothing that is seen, where that is too large for the sum of two products.
+static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
+    const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
+    F32 highest = set1(LOWEST);
+    for (int run = begin; run < end; ++run) {
+        F32 s = load(row.scores + run * RUN);
+        if (!holds_run(row.seen, run * RUN)) {
+            s = hide(s, row.seen, run * RUN, set1(-__builtin_inff()));
+            store(row.scores + run * RUN, s);
+        }
+        highest = max(s, highest);
+    }
+    const float best = max_lanes(highest);
+    if (!(job.scale > 0.0f && best * job.scale < MAX_ROUGH && best * job.scale > -MAX_ROUGH)) return false;
+    row.max = best * job.scale;
+    const float factor = job.scale * 1.44269504f;
+    const F32 scale = set1(factor), offset = set1(-best * factor);
+    F32 sum = zero();
+    u8* weights = reinterpret_cast<u8*>(row.scores);
+    constexpr int bytes = KindBf16::run_steps * 4;
+    for (int run = begin; run < end; ++run) {
+        const F32 p = power_roughly(fma(load(row.scores + run * RUN), scale, offset));
+        sum = sum + p;
+        KindBf16::put(weights + run * bytes, p);
+    }
+    clear_unseen<KindBf16>(row, begin, end);
+    row.sum = sum_lanes(sum);
+    return true;
+}
+
 // Turn a row's dot products into weights e^(s - max) and set max and sum. What is not seen gets weight 0.
 template <class Kind, bool IS_SCALED>
 static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* const* key_scales,
                         const float* const* value_scales) {
+    if constexpr (Kind::is_bf16 && !IS_SCALED)
+        if (job.softcap == 0.0f && softmax_row_roughly(job, row)) return;
     const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
     const F32 scale = set1(job.scale), cap = set1(job.softcap);
     F32 highest = set1(LOWEST), sum = zero();
@@ -231,7 +287,6 @@ static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* c
     highest = set1(row.max);
     u8* weights = reinterpret_cast<u8*>(row.scores);
     constexpr int bytes = Kind::run_steps * 4;
-    for (int run = row.runs.begin; run < smaller(begin, row.runs.end); ++run) Kind::put(weights + run * bytes, zero());
     for (int run = begin; run < end; ++run) {
         F32 p = exp_negative(load(row.scores + run * RUN) - highest);
         sum = sum + p;
@@ -241,7 +296,7 @@ static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* c
         }
         Kind::put(weights + run * bytes, p);
     }
-    for (int run = larger(end, row.runs.begin); run < row.runs.end; ++run) Kind::put(weights + run * bytes, zero());
+    clear_unseen<Kind>(row, begin, end);
     row.sum = sum_lanes(sum);
 }
 
