@@ -56,6 +56,20 @@ void rotate(uintptr_t x, i64 rows, i32 heads, i32 head_dim, i32 dim, uintptr_t c
     });
 }
 
+void turn_heads(uintptr_t x, i64 rows, i32 heads, i32 head_dim, i32 dim, uintptr_t cosine, uintptr_t sine, float eps, bool is_layer_norm, uintptr_t weight,
+                uintptr_t bias, const std::string& isa) {
+    const ElementwiseTable& table = table_of(isa);
+    const NormJob job = {is_layer_norm, head_dim, eps, at<const float>(weight), at<const float>(bias)};
+    for (i64 row = 0; row < rows; ++row)
+        table.turn_heads(weight == 0 ? nullptr : &job, at<float>(x) + row * heads * head_dim, heads, head_dim, at<const float>(cosine) + row * (dim / 2),
+                         at<const float>(sine) + row * (dim / 2), dim / 2);
+}
+
+void share_of_largest(uintptr_t x, i64 rows, i32 size, uintptr_t largest, float factor, uintptr_t out, const std::string& isa) {
+    const ElementwiseTable& table = table_of(isa);
+    for (i64 row = 0; row < rows; ++row) at<float>(out)[row] = table.share_of_largest(at<const float>(x) + row * size, size, at<const float>(largest)[row], factor);
+}
+
 void add_scaled(uintptr_t y, uintptr_t x, float factor, i64 rows, i64 size, int num_threads, const std::string& isa) {
     const ElementwiseTable& table = table_of(isa);
     each_row(rows, num_threads, [&](i64 row) { table.add_scaled(at<float>(y) + row * size, at<const float>(x) + row * size, factor, size); });
@@ -109,6 +123,10 @@ void bind_elementwise(nb::module_& m) {
           "isa"_a = "", Released(), "out [rows, size] f32 = norm of each row of x; out may be x, bias 0.");
     m.def("rotate", rotate, "x"_a, "rows"_a, "heads"_a, "head_dim"_a, "dim"_a, "cosine"_a, "sine"_a, "num_threads"_a = 1, "isa"_a = "",
           Released(), "Rotate the first dim values of each head of x [rows, heads, head_dim] f32; cosine and sine [rows, dim / 2].");
+    m.def("turn_heads", turn_heads, "x"_a, "rows"_a, "heads"_a, "head_dim"_a, "dim"_a, "cosine"_a, "sine"_a, "eps"_a = 0.0f, "is_layer_norm"_a = false,
+          "weight"_a = 0, "bias"_a = 0, "isa"_a = "", Released(), "norm, unless weight is 0, and then rotate each head of x, in one call for a row.");
+    m.def("share_of_largest", share_of_largest, "x"_a, "rows"_a, "size"_a, "largest"_a, "factor"_a, "out"_a, "isa"_a = "", Released(),
+          "out [rows] f32 = the share of the largest value of each row of x [rows, size] f32 in the softmax of factor * x.");
     m.def("add_scaled", add_scaled, "y"_a, "x"_a, "factor"_a, "rows"_a, "size"_a, "num_threads"_a = 1, "isa"_a = "", Released(),
           "y += factor * x, [rows, size] f32.");
     m.def("scale_and_cap", scale_and_cap, "y"_a, "rows"_a, "size"_a, "factor"_a, "cap"_a, "num_threads"_a = 1, "isa"_a = "", Released(),

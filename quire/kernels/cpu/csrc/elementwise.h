@@ -20,6 +20,9 @@ struct ElementwiseTable {
     void (*norm)(const NormJob& job, const float* x, float* out);
     // Rotate pairs (i, i + dim / 2) of one head in place; cosine and sine [dim / 2].
     void (*rotate)(float* head, i32 dim, const float* cosine, const float* sine);
+    // Norm heads of `dim` values that follow one another, where `job` is not null, and rotate the first 2 * half values of each as above.
+    // The same bits as norm and rotate, head by head.
+    void (*turn_heads)(const NormJob* job, float* heads, i32 count, i32 dim, const float* cosine, const float* sine, i32 half);
     // y += factor * x, n values.
     void (*add_scaled)(float* y, const float* x, float factor, i64 n);
     // y *= factor, then, where cap > 0, y = cap * tanh(y / cap).

@@ -32,6 +32,7 @@ QUIRE_INLINE float sum_terms(const float* x, i32 size, Term term) {
     for (; j + 64 <= size; j += 64)
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) acc[c] = term(acc[c], load(x + j + 16 * c));
+    if (j == size) return sum_lanes((acc[0] + acc[1]) + (acc[2] + acc[3]));
     // No branch for each accumulator: it would send them to the stack. Without lanes nothing is read.
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
@@ -70,6 +71,42 @@ void rotate(float* head, i32 dim, const float* cosine, const float* sine) {
         store(head + j, a * c - b * s, lanes);
         store(head + half + j, b * c + a * s, lanes);
     });
+}
+
+// The inverse root mean squares of up to sixteen heads: roots and quotients of all at once, as each takes as long as those of one.
+QUIRE_INLINE void inverse_roots(const NormJob& job, const float* heads, i32 count, float* inverses) {
+    float squares[16] = {};
+    for (i32 h = 0; h < count; ++h)
+        squares[h] = sum_terms(heads + static_cast<i64>(h) * job.size, job.size, [](F32 acc, F32 v) QUIRE_BODY { return fma(v, v, acc); });
+    store(inverses, set1(1.0f) / sqrt(load(squares) / set1(static_cast<float>(job.size)) + set1(job.eps)));
+}
+
+void turn_heads(const NormJob* job, float* heads, i32 count, i32 dim, const float* cosine, const float* sine, i32 half) {
+    const bool is_plain = job != nullptr && !job->is_layer_norm && job->bias == nullptr && half % 16 == 0 && dim % 16 == 0;
+    if (!is_plain) {
+        for (float* head = heads; head < heads + static_cast<i64>(count) * dim; head += dim) {
+            if (job != nullptr) norm(*job, head, head);
+            if (half > 0) rotate(head, 2 * half, cosine, sine);
+        }
+        return;
+    }
+    const float* weight = job->weight;
+    for (i32 first = 0; first < count; first += 16, heads += static_cast<i64>(16) * dim) {
+        const i32 together = count - first < 16 ? count - first : 16;
+        float inverses[16];
+        inverse_roots(*job, heads, together, inverses);
+        for (i32 h = 0; h < together; ++h) {
+            float* const head = heads + static_cast<i64>(h) * dim;
+            const F32 inverse = set1(inverses[h]);
+            for (i32 j = 0; j < half; j += 16) {
+                const F32 a = load(head + j) * inverse * load(weight + j), b = load(head + half + j) * inverse * load(weight + half + j);
+                const F32 c = load(cosine + j), s = load(sine + j);
+                store(head + j, a * c - b * s);
+                store(head + half + j, b * c + a * s);
+            }
+            for (i32 j = 2 * half; j < dim; j += 16) store(head + j, load(head + j) * inverse * load(weight + j));
+        }
+    }
 }
 
 void add_scaled(float* y, const float* x, float factor, i64 n) {
@@ -155,7 +192,7 @@ float share_of_largest(const float* x, i32 n, float largest, float factor) {
 }  // namespace
 
 extern const ElementwiseTable elementwise_table = {
-    norm, rotate, add_scaled, scale_and_cap, activate, route, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, route, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -141,12 +141,10 @@ struct Stepper : StepExperts {
 
     // Norm, where heads have one of their own, and rotate heads that follow one another.
     void turn_heads(const PlanLayer& l, const Norm& norm, bool has_norm, float* heads, i32 count, i64 position) const {
-        for (float* head = heads; head < heads + count * l.head_dim; head += l.head_dim) {
-            if (norm.is_present && has_norm) kernels.elementwise->norm(norm.job, head, head);
-            if (l.rope < 0) continue;
-            const Plan::Angles& a = plan.angles_[l.rope];
-            kernels.elementwise->rotate(head, 2 * a.half, a.cosine + position * a.half, a.sine + position * a.half);
-        }
+        const NormJob* const job = norm.is_present && has_norm ? &norm.job : nullptr;
+        if (l.rope < 0) return kernels.elementwise->turn_heads(job, heads, count, l.head_dim, nullptr, nullptr, 0);
+        const Plan::Angles& a = plan.angles_[l.rope];
+        kernels.elementwise->turn_heads(job, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
     }
 
     void attend(const PlanLayer& l, const Batch& batch) {

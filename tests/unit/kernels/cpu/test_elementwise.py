@@ -148,6 +148,47 @@ def test_rotate_gives_the_bits_of_the_reference_when_half_is_not_a_multiple_of_1
         assert_ends_untouched(memory)
 
 
+@pytest.mark.parametrize("kind", ["none", "rms", "layer", "bias"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dim"),
+    [(1, 64, 64), (6, 64, 64), (16, 128, 128), (21, 32, 32), (5, 128, 64), (3, 80, 64), (4, 80, 80), (2, 34, 34), (7, 48, 0)],
+)
+def test_turned_heads_have_the_bits_of_norm_and_rotate(isa: str, kind: str, heads: int, head_dim: int, dim: int):
+    x, weight = random(5, heads, head_dim, seed=14), 1 + random(head_dim, seed=15)
+    bias = random(head_dim, seed=16) if kind == "bias" else None
+    x[0, 0], x[1, -1, 3] = 0.0, float("nan")
+    angles = torch.arange(5)[:, None] * torch.logspace(0, -4, max(1, dim // 2))[: dim // 2]
+    cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
+    places = {"weight": weight.data_ptr(), "bias": 0 if bias is None else bias.data_ptr(), "is_layer_norm": kind != "rms"}
+    want = x.clone()
+    if kind != "none":
+        native.norm(want.data_ptr(), want.data_ptr(), 5 * heads, head_dim, 1e-5, isa=isa, **places)
+    if dim > 0:
+        native.rotate(want.data_ptr(), *x.shape, dim, cos.data_ptr(), sin.data_ptr(), 1, isa)
+    y, memory = guarded(x)
+    options = {} if kind == "none" else {"eps": 1e-5, **places}
+    native.turn_heads(y.data_ptr(), *x.shape, dim, cos.data_ptr(), sin.data_ptr(), isa=isa, **options)
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.nan_to_num(), want.nan_to_num())
+    assert_ends_untouched(memory)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("spread", "factor"), [(1.0, 1.0), (3.0, 4.0), (300.0, 4.0)])
+def test_the_share_of_the_largest_is_that_of_the_softmax(isa: str, size: int, spread: float, factor: float):
+    x = random(3, size, seed=17) * spread
+    x[1, size // 2] = float("-inf") if size > 1 else 0.0
+    y, memory = guarded(x)
+    largest, out = x.max(-1).values.contiguous(), torch.full((3,), float("nan"))
+    native.share_of_largest(y.data_ptr(), 3, size, largest.data_ptr(), factor, out.data_ptr(), isa)
+    # e^x to 2 ulp of an exponent that was rounded twice, up to 32, and what is too small to be added.
+    torch.testing.assert_close(out.double(), (x.double() * factor).softmax(-1).max(-1).values, rtol=8e-6, atol=0)
+    assert_ends_untouched(memory)
+    y[2, 0] = float("nan")
+    native.share_of_largest(y.data_ptr(), 3, size, largest.data_ptr(), factor, out.data_ptr(), isa)
+    assert out.isnan().tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_add_scaled_adds_when_the_size_is_odd(isa: str, size: int):
     x, y = random(2, size, seed=11), random(2, size, seed=12)
