@@ -39,6 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tap-layers", type=int, nargs=3, help="layers whose inputs eagle3 reads; 2, n // 2, n - 3, if not given"
     )
     parser.add_argument("--learning-rate", type=float, help="of the matrices")
+    parser.add_argument("--start-from", metavar="HEAD", help="go on from a head of the same shapes: a folder, or a bundled one")
     parser.add_argument("--num-threads", type=int, help="threads to compute with")
     parser.add_argument("--seed", type=int, help="same seed, same batches")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")

@@ -30,6 +30,7 @@ class DraftTraining:
     draft_vocab_size  the most frequent tokens, which alone are drafted, of eagle3 and medusa; None: 32000 at most
     tap_layers        eagle3: layers whose inputs are read, low to high; None: 2, n // 2, n - 3
     learning_rate     of the matrices, for which the Muon optimiser is used; others get a quarter
+    start_from        a head of that kind and these shapes, which is trained further, with its own tokens; None: a fresh one
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class DraftTraining:
     draft_vocab_size: int | None = None
     tap_layers: tuple[int, ...] | None = None
     learning_rate: float = 2e-3
+    start_from: str | None = None
     num_threads: int | None = None
     seed: int = 0
 
@@ -66,6 +68,8 @@ class DraftTraining:
             raise ConfigError(f"num_steps_ahead must be below half of sequence_tokens, got {self.num_steps_ahead}")
         if self.minutes <= 0 or self.learning_rate <= 0 or not 0 <= self.sampled_share <= 1:
             raise ConfigError("minutes and learning_rate must be above 0, sampled_share from 0 to 1")
+        if self.start_from is not None and self.draft_vocab_size is not None:
+            raise ConfigError("draft_vocab_size cannot be chosen beside start_from: the tokens to draft are that head's")
         if self.tap_layers is not None and self.kind != "eagle3":
             raise ConfigError(f"tap_layers are of kind eagle3 alone, got {list(self.tap_layers)} with kind {self.kind}")
         if self.tap_layers is not None and (len(self.tap_layers) != 3 or list(self.tap_layers) != sorted(set(self.tap_layers))):

@@ -26,6 +26,7 @@ from quire.training.config import DraftTraining
 from quire.training.corpus import read_sequences
 from quire.training.heads import build_head, tap_layers
 from quire.training.medusa_tree import choose_tree, measure_ranks, store_tree
+from quire.training.start import StartingHead
 from quire.training.target import Target
 from quire.training.trainable import check_trainable
 
@@ -65,14 +66,18 @@ def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHe
     torch.manual_seed(options.seed)
     spec = read_model_spec(resolve_model(options.model))
     check_trainable(spec, options)
+    start = None if options.start_from is None else StartingHead(options.start_from)
     work = options.out / "training"
     work.mkdir(parents=True, exist_ok=True)
     sequences = read_sequences(options, work, show_progress)
     held_out = sequences[-min(_MAX_HELD_OUT, len(sequences) // 8) :]
     sequences = sequences[: len(sequences) - len(held_out)]
     target = Target(options.model, options.sequence_tokens, tap_layers(options, len(spec.layers)))
-    head = build_head(target, options, _draft_ids(options, sequences, target.spec.vocab_size))
+    draft_ids = _draft_ids(options, sequences, target.spec.vocab_size) if start is None else start.draft_ids
+    head = build_head(target, options, draft_ids or range(target.spec.vocab_size))
     _check_readable(options, head, target)
+    if start is not None:
+        start.load_into(head)
     optimizers = _make_optimizers(head, options)
     progress = _resume(work / "state.pt", head, optimizers)
     _run(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.contracts.kv_spec import KvSpec
@@ -180,3 +181,27 @@ def test_too_little_text_is_refused(tiny_model, tmp_path):
     wanted.text.write_text("few words")
     with pytest.raises(ConfigError, match="too few"):
         loop.train_draft(wanted, show_progress=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_is_trained_further(tiny_model, tmp_path, kind, clock, monkeypatch):
+    first = loop.train_draft(options(tiny_model, tmp_path, kind, num_sequences=16, minutes=0.05), show_progress=False)
+    other_text = options(tiny_model, tmp_path, kind, out=tmp_path / "more", draft_vocab_size=None, start_from=str(first.folder))
+    other_text.text.write_text(WORDS[::-1] * 60)  # whose most frequent tokens are others
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_run", lambda *args: args[-1].close())
+        same = loop.train_draft(other_text, show_progress=False)
+    stored, found = (load_file(folder / "model.safetensors") for folder in (first.folder, same.folder))
+    assert stored.keys() == found.keys()
+    assert all(torch.equal(stored[name], found[name]) for name in stored)
+    more = load_file(loop.train_draft(other_text, show_progress=False).folder / "model.safetensors")
+    assert any(not torch.equal(stored[name], more[name]) for name in stored)
+
+
+def test_a_head_of_other_shapes_is_not_trained_further(tiny_model, tmp_path, clock):
+    first = loop.train_draft(options(tiny_model, tmp_path, "medusa", minutes=0.02), show_progress=False)
+    changes = {"out": tmp_path / "more", "draft_vocab_size": None, "start_from": str(first.folder)}
+    with pytest.raises(ConfigError, match=r"start_from: these options need a tensor blocks\.3\.\S+ \[\d+, \d+\], .* has none"):
+        loop.train_draft(options(tiny_model, tmp_path, "medusa", num_steps_ahead=4, **changes), show_progress=False)
+    with pytest.raises(ConfigError, match="draft_vocab_size cannot be chosen beside start_from"):
+        options(tiny_model, tmp_path, "medusa", **{**changes, "draft_vocab_size": 50})

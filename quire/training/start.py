@@ -1,0 +1,45 @@
+"""What a training starts from: the head of another run, in place of fresh weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import ConfigError
+from quire.model.heads.stored import HeadFolder
+from quire.model.resolve import resolve_model
+
+
+class StartingHead:
+    """A stored head of the layout that training writes. Raises ConfigError or ModelFormatError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tensors: Mapping[str, Tensor] = HeadFolder.open(resolve_model(name)).tensors
+
+    @property
+    def draft_ids(self) -> list[int] | None:
+        """The tokens that it drafts, where these are some of the model's; None: all."""
+        if "t2d" in self._tensors:
+            return self._tensors["t2d"].nonzero().flatten().tolist()
+        return self._tensors["token_map"].tolist() if "token_map" in self._tensors else None
+
+    @torch.no_grad()
+    def load_into(self, head: Any) -> None:
+        """Give a head in training these weights."""
+        parameters = dict(head.named_parameters())
+        for name, tensor in head.tensors().items():
+            stored = self._tensors.get(name)
+            if stored is None or stored.shape != tensor.shape:
+                found = "none of that name" if stored is None else list(stored.shape)
+                raise ConfigError(
+                    f"start_from: these options need a tensor {name} {list(tensor.shape)}, {self._name} has {found}: "
+                    "give the kind and the options that it was trained with"
+                )
+            if tensor.is_floating_point():
+                parameters[name.removeprefix("mtp.")].copy_(stored)
+            elif not torch.equal(stored, tensor):
+                raise ConfigError(f"start_from: {self._name} says {name} in another way than heads that are trained here")
