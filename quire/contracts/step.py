@@ -104,9 +104,9 @@ class StepResult:
     logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
     errors: dict[SequenceId, str]
-    pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=dict[SequenceId, tuple[float, ...]])
-    verified: dict[SequenceId, tuple[int, int]] = field(default_factory=dict[SequenceId, tuple[int, int]])
-    draft_wishes: dict[SequenceId, int] = field(default_factory=dict[SequenceId, int])
+    pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=lambda: {})
+    verified: dict[SequenceId, tuple[int, int]] = field(default_factory=lambda: {})
+    draft_wishes: dict[SequenceId, int] = field(default_factory=lambda: {})
     completed: frozenset[SequenceId] = frozenset()
     late: frozenset[SequenceId] = frozenset()
     caught_up: tuple[SequenceId, ...] = ()

@@ -19,6 +19,7 @@ from quire.kv.pool import KvPool
 from quire.model.native_angles import NativeAngles
 from quire.model.native_model import NativeModelBuilder
 from quire.model.native_weights import NativeWeight
+from quire.model.reused_rows import ReusedRows
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Narrow, Parameter, StoredParameter
 
@@ -57,6 +58,7 @@ class NativeDecoder:
         self._kv: KvPool | None = None
         self._hidden_rows: list[int] = []
         self._num_kept = 0
+        self._rows_out = ReusedRows()
         self._logits = np.empty(0, np.float32)
         self._no_logits = torch.empty(0, spec.vocab_size)
         self._process = os.getpid()
@@ -222,8 +224,9 @@ class NativeDecoder:
         self._plan.keep_inputs(list(layers))
 
     def layer_inputs(self, rows: Sequence[int]) -> Tensor:
-        """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
-        found = torch.empty(len(rows), self._num_kept * self.spec.hidden_size)
+        """Return the kept inputs [R or more, layers * hidden_size] f32 of R rows of the last step's tokens; what is held is
+        left alone, see ReusedRows."""
+        found = self._rows_out.take(len(rows), self._num_kept * self.spec.hidden_size)
         self._plan.layer_inputs(list(rows), found.data_ptr())
         return found
 
@@ -244,12 +247,14 @@ class NativeDecoder:
 
     def hidden_states(self, first: int, last: int) -> Tensor:
         """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
-        return self.final_states(self._hidden_rows[first:last])
+        hidden = torch.empty(last - first, self.spec.hidden_size)
+        self._plan.hidden_states(self._hidden_rows[first:last], hidden.data_ptr())
+        return hidden
 
     def final_states(self, places: Sequence[int]) -> Tensor:
-        """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last step: the indices of
-        tokens where it kept all, else places in its logit_rows."""
-        hidden = torch.empty(len(places), self.spec.hidden_size)
+        """Return the hidden states [R or more, hidden_size] f32, after the final norm, of R rows of the last step: the indices
+        of tokens where it kept all, else places in its logit_rows; what is held is left alone, see ReusedRows."""
+        hidden = self._rows_out.take(len(places), self.spec.hidden_size)
         self._plan.hidden_states(list(places), hidden.data_ptr())
         return hidden
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +33,7 @@ class TreePlaces:
     ancestors: NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRuns:
+class TokenRuns(NamedTuple):
     """Runs of tokens of S sequences, one run after the other. Plain lists: the native kernels take them as they are.
 
     starts     S + 1 offsets: sequence s owns token_ids [starts[s], starts[s + 1]), at least one

@@ -218,6 +218,14 @@ class SamplingRow:
             if self.output_counts is not None:
                 self.output_counts.add(token_id)
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens of the sequence."""
+        if self.is_plain:
+            self.output_token_ids += token_ids
+            return
+        for token_id in token_ids:
+            self.append(token_id)
+
     def forbidden_ids(self) -> list[int]:
         """Return the tokens that min_tokens forbids at the next position.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -32,8 +31,7 @@ class BlockCache(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ChainOrder:
+class ChainOrder(NamedTuple):
     """What is to be drafted behind runs of known tokens.
 
     runs         the tokens to compute, see TokenRuns; the block tables have room for the drafts

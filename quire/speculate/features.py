@@ -25,11 +25,14 @@ class FeatureRun(NamedTuple):
         return self if 2 * self.count >= len(self.features) else FeatureRun(self.rows().clone(), 0, self.count)
 
 
-def join(runs: Sequence[FeatureRun]) -> Tensor:
-    """Return the rows of all runs, one after the other: no copy where they stand so already, as those of one step do."""
+def join(runs: Sequence[FeatureRun], may_go_on: bool = False) -> Tensor:
+    """Return the rows of all runs, one after the other: no copy where they stand so already, as those of one step do.
+
+    may_go_on: other rows may stand behind these, which saves a tensor
+    """
     features, first, end = runs[0].features, runs[0].first, runs[0].first
     for run in runs:
         if run.features is not features or run.first != end:
             return torch.cat([run.rows() for run in runs])
         end += run.count
-    return features if first == 0 and end == features.size(0) else features[first:end]
+    return features if first == 0 and (may_go_on or end == features.size(0)) else features[first:end]

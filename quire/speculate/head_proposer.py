@@ -157,7 +157,7 @@ class HeadProposer(Proposer):
         runs, features = _waiting(sequences, memos)
         origins = [memo.start for memo in memos]
         if self._trees is not None:
-            first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
+            first = self._first_pass(runs, origins, counts, features)
             drafts = self._trees.draft(sequences, counts, first)
         else:
             drafts = [Draft.chain(tuple(tokens)) for tokens in self._draft_chains(sequences, counts, runs, features)]
@@ -172,12 +172,15 @@ class HeadProposer(Proposer):
         origins = [sequence.memo.start for sequence in sequences]
         if self._drafter is not None:
             rows, lengths = [one.sampling for one in sequences], [len(one.token_ids) for one in sequences]
-            return self._drafter.draft_chains(ChainOrder(runs, origins, counts, rows, lengths, self._min_share), features)
+            order = ChainOrder(runs, origins, counts, rows, lengths, self._min_share)
+            return self._drafter.draft_chains(order, features[: runs.starts[-1]])
         model = self._model
         if all(sequence.sampling.is_greedy for sequence in sequences):
             return model.draft(runs, origins, self._kv, features, counts, self._min_share)
-        first = HeadPass(*runs.tensors(self._block_size, origins, counts), features.contiguous())
-        return self._draw(model, sequences, counts, first)
+        return self._draw(model, sequences, counts, self._first_pass(runs, origins, counts, features))
+
+    def _first_pass(self, runs: TokenRuns, origins: list[int], counts: list[int], features: Tensor) -> HeadPass:
+        return HeadPass(*runs.tensors(self._block_size, origins, counts), features[: runs.starts[-1]].contiguous())
 
     def _draw(self, model: HeadModel, sequences: list[DraftedSequence], counts: list[int], first: HeadPass) -> list[list[int]]:
         """Draft with the noise that the verifier will use, a pass at a time."""
@@ -216,7 +219,7 @@ class HeadProposer(Proposer):
 
 
 def _waiting(sequences: Sequence[DraftedSequence], memos: Sequence[_Memo]) -> tuple[TokenRuns, Tensor]:
-    """Return the places that wait, of all sequences one after the other, and their features."""
+    """Return the places that wait, of all sequences one after the other, and their features, which may be more rows."""
     token_ids: list[int] = []
     starts, ends = [0], []
     waiting: list[FeatureRun] = []
@@ -227,4 +230,4 @@ def _waiting(sequences: Sequence[DraftedSequence], memos: Sequence[_Memo]) -> tu
         ends.append(end)
         waiting += memo.waiting
     tables, addresses = [sequence.table for sequence in sequences], [memo.address for memo in memos]
-    return TokenRuns(token_ids, starts, ends, tables, addresses), join(waiting)
+    return TokenRuns(token_ids, starts, ends, tables, addresses), join(waiting, may_go_on=True)

@@ -59,7 +59,6 @@ class MedusaProposer(Proposer):
         self._num_heads = min(model.num_heads, depth)
         self._top_k = min(top_k, model.vocab_size)
         self._vocabulary = None if vocabulary is None else vocabulary.long()
-        self._token_ids: list[int] | None = None if vocabulary is None else vocabulary.tolist()
         self._num_nodes = sum(self._top_k ** (1 + index) for index in range(self._num_heads))
 
     def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
@@ -80,13 +79,11 @@ class MedusaProposer(Proposer):
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
         count = min(self._num_heads, max(count for _, count in wanted))
-        hidden = join([sequence.memo.hidden for sequence, _ in wanted])
+        hidden = join([sequence.memo.hidden for sequence, _ in wanted], may_go_on=True)
         if self._top_k > 1 or self._choices is not None:
-            return self._grow(self._model.speak(hidden, count), [limit for _, limit in wanted])
-        best, ids = self._model.best(hidden, count), self._token_ids
-        if ids is not None:
-            best = [[ids[token] for token in line] for line in best]
-        return [Draft.chain(tuple([line[row] for line in best[:limit]])) for row, (_, limit) in enumerate(wanted)]
+            return self._grow(self._model.speak(hidden[: len(wanted)], count), [limit for _, limit in wanted])
+        best = self._model.best(hidden, len(wanted), count)
+        return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(best, wanted, strict=True)]
 
     def _grow(self, said: Tensor, limits: list[int]) -> list[Draft]:
         """Return for each sequence its tree, from the logits [heads, S, V']: the chosen one, or the likeliest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -55,8 +56,7 @@ class _Followed:
     record: AcceptanceRecord
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """Drafts of a sequence in a step: how many the proposer was asked for and took time for, and whether the first is in."""
 
     num_asked: int
@@ -215,20 +215,26 @@ class Speculator:
         if wanted and self._proposer is not None:
             drafts = self._proposer.propose([(self._followed[key].sequence, count) for key, count in wanted.items()])
             found = dict(zip(wanted, drafts, strict=True))
+        kept: dict[SequenceId, Draft] = {}
         for sequence_id, count in slots.items():
-            draft, forced = found.get(sequence_id, _NONE), self._forced.of(sequence_id)
-            fitting = fit_draft(self._followed[sequence_id].sequence.sampling, draft, forced, count)
-            num_asked = wanted.get(sequence_id, 0) if self._stops_early else len(draft)
+            draft = fitting = found.get(sequence_id, _NONE)
+            num_tokens = len(draft.tokens)
+            is_in = num_tokens > 0
+            if sequence_id in self._constrained:
+                sampling = self._followed[sequence_id].sequence.sampling
+                fitting = fit_draft(sampling, draft, self._forced.of(sequence_id), count)
+                is_in = is_in and fitting.tokens[:1] == draft.tokens[:1]
+            num_asked = wanted.get(sequence_id, 0) if self._stops_early else num_tokens
             if num_asked > 0:
                 # Those that a constraint does not take were made in vain, but made.
-                is_in = len(draft) > 0 and fitting.tokens[:1] == draft.tokens[:1]
-                count = num_asked if self._leaves_out else len(draft)
-                self._drafted[sequence_id] = _Made(num_asked, count, is_in)
-            found[sequence_id] = fitting
-        self._num_drafts = sum([made.num_asked for made in self._drafted.values()])
-        self._num_made = sum([made.count for made in self._drafted.values()])
-        self._drafts = {sequence_id: draft for sequence_id, draft in found.items() if len(draft) > 0}
-        return self._drafts
+                num_made = num_asked if self._leaves_out else num_tokens
+                self._drafted[sequence_id] = _Made(num_asked, num_made, is_in)
+                self._num_drafts += num_asked
+                self._num_made += num_made
+            if fitting.tokens:
+                kept[sequence_id] = fitting
+        self._drafts = kept
+        return kept
 
     def _will_tell(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> bool:
         """Return whether a step will tell what drafts cost, as far as is known: it has some, and nothing else happens in it."""

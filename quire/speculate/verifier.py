@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,8 +27,7 @@ _MAX_DRAWN_ELEMENTS = 1 << 18
 _NO_ERRORS: Mapping[int, str | None] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A sequence whose next tokens are sought.
 
     first_draft_row  row of the logits behind draft token 0; those of the others follow
@@ -57,9 +57,9 @@ class Walk:
     path      the indices of those draft tokens
     """
 
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
-    path: list[int] = field(default_factory=list[int])
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -156,7 +156,8 @@ def walk_drawn(
     for first_row, candidate, walk in zip(rows, candidates, walks, strict=True):
         tokens, path, draft, sampling = walk.tokens, walk.path, candidate.draft, candidate.sampling
         if sampling.matcher is None and not errors and draft.is_chain:
-            _walk_chain(drawn, candidate, first_row, walk)
+            walk.tokens = match_chain(drawn, first_row, candidate.first_draft_row, candidate.request, sampling, draft)
+            walk.path = list(range(len(walk.tokens) - 1))
             continue
         node, row = ROOT, first_row
         while True:
@@ -175,20 +176,27 @@ def walk_drawn(
     return walks
 
 
-def _walk_chain(drawn: Sequence[int], candidate: Candidate, row: int, walk: Walk) -> None:
-    """As walk_drawn, along a chain that nothing constrains: its rows follow one another, and an ending token is sought once."""
-    drafted, first, sampling = candidate.draft.tokens, candidate.first_draft_row, candidate.sampling
-    endings, least = candidate.request.ending_token_ids, candidate.request.params.min_tokens
-    tokens = walk.tokens
-    for index in range(len(drafted) + 1):
-        token_id = drawn[row if index == 0 else first + index - 1]
-        tokens.append(token_id)
-        sampling.append(token_id)
-        if index == len(drafted) or drafted[index] != token_id:
+def match_chain(drawn: Sequence[int], row: int, first: int, request: Request, sampling: SamplingRow, draft: Draft) -> list[int]:
+    """Return the next tokens of a sequence without a constraint that drafts a chain, from what was drawn behind it; see verify.
+
+    All but the last are its first drafts. They are given to its sampling state.
+
+    drawn  [R]
+    row    of these, that behind its last known token; first: that behind its first draft, where those of the others follow
+    """
+    drafted, endings = draft.tokens, request.ending_token_ids
+    tokens = [drawn[row], *drawn[first : first + len(drafted)]]
+    least, count = request.params.min_tokens - sampling.num_output_tokens, 0
+    for token_id in drafted:
+        if tokens[count] != token_id:
             break
-        if token_id in endings and sampling.num_output_tokens >= least:
+        count += 1
+        if token_id in endings and count >= least:
+            count -= 1  # nothing comes behind it
             break
-        walk.path.append(index)
+    del tokens[count + 1 :]
+    sampling.extend(tokens)
+    return tokens
 
 
 def _fail(walk: Walk, error: str | None) -> None:

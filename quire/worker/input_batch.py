@@ -72,8 +72,7 @@ class PooledRun:
     is_complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(NamedTuple):
     """The tokens of one step.
 
     rows          the sequences of the step, in batch order

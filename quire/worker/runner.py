@@ -44,7 +44,7 @@ from quire.worker.drafting import DraftingRunner, candidates_of, known_tokens, l
 from quire.worker.input_batch import NO_DRAFTS, InputBatch, Row, StepInput
 from quire.worker.memory import check_fits, cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
-from quire.worker.sampled_results import take_best, take_sampled, take_walks
+from quire.worker.sampled_results import take_best, take_matches, take_sampled, take_walks
 
 logger = get_logger(__name__)
 
@@ -223,7 +223,9 @@ class ModelRunner(DraftingRunner):
         if late:
             rows, kept = self._batch.leave_out(step, late)
             sampled = logits[kept]
-        if drafts:
+        if drafts and best is not None and self._speculator.typical is None and step.runs.trees is None:
+            result = take_matches(plan.step_id, step, best, found_logprobs, paths)
+        elif drafts:
             walks = verify(sampled, candidates_of(rows, drafts, masks), self._speculator.typical, best)
             result = take_walks(plan.step_id, self._batch, step, rows, walks, found_logprobs, paths)
             moves = self._batch.take_moves()

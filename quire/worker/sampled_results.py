@@ -8,8 +8,11 @@ from dataclasses import replace
 from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult, TokenLogprobs
 from quire.sampling.sampler import Sampled
-from quire.speculate.verifier import Walk
+from quire.speculate.draft import Draft
+from quire.speculate.verifier import Walk, match_chain
 from quire.worker.input_batch import UNKNOWN, InputBatch, Row, StepInput
+
+_NO_DRAFT = Draft()
 
 PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
 
@@ -78,6 +81,38 @@ def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], pr
         if outcome.logprobs is not None:
             logprobs[sequence_id] = (outcome.logprobs,)
     return StepResult(step_id, sampled, logprobs, dict(prompt_logprobs), errors, completed=frozenset(completed))
+
+
+def take_matches(
+    step_id: int,
+    step: StepInput,
+    best: Sequence[int],
+    prompt_logprobs: PromptLogprobs,
+    paths: dict[SequenceId, tuple[int, ...]],
+) -> StepResult:
+    """Give the rows of a step that get a token the best ones, along drafts without branches: as take_walks, where rows ask for
+    nothing else and every token is fine.
+
+    best  [R] of the step's logit_rows
+    """
+    sampled: dict[SequenceId, tuple[int, ...]] = {}
+    verified: dict[SequenceId, tuple[int, int]] = {}
+    drafts, first = step.drafts, len(step.ready)
+    for index, row in enumerate(step.ready):
+        start = row.start
+        sequence_id = start.sequence_id
+        draft = drafts.get(sequence_id, _NO_DRAFT)
+        num_drafts = len(draft.tokens)
+        tokens = match_chain(best, index, first, start.request, row.sampling, draft)
+        first += num_drafts
+        num_accepted = len(tokens) - 1
+        row.token_ids += tokens
+        row.num_computed_tokens += num_accepted
+        sampled[sequence_id] = tuple(tokens)
+        paths[sequence_id] = tuple(range(num_accepted))
+        if num_drafts > 0:
+            verified[sequence_id] = (num_drafts, num_accepted)
+    return StepResult(step_id, sampled, {}, dict(prompt_logprobs), {}, verified=verified)
 
 
 def take_walks(

@@ -184,7 +184,7 @@ class Scheduler:
                 prefilling.append((sequence, num_left))
         for sequence in decoding:
             self._schedule_running(draft, sequence, 1, launched)
-        for is_background in (False, True):
+        for is_background in (False, True) if prefilling or len(self.waiting) > 0 else ():
             for sequence, num_left in prefilling:
                 if sequence.request.is_background is is_background:
                     self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
@@ -194,10 +194,11 @@ class Scheduler:
             give_draft_slots(draft, self.kv, len(self.running))
         if draft.is_empty and (launched or not any(sequence.is_late for sequence in self.running)):
             return None
-        plan = draft.build(next(self._step_ids), tuple(self._ended))
+        unknown = draft.unknown_sequences
+        plan = draft.build(next(self._step_ids), tuple(self._ended), unknown)
         self.in_flight.begin(plan)
         self._ended.clear()
-        for sequence in draft.unknown_sequences:
+        for sequence in unknown:
             sequence.is_known = True
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now

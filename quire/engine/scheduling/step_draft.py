@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth
@@ -36,9 +38,9 @@ class StepDraft:
         return not self._sequences
 
     @property
-    def sequences(self) -> tuple[Sequence, ...]:
+    def sequences(self) -> Iterable[Sequence]:
         """The sequences in the step, in batch order."""
-        return tuple(self._sequences.values())
+        return self._sequences.values()
 
     @property
     def unknown_sequences(self) -> list[Sequence]:
@@ -74,7 +76,7 @@ class StepDraft:
             self._growths.pop(sequence_id, None)
             self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
 
-    def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
+    def build(self, step_id: int, ended: tuple[SequenceId, ...], unknown: list[Sequence]) -> StepPlan:
         """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
         new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}
         replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] = {}
@@ -90,7 +92,7 @@ class StepDraft:
         return StepPlan(
             step_id=step_id,
             num_scheduled_tokens=self._num_tokens,
-            starts=tuple([_start(sequence) for sequence in self.unknown_sequences]),
+            starts=tuple([_start(sequence) for sequence in unknown]),
             new_block_ids=new_block_ids or None,
             replaced_blocks=replaced_blocks or None,
             block_copies=tuple(block_copies),

@@ -119,7 +119,7 @@ class NativeHead(NativeDecoder):
 
         runs      of tokens i + 1 at the places i; the block tables have room for counts[s] - 1 tokens more
         origins   places, starts of blocks, from which on each sequence is seen
-        features  [T, feature_size] f32
+        features  [T or more, feature_size] f32
         """
         self._bind(kv)
         vocabulary = self._vocabulary

@@ -29,9 +29,10 @@ class ParallelModel:
             raise UnsupportedError("speculative_config: quantization of heads needs the native kernels, which are not there")
         self.num_heads, self.vocab_size = len(head.heads), len(head.heads[0])
         self._head = None if native is not None else head
-        self._native = native
         self._heads: Any = None
         self._logits = torch.empty(0)
+        self._vocabulary = None if head.vocabulary is None else head.vocabulary.to(torch.int32).contiguous()
+        self._token_ids: list[int] | None = None if head.vocabulary is None else head.vocabulary.tolist()
         if native is not None:
             packer = WeightPacker(native, head.heads[0].dtype)
             inner, outer = (None, None) if policy is None else (policy.linears, policy.head)
@@ -53,14 +54,18 @@ class ParallelModel:
         )
         return self._logits[:size].view(count, len(hidden), self.vocab_size)
 
-    def best(self, hidden: Tensor, count: int) -> list[list[int]]:
-        """Return the best outputs of the first `count` heads, [count][S]; any where there is none."""
-        said, num_rows = self.speak(hidden, count), len(hidden)
-        if self._native is None:
-            return said.argmax(-1).tolist()
-        size = self.vocab_size
-        best = self._native.best_tokens(said.data_ptr(), size, count * num_rows, size, torch.get_num_threads())
-        return [[max(token, 0) for token in best[row : row + num_rows]] for row in range(0, len(best), num_rows)]
+    def best(self, hidden: Tensor, num_rows: int, count: int) -> list[list[int]]:
+        """Return the best tokens of the first `count` heads, [S][count], as the model counts them; any where there is none.
+
+        hidden  [S or more, H] f32, contiguous, of which the first num_rows = S are read
+        """
+        if self._heads is not None:
+            places = 0 if self._vocabulary is None else self._vocabulary.data_ptr()
+            threads = torch.get_num_threads()
+            return self._heads.best(hidden.data_ptr(), hidden.shape[1], num_rows, count, places, threads)
+        found: list[list[int]] = self.speak(hidden[:num_rows], count).argmax(-1).T.tolist()
+        ids = self._token_ids
+        return found if ids is None else [[ids[token] for token in line] for line in found]
 
 
 def _quantized(weight: Tensor, scheme: Scheme | None) -> Tensor | QuantizedWeight:

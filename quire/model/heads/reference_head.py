@@ -95,8 +95,10 @@ class ReferenceHead:
 
         runs      of tokens i + 1 at the places i; the block tables have room for counts[s] - 1 tokens more
         origins   places, starts of blocks, from which on each sequence is seen
+        features  [T or more, feature_size] f32
         """
         token_ids, positions, step = runs.tensors(kv.spec.block_size, origins, [count - 1 for count in counts])
+        features = features[: len(token_ids)]
         last = [start - 1 for start in step.query_starts[1:]]
         first_lengths, count, size = list(step.context_lens), len(last), kv.spec.block_size
         lengths = first_lengths

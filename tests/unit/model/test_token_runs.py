@@ -145,9 +145,9 @@ def test_torch_runs_what_is_known_to_be_right(tiny_model):
 def test_final_states_are_those_of_rows_or_of_places_with_logits(decoder):
     kv = pool(decoder)
     decoder.run(runs_of(PROMPTS), kv, [19, 22])
-    few = decoder.final_states([1, 0]).clone()
+    few = decoder.final_states([1, 0])[:2].clone()
     decoder.run(runs_of(PROMPTS), pool(decoder), [19, 22], keeps_all=True)
-    assert torch.equal(few, decoder.final_states([22, 19]))
+    assert torch.equal(few, decoder.final_states([22, 19])[:2])
 
 
 @needs_native

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import head_checkpoints as heads
 import pytest
@@ -338,7 +339,11 @@ def test_medusa_finds_the_best_outputs_of_its_heads(tiny_model, tmp_path):
     hidden = torch.randn(5, heads.HIDDEN, generator=torch.Generator().manual_seed(3))[1:]
     for module in (load_native(), None):
         model = ParallelModel(head, module)
-        assert model.best(hidden, 2) == model.speak(hidden, 2).argmax(-1).tolist()
+        best = model.speak(hidden, 2).argmax(-1).T
+        assert model.best(hidden, 4, 2) == best.tolist()
+        assert model.best(hidden, 3, 2) == best[:3].tolist()
+        named = ParallelModel(replace(head, vocabulary=torch.arange(model.vocab_size, dtype=torch.int32) * 2 + 1), module)
+        assert named.best(hidden, 4, 2) == (best * 2 + 1).tolist()
 
 
 @needs_native

@@ -188,7 +188,11 @@ void bind_heads(nb::module_& m) {
         .def("speak", [](const ParallelHeads& heads, uintptr_t hidden, i64 stride, i32 num_rows, i32 count, uintptr_t logits, int num_threads) {
             heads.speak(reinterpret_cast<const float*>(hidden), stride, num_rows, count, reinterpret_cast<float*>(logits), num_threads);
         }, "hidden"_a, "stride"_a, "num_rows"_a, "count"_a, "logits"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>(),
-            "Write the logits [count][num_rows][vocab] of the first heads.");
+            "Write the logits [count][num_rows][vocab] of the first heads.")
+        .def("best", [](const ParallelHeads& heads, uintptr_t hidden, i64 stride, i32 num_rows, i32 count, uintptr_t vocabulary, int num_threads) {
+            return heads.best(reinterpret_cast<const float*>(hidden), stride, num_rows, count, reinterpret_cast<const i32*>(vocabulary), num_threads);
+        }, "hidden"_a, "stride"_a, "num_rows"_a, "count"_a, "vocabulary"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Return the best tokens [num_rows][count] of the first heads, by vocabulary [vocab] i32 those of the model; 0: they are.");
     m.def("best_tokens", [](uintptr_t logits, i64 stride, i32 num_rows, i32 vocab, int num_threads) {
         std::vector<i32> found(num_rows);
         best_tokens(kernels(), reinterpret_cast<const float*>(logits), stride, num_rows, vocab, num_threads, found.data());

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "plan.h"
+
 namespace quire {
 
 namespace {
@@ -95,6 +97,24 @@ void ParallelHeads::speak(const float* hidden, i64 stride, i32 num_rows, i32 cou
     }
     Call call = {table, linears, hidden, stride, num_rows, x, added, logits};
     run_team(num_threads, body, &call);
+}
+
+std::vector<std::vector<i32>> ParallelHeads::best(const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const {
+    // Kept from call to call, as fresh pages cost as much as a head. One per calling thread.
+    thread_local std::vector<float> logits;
+    const size_t num_said = static_cast<size_t>(std::max(count, 0)) * std::max(num_rows, 0);
+    if (logits.size() < num_said * vocab()) logits.resize(num_said * vocab());
+    speak(hidden, stride, num_rows, count, logits.data(), num_threads);
+    std::vector<i32> tokens(num_said);
+    best_tokens(kernels(), logits.data(), vocab(), static_cast<i32>(num_said), vocab(), num_threads, tokens.data());
+    std::vector<std::vector<i32>> found(num_rows, std::vector<i32>(count));
+    for (i32 row = 0; row < num_rows; ++row) {
+        for (i32 h = 0; h < count; ++h) {
+            const i32 token = std::max(tokens[h * num_rows + row], 0);
+            found[row][h] = vocabulary == nullptr ? token : vocabulary[token];
+        }
+    }
+    return found;
 }
 
 }  // namespace quire

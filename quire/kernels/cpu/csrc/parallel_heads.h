@@ -14,6 +14,9 @@ public:
     void add(std::vector<std::shared_ptr<NativeWeight>> blocks, std::shared_ptr<NativeWeight> output);
     // What the first `count` heads say of rows of hidden values: [count][num_rows][vocab].
     void speak(const float* hidden, i64 stride, i32 num_rows, i32 count, float* logits, int num_threads) const;
+    // The best token that each of them says behind every row: [num_rows][count]. Where there is none, token 0. vocabulary: of each of
+    // the heads' tokens the model's, or null.
+    std::vector<std::vector<i32>> best(const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const;
 
     i32 vocab() const { return heads_.empty() ? 0 : heads_[0].output->weight.n; }
 
