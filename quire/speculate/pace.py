@@ -23,9 +23,9 @@ _GAIN_TO_CHANGE = 1.01
 _FEW_PLAIN = _FEW_NOTED = 4
 _FED_BEFORE_WAKING = 32
 """Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
-_STEPS_BETWEEN_DECISIONS = 8
-_CALM_BALANCE = 12.0
-"""Of accounts, so that drafts will hardly end before the next decision."""
+_STEPS_BETWEEN_DECISIONS, _STEPS_IN_LONG_CALM = 8, 16
+_CALM_BALANCE, _LONG_CALM_BALANCE = 12.0, 24.0
+"""Of accounts, so that drafts will hardly end before the next decision. A decision costs a tenth of a small model's step."""
 _FLOOR_SLACK = 0.9
 _PROBING_SHARE, _PLAIN_PROBING_SHARE = 0.003, 0.003
 _PROBES: tuple[_Probe, ...] = ("fewer", "more", "fewer", "most")
@@ -97,6 +97,7 @@ class Pace:
         self._was_awake, self._num_alike = True, 0  # whether drafts were sought then, and for how many steps
         self._num_sequences, self._num_offered = 0, 0  # at the last decision
         self._best = 0  # drafts in all
+        self._has_kept_best = False  # at the last decision
         self._floor = 2.0  # the least share for which a draft is taken
         self._steps_to_decision = 0
 
@@ -315,6 +316,9 @@ class Pace:
         if is_open or self._best == 0 or min(self._account.balance, self._lone.balance) < _CALM_BALANCE:
             return 0
         num_steps, self._steps_to_decision = self._steps_to_decision, 0
+        if num_steps == _STEPS_BETWEEN_DECISIONS and self._has_kept_best:
+            is_long = min(self._account.balance, self._lone.balance) >= _LONG_CALM_BALANCE
+            return _STEPS_IN_LONG_CALM if is_long else num_steps
         return max(0, num_steps)
 
     def _try(self, shares: list[list[float]]) -> list[int]:
@@ -344,7 +348,8 @@ class Pace:
             return
         self._steps_to_decision, self._num_offered = _STEPS_BETWEEN_DECISIONS, len(ranked)
         ratio = self._usual_ratio(num_sequences)
-        self._best = self._best_count(num_sequences, ranked, ratio)
+        best = self._best_count(num_sequences, ranked, ratio)
+        self._has_kept_best, self._best = best == self._best, best
         # Shares move a little until the next decision.
         self._floor = _FLOOR_SLACK * ranked[self._best - 1]
         self._plan_probe(num_sequences, ranked, ratio)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from quire.speculate.pace import STEPS_TO_SETTLE_AWAKE, Pace
 from quire.speculate.records import AcceptanceRecord
+from quire.speculate.step_times import Kind
 
 
 class PooledPace(Pace):
@@ -73,9 +74,12 @@ class PooledPace(Pace):
     def _note_alike(self, steps: Sequence[tuple[int, float, int | None, int]]) -> float:
         """Note what steps with drafts took; return that in plain steps."""
         took, plain_s = 0.0, self._times.usual_s(("plain", 1)) or 1.0
+        usual: dict[Kind, float | None] = {}
         for num_drafts, duration_s, num_made, _ in steps:
             kind = self._kind(1, num_drafts, num_drafts if num_made is None else num_made)
-            took += self._fit(duration_s / plain_s, num_drafts, self._usual_of(kind, plain_s))
+            if kind not in usual:
+                usual[kind] = self._usual_of(kind, plain_s)
+            took += self._fit(duration_s / plain_s, num_drafts, usual[kind])
             self._num_alike += 1
             if self._num_alike >= STEPS_TO_SETTLE_AWAKE:
                 self._times.note(kind, duration_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -176,7 +177,8 @@ class ModelRunner(DraftingRunner):
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
         self._constrained = ConstrainedRows()
-        self._inference = torch.inference_mode()  # made once: beside a small model a step takes it for long enough to count
+        # Nothing asks for gradients here; torch is spared to look out for some, where it is what computes.
+        self._inference = nullcontext() if isinstance(decoder, NativeDecoder) else torch.inference_mode()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
