@@ -183,8 +183,10 @@ class NativeDecoder:
         needs_logits  False, beside wants_best: the logits may be empty where every row has a best token
         """
         self.prepare(kv, max(runs.ends))
-        wanted = logit_rows if not hidden_rows else logit_rows + hidden_rows
-        self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
+        wanted = logit_rows
+        if hidden_rows:
+            wanted = logit_rows + hidden_rows
+            self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
         is_best_alone = wants_best and not needs_logits and self._plan.has_plain_logits
         logits, trees = self._no_logits if is_best_alone else self._new_logits(len(logit_rows)), runs.trees
         places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))

@@ -69,6 +69,7 @@ class SamplingRow:
     needs_logprob        the log probability of the chosen token is asked for
     lists_allowed        the most likely tokens are to be those that token_mask allows
     edits_logits         whether a processor changes the logits of this row, now or at some later position
+    ending_token_ids     the request's, made once
     matcher              where a constrained output stands in its grammar, None without a constraint
     grammar_ending_ids   the tokens that may end such an output, where its grammar lets it end
     grammar              the constraint of the request
@@ -83,6 +84,7 @@ class SamplingRow:
         "bias_values",
         "edits_logits",
         "ending_ids",
+        "ending_token_ids",
         "grammar",
         "grammar_ending_ids",
         "grammar_error",
@@ -119,6 +121,7 @@ class SamplingRow:
         self.log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
         self.needs_logprob = params.needs_logprob
         self.lists_allowed = request.lists_allowed
+        self.ending_token_ids = request.ending_token_ids
         self._prepare_masks(request)
         self.repetition_penalty = min(max(params.repetition_penalty, _MIN_PENALTY), _MAX_PENALTY)
         self.known_counts = TokenCounts(self._in_vocabulary(token_ids)) if params.repetition_penalty != 1 else None

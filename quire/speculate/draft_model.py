@@ -156,7 +156,7 @@ class DraftModelProposer(Proposer):
         """Return how many tokens the blocks hold from the start without a gap."""
         total, size = 0, self._block_size
         for block_id in sequence.table[: -(-len(sequence.token_ids) // size)].tolist():
-            filled = int(self._filled.counts[block_id])
+            filled = self._filled.counts[block_id]
             total += filled
             if filled < size:
                 break

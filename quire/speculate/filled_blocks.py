@@ -13,28 +13,30 @@ class FilledBlocks:
     """Counts, from the start of each block, the slots that hold something of the tokens which the block holds now.
 
     kv      where it is kept
-    counts  [num_blocks] i64
+    counts  of every block
     """
 
     def __init__(self, kv: BlockCache) -> None:
         self._kv, self._block_size = kv, kv.spec.block_size
-        self.counts = np.zeros(kv.num_blocks, dtype=np.int64)
+        self.counts = [0] * kv.num_blocks  # a list, as they are looked at one by one
 
     def clear(self) -> None:
         """Count nothing as filled."""
-        self.counts[:] = 0
+        self.counts = [0] * len(self.counts)
 
     def apply(self, plan: StepPlan) -> None:
         """Take in which blocks got other tokens, and copy those that the plan copies."""
         filled = self.counts
-        kept = [int(filled[source]) for source, _ in plan.block_copies]
+        kept = [filled[source] for source, _ in plan.block_copies]
         for start in plan.starts:
             for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):
                 filled[start.block_ids[index]] = 0
-        for block_ids in (plan.new_block_ids or {}).values():
-            filled[list(block_ids)] = 0
-        for replaced in (plan.replaced_blocks or {}).values():
-            filled[[block_id for _, block_id in replaced]] = 0
+        for block_ids in plan.new_block_ids.values() if plan.new_block_ids else ():
+            for block_id in block_ids:
+                filled[block_id] = 0
+        for replaced in plan.replaced_blocks.values() if plan.replaced_blocks else ():
+            for _, block_id in replaced:
+                filled[block_id] = 0
         for (_, target), count in zip(plan.block_copies, kept, strict=True):
             filled[target] = count
         if plan.block_copies:
@@ -44,7 +46,7 @@ class FilledBlocks:
         """Count the places [first, last) of a sequence as filled, as far as nothing before them in their blocks is missing."""
         size, filled = self._block_size, self.counts
         for index in range(first // size, -(-last // size)):
-            block_id = table[index]
+            block_id = int(table[index])
             if filled[block_id] >= first - index * size:
                 filled[block_id] = max(filled[block_id], min(size, last - index * size))
 
@@ -56,7 +58,7 @@ class FilledBlocks:
         """
         size, filled = self._block_size, self.counts
         index = max(0, place - 1) // size
-        last = min(place, index * size + int(filled[table[index]]))
+        last = min(place, index * size + filled[table[index]])
         if last < place - 1 or last == index * size:
             return place // size * size, place // size * size
         while index > 0 and filled[table[index - 1]] == size:

@@ -17,7 +17,7 @@ from quire.contracts.step import StepPlan
 from quire.kernels.reference.attention import AttentionInput
 from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
-from quire.model.token_runs import TokenRuns, address_of
+from quire.model.token_runs import BlockTable, TokenRuns, address_of
 from quire.sampling.drafting import draw_drafts
 from quire.speculate.chain_drafter import BlockCache, ChainOrder, HeadDrafter
 from quire.speculate.draft import Draft, DraftedSequence
@@ -151,25 +151,29 @@ class HeadProposer(Proposer):
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        sequences = [sequence for sequence, _ in wanted]
-        counts = [count for _, count in wanted]
-        memos: list[_Memo] = [sequence.memo for sequence in sequences]
-        runs, features = _waiting(sequences, memos)
-        origins = [memo.start for memo in memos]
+        sequences: list[DraftedSequence] = []
+        counts: list[int] = []
+        origins: list[int] = []
+        for sequence, count in wanted:
+            sequences.append(sequence)
+            counts.append(count)
+            origins.append(sequence.memo.start)
+        runs, features = _waiting(sequences)
         if self._trees is not None:
             first = self._first_pass(runs, origins, counts, features)
             drafts = self._trees.draft(sequences, counts, first)
         else:
-            drafts = [Draft.chain(tuple(tokens)) for tokens in self._draft_chains(sequences, counts, runs, features)]
-        for sequence, memo, end in zip(sequences, memos, runs.ends, strict=True):
+            chains = self._draft_chains(sequences, origins, counts, runs, features)
+            drafts = [Draft.chain(tuple(tokens)) for tokens in chains]
+        for sequence, end in zip(sequences, runs.ends, strict=True):
+            memo: _Memo = sequence.memo
             self._filled.note(sequence.table, memo.done, end)
             memo.done, memo.waiting, memo.num_waiting = end, [], 0
         return drafts
 
     def _draft_chains(
-        self, sequences: list[DraftedSequence], counts: list[int], runs: TokenRuns, features: Tensor
+        self, sequences: list[DraftedSequence], origins: list[int], counts: list[int], runs: TokenRuns, features: Tensor
     ) -> list[list[int]]:
-        origins = [sequence.memo.start for sequence in sequences]
         if self._drafter is not None:
             rows, lengths = [one.sampling for one in sequences], [len(one.token_ids) for one in sequences]
             order = ChainOrder(runs, origins, counts, rows, lengths, self._min_share)
@@ -218,16 +222,20 @@ class HeadProposer(Proposer):
         return wide
 
 
-def _waiting(sequences: Sequence[DraftedSequence], memos: Sequence[_Memo]) -> tuple[TokenRuns, Tensor]:
+def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, Tensor]:
     """Return the places that wait, of all sequences one after the other, and their features, which may be more rows."""
     token_ids: list[int] = []
     starts, ends = [0], []
     waiting: list[FeatureRun] = []
-    for sequence, memo in zip(sequences, memos, strict=True):
+    tables: list[BlockTable] = []
+    addresses: list[int] = []
+    for sequence in sequences:
+        memo: _Memo = sequence.memo
         end = memo.done + memo.num_waiting
         token_ids += sequence.token_ids[memo.done + 1 : end + 1]
         starts.append(len(token_ids))
         ends.append(end)
         waiting += memo.waiting
-    tables, addresses = [sequence.table for sequence in sequences], [memo.address for memo in memos]
+        tables.append(sequence.table)
+        addresses.append(memo.address)
     return TokenRuns(token_ids, starts, ends, tables, addresses), join(waiting, may_go_on=True)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.contracts.request import Request
 from quire.contracts.step import TokenLogprobs
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.sampler import Draw, Sampled, sample, sample_ahead, with_logprobs
@@ -34,7 +33,6 @@ class Candidate(NamedTuple):
     masks            of a constrained one, what may follow the first draft tokens; where that is not known the walk ends
     """
 
-    request: Request
     sampling: SamplingRow
     draft: Draft
     first_draft_row: int
@@ -156,7 +154,7 @@ def walk_drawn(
     for first_row, candidate, walk in zip(rows, candidates, walks, strict=True):
         tokens, path, draft, sampling = walk.tokens, walk.path, candidate.draft, candidate.sampling
         if sampling.matcher is None and not errors and draft.is_chain:
-            walk.tokens = match_chain(drawn, first_row, candidate.first_draft_row, candidate.request, sampling, draft)
+            walk.tokens = match_chain(drawn, first_row, candidate.first_draft_row, sampling, draft)
             walk.path = list(range(len(walk.tokens) - 1))
             continue
         node, row = ROOT, first_row
@@ -176,7 +174,7 @@ def walk_drawn(
     return walks
 
 
-def match_chain(drawn: Sequence[int], row: int, first: int, request: Request, sampling: SamplingRow, draft: Draft) -> list[int]:
+def match_chain(drawn: Sequence[int], row: int, first: int, sampling: SamplingRow, draft: Draft) -> list[int]:
     """Return the next tokens of a sequence without a constraint that drafts a chain, from what was drawn behind it; see verify.
 
     All but the last are its first drafts. They are given to its sampling state.
@@ -184,9 +182,9 @@ def match_chain(drawn: Sequence[int], row: int, first: int, request: Request, sa
     drawn  [R]
     row    of these, that behind its last known token; first: that behind its first draft, where those of the others follow
     """
-    drafted, endings = draft.tokens, request.ending_token_ids
+    drafted, endings = draft.tokens, sampling.ending_token_ids
     tokens = [drawn[row], *drawn[first : first + len(drafted)]]
-    least, count = request.params.min_tokens - sampling.num_output_tokens, 0
+    least, count = sampling.params.min_tokens - len(sampling.output_token_ids), 0
     for token_id in drafted:
         if tokens[count] != token_id:
             break
@@ -208,7 +206,7 @@ def _fail(walk: Walk, error: str | None) -> None:
 
 
 def _is_ended(candidate: Candidate, token_id: int) -> bool:
-    request, sampling = candidate.request, candidate.sampling
+    sampling = candidate.sampling
     if sampling.matcher is not None and (sampling.grammar_error is not None or sampling.is_grammar_complete):
         return True
-    return token_id in request.ending_token_ids and sampling.num_output_tokens >= request.params.min_tokens
+    return token_id in sampling.ending_token_ids and sampling.num_output_tokens >= sampling.params.min_tokens

@@ -139,11 +139,11 @@ class InputBatch:
                 self._prompt_rows.discard(sequence_id)
         for start in plan.starts:
             self._start(start)
-        for sequence_id, block_ids in (plan.new_block_ids or {}).items():
+        for sequence_id, block_ids in plan.new_block_ids.items() if plan.new_block_ids else ():
             self._append_blocks(self._rows[sequence_id], block_ids)
-        for sequence_id, replaced in (plan.replaced_blocks or {}).items():
+        for sequence_id, replaced in plan.replaced_blocks.items() if plan.replaced_blocks else ():
             for index, block_id in replaced:
-                self._tables[self._rows[sequence_id].table, index] = block_id
+                self._rows[sequence_id].block_table[index] = block_id
 
     def _start(self, start: SequenceStart) -> None:
         if start.sequence_id in self._rows:
@@ -160,7 +160,10 @@ class InputBatch:
         self._append_blocks(row, start.block_ids)
 
     def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
-        self._tables[row.table, row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
+        if len(block_ids) == 1:
+            row.block_table[row.num_blocks] = block_ids[0]
+        else:
+            row.block_table[row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
         row.num_blocks += len(block_ids)
 
     @property

@@ -202,7 +202,7 @@ class ModelRunner(DraftingRunner):
         rows, reads = step.ready, None if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
-        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
+        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)] if pooled_runs else []
         masks = self._constrained.start(rows, drafts, len(step.rows))
         logits, best = self._decoder.run(
             step.runs,
@@ -216,9 +216,9 @@ class ModelRunner(DraftingRunner):
         late = masks.wait()
         if best is not None and min(best, default=0) < 0:
             best = None  # the sampler says what is wrong with the logits
-        vocab_size, logits_at = self._decoder.spec.vocab_size, self._decoder.logits_at
-        found_logprobs = prompt_logprobs(step, vocab_size, logits_at) if has_prompt_logprobs else {}
-        pooled, errors = pool_hidden_states(pooled_runs, self._decoder.hidden_states)
+        found_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+        if has_prompt_logprobs:
+            found_logprobs = prompt_logprobs(step, self._decoder.spec.vocab_size, self._decoder.logits_at)
         self._batch.advance(step)
         paths: dict[SequenceId, tuple[int, ...]] = {}
         sampled = logits
@@ -243,6 +243,7 @@ class ModelRunner(DraftingRunner):
                 self._speculator.observe(paths, [row.start.sequence_id for row in step.ready], logits)
             result.draft_wishes.update(self._speculator.end(plan, paths))
         if pooled_runs:
+            pooled, errors = pool_hidden_states(pooled_runs, self._decoder.hidden_states)
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
         caught_up = self._constrained.take_caught_up()
         return replace(result, late=late, caught_up=caught_up) if late or caught_up else result

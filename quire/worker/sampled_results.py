@@ -99,11 +99,10 @@ def take_matches(
     verified: dict[SequenceId, tuple[int, int]] = {}
     drafts, first = step.drafts, len(step.ready)
     for index, row in enumerate(step.ready):
-        start = row.start
-        sequence_id = start.sequence_id
+        sequence_id = row.start.sequence_id
         draft = drafts.get(sequence_id, _NO_DRAFT)
         num_drafts = len(draft.tokens)
-        tokens = match_chain(best, index, first, start.request, row.sampling, draft)
+        tokens = match_chain(best, index, first, row.sampling, draft)
         first += num_drafts
         num_accepted = len(tokens) - 1
         row.token_ids += tokens

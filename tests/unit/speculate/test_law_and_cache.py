@@ -28,7 +28,7 @@ def chi_square(counts, shares):
 def row(seed, temperature=1.0):
     params = SamplingParams(temperature=temperature, max_tokens=8)
     request = Request(request_id=str(seed), prompt_token_ids=(1, 2, 3), params=params, seed=seed)
-    return request, SamplingRow(request, 0, (1, 2, 3), VOCAB)
+    return SamplingRow(request, 0, (1, 2, 3), VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def pairs(world, make_draft, accept=None):
     offset = NUM_SEEDS
     for seed in range(NUM_SEEDS):
         draft = make_draft(seed)
-        candidates.append(Candidate(*row(seed), draft, offset))
+        candidates.append(Candidate(row(seed), draft, offset))
         offset += len(draft)
     logits = torch.cat([world[0].expand(NUM_SEEDS, VOCAB), *(world[[1 + t for t in c.draft.tokens]] for c in candidates)])
     for walk, candidate in zip(verify(logits, candidates), candidates, strict=True):
@@ -75,7 +75,7 @@ def test_the_test_of_the_law_fails_when_drafts_are_believed(world):
     best = int(world[0].argmax())
 
     def believe_some(walk, candidate):
-        return [best] if candidate.request.seed % 10 == 0 else walk.tokens  # a tenth of the drafts pass unverified
+        return [best] if candidate.sampling.seed % 10 == 0 else walk.tokens  # a tenth of the drafts pass unverified
 
     first, _, _ = pairs(world, lambda seed: Draft.chain((best,)), believe_some)
     assert chi_square(first, world[0].softmax(0).tolist()) > LIMIT

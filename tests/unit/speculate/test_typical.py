@@ -21,7 +21,7 @@ TYPICAL = TypicalAcceptance(0.09, 0.3)
 def row(seed=0, **params):
     params = {"temperature": 1.0, "max_tokens": 8, **params}
     request = Request(request_id=str(seed), prompt_token_ids=(1, 2, 3), params=SamplingParams(**params), seed=seed)
-    return request, SamplingRow(request, 0, (1, 2, 3), VOCAB)
+    return SamplingRow(request, 0, (1, 2, 3), VOCAB)
 
 
 def worlds(count, scale):
@@ -37,9 +37,9 @@ def test_law_is_what_the_sampler_draws_by(params):
     """Over many seeds, by chi-square; the penalty is on prompt tokens."""
     logits = worlds(1, 1.5)[0]
     num_seeds = 3000
-    law = next_token_law(logits, row(**params)[1])
+    law = next_token_law(logits, row(**params))
     counts = [0] * VOCAB
-    candidates = [Candidate(*row(seed, **params), Draft(), 0) for seed in range(num_seeds)]
+    candidates = [Candidate(row(seed, **params), Draft(), 0) for seed in range(num_seeds)]
     for walk in verify(logits.expand(num_seeds, VOCAB), candidates):
         counts[walk.tokens[0]] += 1
     assert all(count == 0 for count, share in zip(counts, law.tolist(), strict=True) if share == 0)
@@ -57,9 +57,9 @@ def test_a_draft_is_taken_if_and_only_if_it_was_sampled_or_is_likelier_than_the_
         bound = min(bounds[0], bounds[1] * math.exp(-entropy(law)))
         assert typical.bound(law) == pytest.approx(bound, rel=1e-5)
         drafts = [seed % VOCAB, (seed + 5) % VOCAB]
-        (sampled,) = verify(logits[None], [Candidate(*row(seed), Draft(), 0)])
+        (sampled,) = verify(logits[None], [Candidate(row(seed), Draft(), 0)])
         both = torch.stack([logits, logits, logits])
-        (walk,) = verify(both, [Candidate(*row(seed), Draft(tuple(drafts), (ROOT, ROOT)), 1)], typical)
+        (walk,) = verify(both, [Candidate(row(seed), Draft(tuple(drafts), (ROOT, ROOT)), 1)], typical)
         best = max(drafts, key=lambda token_id: float(law[token_id]))
         if sampled.tokens[0] in drafts:
             expected = sampled.tokens[0]
@@ -74,7 +74,7 @@ def test_a_draft_is_taken_if_and_only_if_it_was_sampled_or_is_likelier_than_the_
 
 def test_greedy_tokens_are_exact():
     for seed, logits in enumerate(worlds(50, 0.2)):
-        candidate = Candidate(*row(seed, temperature=0.0), Draft.chain((seed % VOCAB,)), 1)
+        candidate = Candidate(row(seed, temperature=0.0), Draft.chain((seed % VOCAB,)), 1)
         (walk,) = verify(torch.stack([logits, logits]), [candidate], TYPICAL)
         assert walk.tokens[0] == int(logits.argmax())
         assert len(walk.path) == (walk.tokens[0] == seed % VOCAB)
@@ -85,7 +85,7 @@ def test_law_of_the_tokens_is_another_one():
     logits = worlds(1, 1.0)[0]
     best, num_seeds = int(logits.argmax()), 500
     both = torch.cat([logits.expand(num_seeds, VOCAB)] * 2)
-    candidates = [Candidate(*row(seed), Draft.chain((best,)), num_seeds + seed) for seed in range(num_seeds)]
+    candidates = [Candidate(row(seed), Draft.chain((best,)), num_seeds + seed) for seed in range(num_seeds)]
     assert all(walk.tokens[0] == best for walk in verify(both, candidates, TYPICAL))
 
 

@@ -25,7 +25,7 @@ def candidates_of(logits):
         tokens = [best[row] if place < index else (best[row] + 1) % VOCAB for place, row in enumerate(rows)]
         params = SamplingParams(max_tokens=100, temperature=0.0, logprobs=2)
         request = Request(request_id=str(index), prompt_token_ids=(1, 2), params=params, seed=0)
-        found.append(Candidate(request, SamplingRow(request, 0, (1, 2), VOCAB), Draft.chain(tuple(tokens)), first))
+        found.append(Candidate(SamplingRow(request, 0, (1, 2), VOCAB), Draft.chain(tuple(tokens)), first))
     return found
 
 
@@ -81,7 +81,7 @@ def test_a_chain_is_walked_as_any_tree_is(seed):
     walks = []
     for errors in ({}, {-1: None}):  # of a row that is not there: nothing is asked but the general walk
         sampling = SamplingRow(request, 0, (1, 2), VOCAB)
-        (walk,) = walk_drawn(drawn, [Candidate(request, sampling, Draft.chain(drafted), 1)], [0], errors)
+        (walk,) = walk_drawn(drawn, [Candidate(sampling, Draft.chain(drafted), 1)], [0], errors)
         walks.append((walk.tokens, walk.path, walk.error, list(sampling.output_token_ids)))
     assert walks[0] == walks[1]
     assert len(walks[0][0]) == len(walks[0][1]) + 1
