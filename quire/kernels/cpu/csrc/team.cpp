@@ -132,22 +132,34 @@ u8* thread_scratch(i64 bytes) {
     return scratch.data;
 }
 
+namespace {
+
+void run_flushed(void (*body)(void*, Worker&), void* argument, Worker worker) {
+#if defined(__x86_64__)
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+#endif
+    body(argument, worker);
+#if defined(__x86_64__)
+    _mm_setcsr(before);
+#endif
+}
+
+}  // namespace
+
 void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {
     Team team = {};
-    team.shares.resize(num_threads > 1 ? num_threads : 1);
+    if (num_threads <= 1) {  // to begin a parallel region takes as long as a tenth of a small head's layer
+        team.size = 1;
+        run_flushed(body, argument, {0, 1, &team});
+        return;
+    }
+    team.shares.resize(num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp single
         team.size = omp_get_num_threads();
-#if defined(__x86_64__)
-        const unsigned before = _mm_getcsr();
-        _mm_setcsr(before | 0x8040);
-#endif
-        Worker worker = {omp_get_thread_num(), team.size, &team};
-        body(argument, worker);
-#if defined(__x86_64__)
-        _mm_setcsr(before);
-#endif
+        run_flushed(body, argument, {omp_get_thread_num(), team.size, &team});
     }
 }
 
