@@ -57,6 +57,7 @@ class _Progress:
     step: int = 0
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list[float])
+    origin: dict[str, object] = field(default_factory=dict[str, object])
 
 
 def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHead:
@@ -79,7 +80,7 @@ def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHe
     if start is not None:
         start.load_into(head)
     optimizers = _make_optimizers(head, options)
-    progress = _resume(work / "state.pt", head, optimizers)
+    progress = _resume(work / "state.pt", head, optimizers, _origin(options, head))
     _run(
         options,
         head,
@@ -128,18 +129,25 @@ def _make_optimizers(head: nn.Module, options: DraftTraining) -> list[torch.opti
     return found
 
 
-def _resume(file: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> _Progress:
+def _origin(options: DraftTraining, head: Any) -> dict[str, object]:
+    """Return what must be the same where a run goes on: what the head reads and says, and what it started from."""
+    said = {name: tensor.tolist() for name, tensor in head.tensors().items() if not tensor.is_floating_point()}
+    return {"model": options.model, "start_from": options.start_from, "config": head.config(), "tokens to draft": said}
+
+
+def _resume(file: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], origin: dict[str, object]) -> _Progress:
     if not file.is_file():
-        return _Progress()
+        return _Progress(origin=origin)
     state = torch.load(file)
-    try:
-        head.load_state_dict(state["head"])
-    except RuntimeError as error:
-        raise ConfigError(f"{file} is of a head with other options; give another folder, or remove it") from error
+    stored: dict[str, object] = state.get("origin", {})
+    other = next((name for name, value in origin.items() if stored.get(name) != value), None)
+    if other is not None:
+        raise ConfigError(f"{file} is of a head of which these options differ: {other}; give another folder, or remove it")
+    head.load_state_dict(state["head"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     logger.info("goes on at step %d, after %.1f minutes", state["step"], state["seconds"] / 60)
-    return _Progress(state["step"], state["seconds"])
+    return _Progress(state["step"], state["seconds"], origin=origin)
 
 
 def _save(file: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], progress: _Progress) -> None:
@@ -148,6 +156,7 @@ def _save(file: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], 
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": progress.step,
         "seconds": progress.seconds,
+        "origin": progress.origin,
     }
     temporary = file.with_suffix(".tmp")
     torch.save(state, temporary)

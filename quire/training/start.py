@@ -12,13 +12,18 @@ from quire.base.errors import ConfigError
 from quire.model.heads.stored import HeadFolder
 from quire.model.resolve import resolve_model
 
+_MAY_DIFFER = {"num_speculative_tokens"}
+"""What a config says only of how long a head was unrolled."""
+
 
 class StartingHead:
     """A stored head of the layout that training writes. Raises ConfigError or ModelFormatError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tensors: Mapping[str, Tensor] = HeadFolder.open(resolve_model(name)).tensors
+        stored = HeadFolder.open(resolve_model(name))
+        self._config: Mapping[str, object] = stored.config
+        self._tensors: Mapping[str, Tensor] = stored.tensors
 
     @property
     def draft_ids(self) -> list[int] | None:
@@ -29,7 +34,13 @@ class StartingHead:
 
     @torch.no_grad()
     def load_into(self, head: Any) -> None:
-        """Give a head in training these weights."""
+        """Give a head in training these weights, which must have read and said the same."""
+        for name, value in head.config().items():
+            if name not in _MAY_DIFFER and self._config.get(name) != value:
+                raise ConfigError(
+                    f"start_from: {self._name} has {name} {self._config.get(name)}, with these options it is {value}: give the "
+                    "model, the kind and the options that it was trained with"
+                )
         parameters = dict(head.named_parameters())
         for name, tensor in head.tensors().items():
             stored = self._tensors.get(name)

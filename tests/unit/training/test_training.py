@@ -201,7 +201,25 @@ def test_a_head_is_trained_further(tiny_model, tmp_path, kind, clock, monkeypatc
 def test_a_head_of_other_shapes_is_not_trained_further(tiny_model, tmp_path, clock):
     first = loop.train_draft(options(tiny_model, tmp_path, "medusa", minutes=0.02), show_progress=False)
     changes = {"out": tmp_path / "more", "draft_vocab_size": None, "start_from": str(first.folder)}
-    with pytest.raises(ConfigError, match=r"start_from: these options need a tensor blocks\.3\.\S+ \[\d+, \d+\], .* has none"):
+    with pytest.raises(ConfigError, match="start_from: .* has num_heads 3, with these options it is 4"):
         loop.train_draft(options(tiny_model, tmp_path, "medusa", num_steps_ahead=4, **changes), show_progress=False)
+    with pytest.raises(ConfigError, match="of which these options differ: start_from"):
+        loop.train_draft(replace(options(tiny_model, tmp_path, "medusa", **changes), out=first.folder), show_progress=False)
     with pytest.raises(ConfigError, match="draft_vocab_size cannot be chosen beside start_from"):
         options(tiny_model, tmp_path, "medusa", **{**changes, "draft_vocab_size": 50})
+
+
+def test_a_head_that_reads_other_layers_is_not_trained_further(tmp_path, clock):
+    model = write_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=5)
+    first = loop.train_draft(options(model, tmp_path, "eagle3", tap_layers=(0, 1, 3), minutes=0.02), show_progress=False)
+    changes = {"out": tmp_path / "more", "draft_vocab_size": None, "start_from": str(first.folder)}
+    with pytest.raises(ConfigError, match=r"start_from: .* has eagle_config .*\[0, 1, 3\].*, with these options it is"):
+        loop.train_draft(options(model, tmp_path, "eagle3", tap_layers=(0, 2, 3), **changes), show_progress=False)
+
+
+def test_a_run_does_not_go_on_with_other_tokens_to_draft(tiny_model, tmp_path, clock):
+    wanted = options(tiny_model, tmp_path, "medusa", minutes=0.02)
+    loop.train_draft(wanted, show_progress=False)
+    wanted.text.write_text("Entirely other words: " + WORDS[::-1] * 60)
+    with pytest.raises(ConfigError, match="of which these options differ: tokens to draft"):
+        loop.train_draft(replace(wanted, minutes=0.1, seed=1), show_progress=False)

@@ -14,7 +14,7 @@ constexpr int CHUNK = RUN * CHUNK_RUNS;
 constexpr int GROUP = 4;         // runs whose keys, or values, are held in the first cache while all rows pass
 constexpr int MAX_ROWS = 48;     // rows of a tile
 constexpr float LOWEST = -3.40282347e38f;
-// Scores that softmax_row_roughly takes, in size.
+// Scaled scores that softmax_row_roughly takes, in size: what lies between two of them must be finite.
 constexpr float MAX_ROUGH = 1e30f;
 // In units of 16 lanes, one row of weights or scores, and a line more, so that rows do not fall into the same cache sets.
 constexpr i64 SCORE_STRIDE = CHUNK + 16;
@@ -236,7 +236,8 @@ QUIRE_INLINE F32 power_roughly(F32 x) {
 }
 
 // As softmax_row where weights are rounded to bf16 and scores are dot products alone: the scale is a part of the exponent. Returns
-// false, and has changed nothing that is seen, where that is too large for the sum of two products.
+// false, and has changed nothing that is seen, where scores are too large. The highest is taken off before scores are scaled: of two
+// rounded products what is left would be off by as much as large ones are.
 static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
     const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
     F32 highest = set1(LOWEST);
@@ -252,12 +253,13 @@ static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
     if (!(job.scale > 0.0f && best * job.scale < MAX_ROUGH && best * job.scale > -MAX_ROUGH)) return false;
     row.max = best * job.scale;
     const float factor = job.scale * 1.44269504f;
-    const F32 scale = set1(factor), offset = set1(-best * factor);
+    const F32 scale = set1(factor);
+    highest = set1(best);
     F32 sum = zero();
     u8* weights = reinterpret_cast<u8*>(row.scores);
     constexpr int bytes = KindBf16::run_steps * 4;
     for (int run = begin; run < end; ++run) {
-        const F32 p = power_roughly(fma(load(row.scores + run * RUN), scale, offset));
+        const F32 p = power_roughly((load(row.scores + run * RUN) - highest) * scale);
         sum = sum + p;
         KindBf16::put(weights + run * bytes, p);
     }

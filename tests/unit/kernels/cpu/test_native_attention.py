@@ -1,6 +1,6 @@
 """Native paged attention against float64, and one row against itself in every batch, chunking and number of threads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -378,3 +378,18 @@ def test_what_is_not_supported_is_refused_when_a_layer_or_job_is_made():
         native.AttentionJob(layer, 4, 1.0, -1)
     with pytest.raises(ValueError, match="supported_isas"):
         native.attention_scratch_bytes(native.AttentionJob(layer, 4, 1.0), native.AttentionBatch(0, 0, 0, 0, 0, 0), 1, "sse9")
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**14, 2.0**32, 2.0**60, 2.0**100])
+@pytest.mark.parametrize("name", ["bf16", "f32"])
+@EACH_ISA
+def test_equal_scores_weigh_alike_however_large_they_are(name, magnitude, isa):
+    setup = replace(SETUPS[name], magnitude=0.0)
+    cache = Cache(setup, [70], isa=isa)
+    cache.k[0] += magnitude
+    cache.k[0][50:] /= 2  # whose scores are half as large: of large ones nothing is left
+    cache.store(0, isa)
+    rows = [(0, 70, 1)]
+    q = torch.ones(1, setup.num_heads * setup.head_dim)
+    found = attend(cache, rows, q, isa=isa)
+    torch.testing.assert_close(found.double(), reference(cache, rows, q), atol=5 * BUDGET[setup.is_bf16], rtol=0)
