@@ -21,8 +21,8 @@ class Account:
 
     Drafts go on while it is positive. Then they sleep until a trial has been earned again, longer after each that failed.
     Hence drafts lose in any time T at most TRIAL + MOST + SHARE * T and what one step loses, or those that are told at once
-    (pooled_pace.py), however they fare, as long as steps are told rightly; and when they gain, bad luck rarely ends them: a walk
-    that drifts upwards seldom falls by MOST.
+    (pooled_pace.py), however they fare, as long as steps are told rightly; and when they gain, bad luck rarely ends them: a
+    walk that drifts upwards seldom falls by MOST.
 
     trial, most  in place of TRIAL and MOST
     """
