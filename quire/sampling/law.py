@@ -24,7 +24,8 @@ def next_token_law(logits: Tensor, row: SamplingRow) -> Tensor:
         return law
     scores *= row.inverse_temperature
     if has_truncation(row.params, scores.shape[1]) and bool(scores.max().isfinite()):
-        (part,) = truncate(scores, [0], [row.params])
+        parts = truncate(scores, [0], [row.params])
         scores = torch.full_like(scores, -torch.inf)
-        scores[0, part.token_ids] = part.values
+        for part in parts:
+            scores[0, part.token_ids] = part.values
     return scores[0].softmax(-1)

@@ -47,6 +47,24 @@ def test_law_is_what_the_sampler_draws_by(params):
     assert found < 45.0  # p < 1e-4 with 11 degrees of freedom or fewer
 
 
+@pytest.mark.parametrize(
+    ("params", "num_left"),
+    [({"top_p": 0.95}, 940), ({"min_p": 0.2}, 1000), ({"top_p": 0.5, "min_p": 0.2}, 490), ({"top_k": 300}, 1000)],
+)
+def test_law_holds_what_a_flat_distribution_leaves_beyond_the_best_few_hundred(params, num_left):
+    params = {"temperature": 1.0, "max_tokens": 8, **params}
+    request = Request(request_id="a", prompt_token_ids=(1, 2, 3), params=SamplingParams(**params), seed=0)
+    logits = torch.linspace(0.0, 0.1, 1000)
+    logits[:] = logits if "top_p" in params else 1.0  # all tie
+    law = next_token_law(logits, SamplingRow(request, 0, (1, 2, 3), 1000))
+    kept = law > 0
+    assert law.sum().item() == pytest.approx(1.0, abs=1e-4)
+    assert num_left - 20 <= int(kept.sum()) <= num_left + 20
+    if "top_p" in params:  # the best ones, and no others
+        assert bool(kept[-int(kept.sum()) :].all())
+    assert torch.allclose(law[kept], logits[kept].softmax(0), atol=1e-6)
+
+
 @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("bounds", [(0.09, 0.3), (0.3, 0.9), (0.02, 0.05)])
 def test_a_draft_is_taken_if_and_only_if_it_was_sampled_or_is_likelier_than_the_bound(scale, bounds):
