@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
+from quire.grammar.schema_formats import narrow_formats
 
 _BOUNDED_WHITESPACE = r" |\n {0,24}"
 """One space, or a line break with indentation: an output cannot go on with white space for ever."""
@@ -63,5 +64,5 @@ def inline_schema(schema: Any, constraint: Constraint) -> str:
     """Return a schema as an item of a rule."""
     if schema is False:
         raise GrammarError("the schema false allows nothing")
-    fields = {} if schema is True else schema
+    fields: Any = {} if schema is True else narrow_formats(schema)
     return "%json " + json.dumps({"x-guidance": schema_options(constraint), **fields}, ensure_ascii=False)

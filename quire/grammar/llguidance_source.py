@@ -8,6 +8,7 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.lark import choice_source, regex_source, schema_options
 from quire.grammar.schema_check import check_schema, close_ends
+from quire.grammar.schema_formats import narrow_formats
 from quire.grammar.structural_tag import structural_tag_source
 from quire.grammar.vocabulary import Vocabulary
 
@@ -19,7 +20,7 @@ def llguidance_source(constraint: Constraint, vocabulary: Vocabulary) -> str:
     kind = constraint.kind
     if kind in ("json_schema", "json_object"):
         schema: Any = {"type": "object"} if kind == "json_object" else check_schema(constraint.parsed())
-        schema = close_ends(schema, constraint.max_open_length)
+        schema = narrow_formats(close_ends(schema, constraint.max_open_length))
         if schema is False:
             raise GrammarError("the schema false allows nothing", "")
         fields = {} if schema is True else schema

@@ -17,6 +17,8 @@ from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.schema_shape import check_shape
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+_WIDE_OF_XGRAMMAR = frozenset(("date", "date-time", "time", "hostname", "ipv4"))
+"""It lets days through that no month has, labels of 64 characters, and numbers of four digits."""
 _MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -56,7 +58,7 @@ class Reach:
 
 LLGUIDANCE = Reach(_NOT_ENFORCED, _FORMATS, False)
 XGRAMMAR = Reach(
-    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS - {"date", "date-time"} | _MORE_FORMATS, True
+    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS - _WIDE_OF_XGRAMMAR | _MORE_FORMATS, True
 )
 
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
