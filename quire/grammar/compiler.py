@@ -159,7 +159,8 @@ class GrammarCompiler:
         try:
             self.start(Constraint(kind="json_object")).result()
         except RequestError as error:
-            logger.warning("constraints on outputs cannot be compiled: %s", error)
+            if not self._is_closed:  # an engine that does its work at once may be gone by now
+                logger.warning("constraints on outputs cannot be compiled: %s", error)
 
     def close(self) -> None:
         """End the threads and processes; what is being compiled fails."""

@@ -53,7 +53,7 @@ def _local_folder(model: str) -> Path | None:
         return folder
     if folder.is_file():
         raise ConfigError(f"{model!r} cannot be loaded, it is a file; give the folder of a Hugging Face checkpoint, or a .gguf")
-    if model.startswith(("/", "./", "../", "~")):
+    if model.startswith(("/", "./", "../", "~")) or model.endswith("/"):
         raise ConfigError(f"there is no folder {model!r}")
     return None
 
@@ -88,6 +88,6 @@ def _download(model: str, revision: str | None) -> Path:
         guess = get_close_matches(model, (*BUNDLED_MODELS, *BUNDLED_HEADS), 1)
         hint = f" (did you mean {guess[0]}?)" if guess else ""
         raise ConfigError(
-            f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}), and not found on, or no "
-            f"access to, the Hugging Face hub: {reason}"
+            f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}; heads: "
+            f"{', '.join(BUNDLED_HEADS)}), and not found on, or no access to, the Hugging Face hub: {reason}"
         ) from error
