@@ -153,6 +153,16 @@ def expect_same_behind_other_tokens(fresh, llm, by_prompt):
             assert alone == again
 
 
+def by_token(part, block):
+    """Return a block of sixteen tokens [K, 16, D] as the native kernels lay it out, one token after the other."""
+    num_heads, _, dim = block.shape
+    if block.dtype != torch.bfloat16:
+        return block.view(num_heads, dim, 16).transpose(1, 2) if part == "k" else block
+    if part == "k":
+        return block.view(num_heads, dim // 2, 16, 2).transpose(1, 2).reshape(num_heads, 16, dim)
+    return block.view(num_heads, 8, dim, 2).transpose(2, 3).reshape(num_heads, 16, dim)
+
+
 def expect_same_cache(fresh, engine, sequence):
     """Prefill the computed tokens elsewhere and compare every layer's keys, values and scales, token by token."""
     computed = sequence.token_ids[: sequence.num_computed_tokens]
@@ -162,15 +172,13 @@ def expect_same_cache(fresh, engine, sequence):
     (alone,) = other.scheduler.running
     caches = [SimpleNamespace(kv=e._runner._kv, table=s.block_ids) for e, s in ((engine, sequence), (other, alone))]
     for first in range(0, len(computed), 16):
-        whole = first + 16 <= len(computed)
+        count = min(16, len(computed) - first)
         blocks = [cache.table[first // 16] for cache in caches]
         for layer in range(len(caches[0].kv.k)):
             for part in ("k", "v"):
-                ours, theirs = (getattr(c.kv, part)[layer][b] for c, b in zip(caches, blocks, strict=True))
-                if whole:
-                    assert torch.equal(ours, theirs)
+                ours, theirs = (by_token(part, getattr(c.kv, part)[layer][b]) for c, b in zip(caches, blocks, strict=True))
+                assert torch.equal(ours[:, :count], theirs[:, :count])
             for kind in range(2 if caches[0].kv.scales else 0):
                 ours, theirs = (c.kv.scales[layer][kind][b] for c, b in zip(caches, blocks, strict=True))
-                count = min(16, len(computed) - first)
                 assert torch.equal(ours[:, :count], theirs[:, :count])
     other.abort_request("fresh")
