@@ -194,11 +194,11 @@ class Scheduler:
             give_draft_slots(draft, self.kv, len(self.running))
         if draft.is_empty and (launched or not any(sequence.is_late for sequence in self.running)):
             return None
-        unknown = draft.unknown_sequences
-        plan = draft.build(next(self._step_ids), tuple(self._ended), unknown)
+        plan = draft.build(next(self._step_ids), tuple(self._ended))
         self.in_flight.begin(plan)
         self._ended.clear()
-        for sequence in unknown:
+        for start in plan.starts:
+            sequence = self._sequences[start.sequence_id]
             sequence.is_known = True
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now

@@ -42,11 +42,6 @@ class StepDraft:
         """The sequences in the step, in batch order."""
         return self._sequences.values()
 
-    @property
-    def unknown_sequences(self) -> list[Sequence]:
-        """Those of them that the worker does not know."""
-        return [sequence for sequence in self._sequences.values() if not sequence.is_known]
-
     def add(self, sequence: Sequence, num_tokens: int, growth: BlockGrowth) -> None:
         """Let a sequence compute num_tokens >= 1 more tokens, in a block table that has just grown so."""
         sequence_id = sequence.sequence_id
@@ -76,7 +71,7 @@ class StepDraft:
             self._growths.pop(sequence_id, None)
             self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
 
-    def build(self, step_id: int, ended: tuple[SequenceId, ...], unknown: list[Sequence]) -> StepPlan:
+    def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
         """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
         new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}
         replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] = {}
@@ -92,7 +87,7 @@ class StepDraft:
         return StepPlan(
             step_id=step_id,
             num_scheduled_tokens=self._num_tokens,
-            starts=tuple([_start(sequence) for sequence in unknown]),
+            starts=tuple([_start(sequence) for sequence in self._sequences.values() if not sequence.is_known]),
             new_block_ids=new_block_ids or None,
             replaced_blocks=replaced_blocks or None,
             block_copies=tuple(block_copies),

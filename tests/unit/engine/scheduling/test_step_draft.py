@@ -32,7 +32,7 @@ def test_removed_sequence_leaves_no_trace():
     draft.remove(a)
     draft.remove(a)  # one that is not in
     assert draft.num_tokens_left == 7
-    plan = draft.build(0, (a.sequence_id,), draft.unknown_sequences)
+    plan = draft.build(0, ended=(a.sequence_id,))
     assert plan.num_scheduled_tokens == {SequenceId(1): 1}
     assert (plan.starts, plan.new_block_ids, plan.replaced_blocks, plan.block_copies) == ((), None, None, ())
 
@@ -45,7 +45,7 @@ def test_growth_is_told_for_known_sequences_and_is_in_the_table_of_others():
     draft.add(a, 1, growth)
     b.block_ids = [BlockId(5), BlockId(6)]
     draft.add(b, 1, BlockGrowth((BlockId(6),), ((0, BlockId(5)),), ((BlockId(1), BlockId(5)),)))
-    plan = draft.build(0, (), draft.unknown_sequences)
+    plan = draft.build(0, ended=())
     assert plan.new_block_ids == {a.sequence_id: (3,)}
     assert plan.replaced_blocks == {a.sequence_id: ((0, 4),)}
     assert plan.block_copies == ((0, 4), (1, 5))
