@@ -60,9 +60,13 @@ def whitespace_of(constraint: Constraint) -> str:
     return "" if constraint.disable_any_whitespace else constraint.whitespace_pattern or _BOUNDED_WHITESPACE
 
 
+def schema_fields(schema: object) -> Any:
+    """Return a checked schema as llguidance takes it. Raises GrammarError for one that allows nothing."""
+    if schema is False:
+        raise GrammarError("the schema false allows nothing", "")
+    return {} if schema is True else narrow_formats(schema)
+
+
 def inline_schema(schema: Any, constraint: Constraint) -> str:
     """Return a schema as an item of a rule."""
-    if schema is False:
-        raise GrammarError("the schema false allows nothing")
-    fields: Any = {} if schema is True else narrow_formats(schema)
-    return "%json " + json.dumps({"x-guidance": schema_options(constraint), **fields}, ensure_ascii=False)
+    return "%json " + json.dumps({"x-guidance": schema_options(constraint), **schema_fields(schema)}, ensure_ascii=False)

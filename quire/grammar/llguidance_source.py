@@ -6,9 +6,8 @@ from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.lark import choice_source, regex_source, schema_options
+from quire.grammar.lark import choice_source, regex_source, schema_fields, schema_options
 from quire.grammar.schema_check import check_schema, close_ends
-from quire.grammar.schema_formats import narrow_formats
 from quire.grammar.structural_tag import structural_tag_source
 from quire.grammar.vocabulary import Vocabulary
 
@@ -20,10 +19,7 @@ def llguidance_source(constraint: Constraint, vocabulary: Vocabulary) -> str:
     kind = constraint.kind
     if kind in ("json_schema", "json_object"):
         schema: Any = {"type": "object"} if kind == "json_object" else check_schema(constraint.parsed())
-        schema = narrow_formats(close_ends(schema, constraint.max_open_length))
-        if schema is False:
-            raise GrammarError("the schema false allows nothing", "")
-        fields = {} if schema is True else schema
+        fields = schema_fields(close_ends(schema, constraint.max_open_length))
         return LLMatcher.grammar_from_json_schema(fields, overrides=schema_options(constraint))
     if kind == "choice":
         return LLMatcher.grammar_from_lark(choice_source(constraint.parsed()))

@@ -19,7 +19,7 @@ EXACT_FORMATS = {"date": _DAY, "time": _TIME, "date-time": rf"(?:{_DAY})T{_TIME}
 def narrow_formats(schema: object) -> object:
     """Return a checked schema in which a pattern stands beside each of these formats, and says what the format does."""
     narrowed = copy.deepcopy(schema)
-    for inner in [inner for _, inner in iter_schemas(narrowed, "")]:
+    for _, inner in iter_schemas(narrowed, ""):
         form = EXACT_FORMATS.get(str(inner.get("format")))
         if form is None:
             continue

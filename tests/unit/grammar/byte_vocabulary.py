@@ -1,7 +1,10 @@
 """Small vocabularies for the tests of grammars."""
 
+from contextlib import closing
+
 import numpy as np
 
+from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.masks import NO_DRAFT, MaskFill, fill_mask
 from quire.grammar.vocabulary import Vocabulary
 
@@ -14,6 +17,12 @@ def make_vocabulary(extra=(), size=None):
     ids = {text: token_id for token_id, text in enumerate(texts)}
     tokens = texts + [b""] * (0 if size is None else size - len(texts))
     return Vocabulary(tuple(tokens), frozenset((256,)), lambda text: list(text.encode()), lambda text: ids.get(text.encode()))
+
+
+def make_compiler():
+    """Return a compiler for the smallest of them, as a context that closes it."""
+    vocabulary = make_vocabulary()
+    return closing(GrammarCompiler(lambda: vocabulary))
 
 
 def accepts(grammar, text):

@@ -10,10 +10,9 @@ pytest.importorskip("llguidance")
 from quire.base.errors import RequestError
 from quire.contracts.argument_types import types_of
 from quire.contracts.constraint import Constraint
-from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.schema_check import check_schema
-from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import accepts
 
 DRAFT4, DRAFT6 = "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-06/schema"
 DRAFT7, NEWEST = "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema"
@@ -31,14 +30,6 @@ SIBLINGS = (
 )
 TARGETS = ({"type": ["integer", "string"]}, {"type": "object"}, {"$ref": "#/definitions/text", "maxLength": 3}, {})
 VALUES = ("ab", "abcd", "", 3, {}, {"a": "x"}, {"a": 1}, None)
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    vocabulary = make_vocabulary()
-    compiler = GrammarCompiler(lambda: vocabulary)
-    yield compiler
-    compiler.close()
 
 
 def schemas_of(draft):

@@ -8,21 +8,12 @@ pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
-from quire.grammar.compiler import GrammarCompiler
-from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import accepts
 
 DAYS = ["2021-02-28", "2020-02-29", "2000-02-29", "2021-12-31"]
 NO_DAYS = ["2021-02-29", "1900-02-29", "2021-02-30", "2021-04-31", "2021-13-01", "2021-00-10", "2021-1-1"]
 TIMES = ["00:00:00Z", "23:59:59.125Z", "12:30:00+02:00"]
 NO_TIMES = ["12:00:60Z", "24:00:00Z", "12:60:00Z", "12:00:00", "12:00:00+24:00"]
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    vocabulary = make_vocabulary()
-    compiler = GrammarCompiler(lambda: vocabulary)
-    yield compiler
-    compiler.close()
 
 
 def grammar_of(compiler, schema, kind="json_schema", backend="auto"):

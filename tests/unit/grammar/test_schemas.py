@@ -11,22 +11,13 @@ pytest.importorskip("llguidance")
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
-from quire.grammar.compiler import GrammarCompiler
-from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import accepts
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "schemas"
 SAMPLE, SUITE = DATA / "jsonschemabench_100.jsonl", DATA / "json-schema-test-suite-draft2020-12"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data/schemas is not beside the checkout")
 
 NUM_OUTPUTS = 5
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    vocabulary = make_vocabulary()
-    compiler = GrammarCompiler(lambda: vocabulary)
-    yield compiler
-    compiler.close()
 
 
 def sample_rows():

@@ -10,16 +10,7 @@ pytest.importorskip("xgrammar")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
-from quire.grammar.compiler import GrammarCompiler
-from tests.unit.grammar.byte_vocabulary import accepts, make_vocabulary
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    vocabulary = make_vocabulary()
-    compiler = GrammarCompiler(lambda: vocabulary)
-    yield compiler
-    compiler.close()
+from tests.unit.grammar.byte_vocabulary import accepts
 
 
 @pytest.mark.parametrize(

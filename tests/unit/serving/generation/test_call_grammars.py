@@ -23,7 +23,7 @@ from quire.text.parsing.events import fold
 from quire.text.parsing.formats import TOOL_FORMATS, markers_of
 from quire.text.parsing.parser import OutputParser
 from quire.text.parsing.tools import Tool
-from tests.unit.grammar.byte_vocabulary import accepts, allowed_next, make_vocabulary
+from tests.unit.grammar.byte_vocabulary import accepts, allowed_next, make_compiler
 
 WEATHER = {
     "type": "object",
@@ -59,10 +59,8 @@ ENDING = b"\"'<>/\n}],)|[{("  # bytes that bring an output to its end
 
 @pytest.fixture(scope="module")
 def compiler():
-    vocabulary = make_vocabulary()
-    compiler = GrammarCompiler(lambda: vocabulary)
-    yield compiler
-    compiler.close()
+    with make_compiler() as compiler:
+        yield compiler
 
 
 def constraint_of(
