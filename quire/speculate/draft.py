@@ -77,6 +77,9 @@ class Draft:
         return found
 
 
+NO_DRAFT = Draft()
+
+
 def best_draft(tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], limit: int) -> Draft:
     """Return the `limit` tokens of a tree with the highest values, the highest first.
 

@@ -31,10 +31,10 @@ class FilledBlocks:
         for start in plan.starts:
             for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):
                 filled[start.block_ids[index]] = 0
-        for block_ids in plan.new_block_ids.values() if plan.new_block_ids else ():
+        for block_ids in (plan.new_block_ids or {}).values():
             for block_id in block_ids:
                 filled[block_id] = 0
-        for replaced in plan.replaced_blocks.values() if plan.replaced_blocks else ():
+        for replaced in (plan.replaced_blocks or {}).values():
             for _, block_id in replaced:
                 filled[block_id] = 0
         for (_, target), count in zip(plan.block_copies, kept, strict=True):

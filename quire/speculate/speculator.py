@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
-from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, fit_draft
 from quire.speculate.pooled_pace import PooledPace
 from quire.speculate.proposer import Outcome, Proposer, Reads
@@ -21,7 +21,6 @@ from quire.speculate.typical import TypicalAcceptance
 
 MAX_DRAFT_LOGITS = 1 << 24
 """Logits behind drafts that are held at once."""
-_NONE = Draft()
 
 
 def most_drafts(max_tokens: int, vocab_size: int, max_logits: int = MAX_DRAFT_LOGITS) -> int:
@@ -217,7 +216,7 @@ class Speculator:
             found = dict(zip(wanted, drafts, strict=True))
         kept: dict[SequenceId, Draft] = {}
         for sequence_id, count in slots.items():
-            draft = fitting = found.get(sequence_id, _NONE)
+            draft = fitting = found.get(sequence_id, NO_DRAFT)
             num_tokens = len(draft.tokens)
             is_in = num_tokens > 0
             if sequence_id in self._constrained:

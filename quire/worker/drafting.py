@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Set
 
 from quire.base.ids import SequenceId
 from quire.contracts.step import StepPlan
-from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Candidate
 from quire.worker.constrained import StepMasks
 from quire.worker.input_batch import InputBatch, Row, StepInput
-
-_NO_DRAFT = Draft()
 
 
 class DraftingRunner:
@@ -65,7 +63,7 @@ def candidates_of(rows: list[Row], drafts: Mapping[SequenceId, Draft], masks: St
     found: list[Candidate] = []
     next_row = len(rows)
     for row in rows:
-        draft = drafts.get(row.start.sequence_id, _NO_DRAFT)
+        draft = drafts.get(row.start.sequence_id, NO_DRAFT)
         found.append(Candidate(row.sampling, draft, next_row, masks.masks_of(row)))
         next_row += len(draft)
     return found

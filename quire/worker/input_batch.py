@@ -16,10 +16,9 @@ from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.model.token_runs import BlockTable, TokenRuns, TreePlaces, address_of
 from quire.sampling.row_state import SamplingRow
-from quire.speculate.draft import Draft
+from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
 
-_NONE = Draft()
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 UNKNOWN = -1
 """In place of a token that is not on the host yet."""
@@ -139,9 +138,9 @@ class InputBatch:
                 self._prompt_rows.discard(sequence_id)
         for start in plan.starts:
             self._start(start)
-        for sequence_id, block_ids in plan.new_block_ids.items() if plan.new_block_ids else ():
+        for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             self._append_blocks(self._rows[sequence_id], block_ids)
-        for sequence_id, replaced in plan.replaced_blocks.items() if plan.replaced_blocks else ():
+        for sequence_id, replaced in (plan.replaced_blocks or {}).items():
             for index, block_id in replaced:
                 self._rows[sequence_id].block_table[index] = block_id
 
@@ -160,10 +159,7 @@ class InputBatch:
         self._append_blocks(row, start.block_ids)
 
     def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
-        if len(block_ids) == 1:
-            row.block_table[row.num_blocks] = block_ids[0]
-        else:
-            row.block_table[row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
+        row.block_table[row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
         row.num_blocks += len(block_ids)
 
     @property
@@ -217,7 +213,7 @@ class InputBatch:
         for index, row in enumerate(rows):
             begin, end = starts[index], starts[index + 1]
             positions[begin:end] = np.arange(ends[index] - (end - begin), ends[index])
-            draft = drafts.get(row.start.sequence_id, _NONE)
+            draft = drafts.get(row.start.sequence_id, NO_DRAFT)
             if draft.is_chain:
                 continue
             first = end - len(draft)
@@ -266,7 +262,7 @@ class InputBatch:
         drafted: list[int] = []
         next_draft = len(step.ready)
         for index, row in enumerate(step.ready):
-            draft = step.drafts.get(row.start.sequence_id, _NONE)
+            draft = step.drafts.get(row.start.sequence_id, NO_DRAFT)
             behind = range(next_draft, next_draft + len(draft))
             next_draft = behind.stop
             if row.start.sequence_id in late:

@@ -202,7 +202,7 @@ class ModelRunner(DraftingRunner):
         rows, reads = step.ready, None if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
-        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)] if pooled_runs else []
+        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
         masks = self._constrained.start(rows, drafts, len(step.rows))
         logits, best = self._decoder.run(
             step.runs,

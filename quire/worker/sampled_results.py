@@ -8,11 +8,9 @@ from dataclasses import replace
 from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult, TokenLogprobs
 from quire.sampling.sampler import Sampled
-from quire.speculate.draft import Draft
+from quire.speculate.draft import NO_DRAFT
 from quire.speculate.verifier import Walk, match_chain
 from quire.worker.input_batch import UNKNOWN, InputBatch, Row, StepInput
-
-_NO_DRAFT = Draft()
 
 PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
 
@@ -100,7 +98,7 @@ def take_matches(
     drafts, first = step.drafts, len(step.ready)
     for index, row in enumerate(step.ready):
         sequence_id = row.start.sequence_id
-        draft = drafts.get(sequence_id, _NO_DRAFT)
+        draft = drafts.get(sequence_id, NO_DRAFT)
         num_drafts = len(draft.tokens)
         tokens = match_chain(best, index, first, row.sampling, draft)
         first += num_drafts
