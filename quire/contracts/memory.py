@@ -65,6 +65,7 @@ class ModelReport:
     parameters                canonical name -> shape
     generation_defaults       sampling fields of generation_config.json, by the names of SamplingParams
     packed_weight_bytes       of all weights as the kernels keep them, once they are loaded
+    spared_weight_bytes       of these, what a step of greedy sequences does not read, as it reads a copy of the head that is smaller
     device                    what runs it: "cpu", "cuda:N", or "interpreter"
     """
 
@@ -75,6 +76,7 @@ class ModelReport:
     memory: MemoryPlan
     generation_defaults: dict[str, float]
     packed_weight_bytes: int | None = None
+    spared_weight_bytes: int = 0
     device: str = "cpu"
 
     @property
@@ -98,9 +100,9 @@ class ModelReport:
 
     @property
     def active_weight_bytes(self) -> int:
-        """Bytes of weights, as they are run, that a step with one token reads."""
+        """Bytes of weights, as they are run, that a step with one token of a greedy sequence reads."""
         num_bytes = self.packed_weight_bytes or self.memory.weight_bytes
-        return round(self.num_active_parameters * num_bytes / self.num_parameters)
+        return round(self.num_active_parameters * num_bytes / self.num_parameters) - self.spared_weight_bytes
 
     @property
     def is_quantized(self) -> bool:

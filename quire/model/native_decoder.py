@@ -83,6 +83,11 @@ class NativeDecoder:
         return self._parts.weight_bytes
 
     @property
+    def spared_bytes(self) -> int:
+        """Bytes of them that a step does not read which wants best tokens alone: it reads the head's copy, not the head."""
+        return self.head.num_bytes - self._parts.screen_bytes if self._parts.screen_bytes else 0
+
+    @property
     def scratch_bytes(self) -> int:
         """Bytes of the memory of the largest steps so far; `native_scratch.scratch_bytes` says how many there can be."""
         return self._plan.scratch_bytes

@@ -27,6 +27,8 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _PROGRESS_DELAY_S = 3.0
 _SHORT_FROM = 1 << 26
 """Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
+_SCREENED_FROM = 1 << 20
+"""Weights of a head from which on its best outputs are found by way of a copy in bytes: a smaller one is quickly read."""
 _MAX_WINDOW = 2**31 - 1
 """A window of so many tokens is none: positions have 32 bits."""
 
@@ -43,18 +45,31 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     return None
 
 
+def is_screened(spec: ModelSpec) -> bool:
+    """Return whether the best outputs of a model's head, where that is dense, are found by way of a copy."""
+    has_plain_logits = spec.logit_scale == 1.0 and not spec.final_softcap
+    return has_plain_logits and spec.vocab_size * spec.hidden_size >= _SCREENED_FROM
+
+
+def screen_bytes(spec: ModelSpec) -> int:
+    """Return what the copy of a dense head takes: a byte for each weight, and three numbers for each output."""
+    return -(-spec.vocab_size // 16) * 16 * (-(-spec.hidden_size // 8) * 8 + 12) if is_screened(spec) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class NativeParts:
     """What the plan refers to: it lives no longer than these.
 
     layers        native layers, to which the cache is still to be told
     weight_bytes  of all packed weights
+    screen_bytes  of the head's copy, which tells most outputs that are not the best (csrc/screen.h); 0: there is none
     """
 
     embedding: NativeWeight
     head: NativeWeight
     layers: list[Any]
     weight_bytes: int
+    screen_bytes: int = 0
 
 
 class NativeModelBuilder:
@@ -84,6 +99,7 @@ class NativeModelBuilder:
         self._quantize = quantize
         num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
         self._packer = WeightPacker(native, self._dtype, is_short=num_weights >= _SHORT_FROM)
+        self._screen_bytes = 0
 
     def build(self) -> NativeParts:
         """Pack all weights and complete the plan. Raises InvariantError when parameters are left that nothing reads."""
@@ -100,6 +116,7 @@ class NativeModelBuilder:
             scale = float(torch.tensor(scale, dtype=self._dtype))
         plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
+        self._screen_bytes = plan.screen_head() if is_screened(spec) else 0
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
         numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
         return self._complete(embed, head, (self._build_layer(layer, f"layers.{index}.") for index, layer in numbered))
@@ -115,7 +132,7 @@ class NativeModelBuilder:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
         # Half of it: others use it, too.
         self._plan.is_near = 2 * self._packer.num_bytes <= largest_cache_bytes()
-        return NativeParts(embedding, head, kept, self._packer.num_bytes)
+        return NativeParts(embedding, head, kept, self._packer.num_bytes, self._screen_bytes)
 
     def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
         parameter = self._parameters.pop(f"{name}.weight")

@@ -18,6 +18,7 @@ from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.build import runs_natively
 from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
+from quire.model.native_model import screen_bytes
 from quire.model.native_scratch import scratch_bytes
 from quire.model.native_weights import packed_bytes_of
 from quire.model.stored_tensors import stored_bytes
@@ -100,7 +101,7 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
 
 
 def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
-    """Return the bytes that the weights take as they are run.
+    """Return the bytes that the weights take as they are run, with the copy of a head that is dense, or may be.
 
     Quantised weights stay so in the native kernels; torch runs them dense.
     """
@@ -108,9 +109,12 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
     if not runs_natively(spec, cpu_block_size(config)):
         return dense
     if config.quantization is not None:
-        return quantized_bytes(shapes, spec, POLICIES[config.quantization])
+        policy = POLICIES[config.quantization]
+        has_dense_head = (policy.embedding if spec.is_tied else policy.head) is None
+        return quantized_bytes(shapes, spec, policy) + has_dense_head * screen_bytes(spec)
     if is_gguf(folder):
-        return min(dense, packed_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
+        return min(dense, packed_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype])) + screen_bytes(spec)
+    dense += screen_bytes(spec)
     if read_quantization_config(folder) is None or not stored_bytes(folder):
         return dense
     width = DTYPE_BYTES[spec.dtype]

@@ -154,7 +154,7 @@ def _build_runner(config: EngineConfig, report: ModelReport) -> tuple[EngineRunn
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy)
     if isinstance(decoder, NativeDecoder):
-        report = replace(report, packed_weight_bytes=decoder.weight_bytes)
+        report = replace(report, packed_weight_bytes=decoder.weight_bytes, spared_weight_bytes=decoder.spared_bytes)
     runner = ModelRunner(decoder, report.memory, config.max_num_seqs)
     if config.speculative_config is not None:
         runner.draft_with(build_speculator(config.speculative_config, report, runner.target, _step_limits(config)))

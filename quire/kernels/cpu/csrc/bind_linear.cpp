@@ -182,7 +182,7 @@ i32 best_of(const float* values, const i32* indices, i32 count, float& value) {
     return best;
 }
 
-PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
+void PackedMemory::prepare(const LinearTable& table, const Weight& w, i32 m) {
     packed.kind = input_kind(w.format);
     packed.m = m;
     packed.k = w.k;
@@ -190,11 +190,12 @@ PackedMemory::PackedMemory(const LinearTable& table, const Weight& w, i32 m) {
     packed.input_group = w.input_group;
     packed.tile_rows = table.tile_rows(packed.kind, m);
     packed.columns = w.columns;
+    const auto grow = [m](auto& memory, i64 row) { memory.resize(std::max(memory.size(), static_cast<size_t>(row) * m)); };
     const i64 groups = groups_of(w.k, w.group);
-    words.resize(static_cast<size_t>(steps_of(packed.kind, w.k)) * m);
-    scales.resize(static_cast<size_t>(groups) * m);
-    starts.resize(static_cast<size_t>(groups) * m);
-    sums.resize(static_cast<size_t>(groups) * m);
+    grow(words, steps_of(packed.kind, w.k));
+    grow(scales, groups);
+    grow(starts, groups);
+    grow(sums, groups);
     packed.data = words.data();
     packed.scales = scales.data();
     packed.starts = starts.data();

@@ -1,11 +1,13 @@
 // Building and running plans from Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
 
+#include "binding.h"
 #include "parallel_heads.h"
 #include "plan.h"
 #include "runs.h"
@@ -63,8 +65,11 @@ void bind_setup(PlanClass& plan) {
         .def_rw("feature_norm", &Plan::feature_norm)
         .def_rw("num_threads", &Plan::num_threads)
         .def_rw("is_near", &Plan::is_near)
+        .def_rw("screens", &Plan::screens)
+        .def_ro("num_screened", &Plan::num_screened)
         .def("set_embedding", &Plan::set_embedding, "embed"_a, "positions"_a.none(), "scale"_a)
         .def("set_head", &Plan::set_head, "head"_a, "logit_scale"_a, "softcap"_a)
+        .def("screen_head", &Plan::screen_head, nb::call_guard<nb::gil_scoped_release>(), "Keep a copy of the head that finds its best tokens, before finish; return its bytes, 0: there is none.")
         .def("add_layer", &Plan::add_layer, "layer"_a)
         .def("set_angles", [](Plan& p, i32 index, uintptr_t cosine, uintptr_t sine, i64 count, i32 half) {
             p.set_angles(index, reinterpret_cast<const float*>(cosine), reinterpret_cast<const float*>(sine), count, half);
@@ -181,6 +186,41 @@ void bind_results(PlanClass& plan) {
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a);
 }
 
+// Screening by itself, for its tests.
+i32 screened_best(const Screen& screen, const NativeWeight& head, uintptr_t x, i64 stride, i32 m, uintptr_t best_index, int num_threads, const std::string& isa) {
+    struct Call {
+        Screening screening;
+        HeadRows rows;
+        int num_threads = 0;
+    } call;
+    if (m < 1 || m > MAX_SCREENED_ROWS) throw std::invalid_argument("so many rows are not screened at once");
+    std::vector<float> values(static_cast<size_t>(m) * num_threads, -__builtin_inff());
+    std::vector<i32> indices(static_cast<size_t>(m) * num_threads, -1);
+    call.rows = {reinterpret_cast<const float*>(x), stride, m, false, values.data(), indices.data()};
+    call.screening.begin(kernels_for(isa), head, screen, m, num_threads);
+    run_team(num_threads, [](void* argument, Worker& worker) {
+        Call& c = *static_cast<Call*>(argument);
+        if (worker.rank == 0) c.num_threads = worker.size;
+        c.screening.find(worker, c.rows);
+    }, &call);
+    for (i32 row = 0; row < m; ++row) {
+        const i64 first = static_cast<i64>(row) * call.num_threads;
+        float value = 0.0f;
+        reinterpret_cast<i32*>(best_index)[row] = best_of(values.data() + first, indices.data() + first, call.num_threads, value);
+    }
+    return call.screening.num_redone();
+}
+
+void bind_screen(nb::module_& m) {
+    nb::class_<Screen>(m, "Screen")
+        .def("__init__", [](Screen* self, const NativeWeight& head, int num_threads, const std::string& isa) { new (self) Screen(kernels_for(isa), head, num_threads); },
+             "head"_a, "num_threads"_a = 1, "isa"_a = "", "The copy of a dense head that tells most outputs that are not the best; see screen.h.")
+        .def_ro("is_bounded", &Screen::is_bounded)
+        .def_prop_ro("num_bytes", &Screen::num_bytes)
+        .def("best", &screened_best, "head"_a, "x"_a, "stride"_a, "m"_a, "best_index"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
+             "Write the best output of each f32 row [m, k], as Finish::best finds it, and return of how many rows all outputs were computed.");
+}
+
 void bind_heads(nb::module_& m) {
     nb::class_<ParallelHeads>(m, "ParallelHeads")
         .def(nb::init<>())
@@ -210,4 +250,5 @@ void bind_plan(nb::module_& m) {
     bind_drafts(plan);
     bind_results(plan);
     bind_heads(m);
+    bind_screen(m);
 }

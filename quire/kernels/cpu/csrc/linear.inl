@@ -18,6 +18,7 @@
 #include "linear_pack.inl"
 #include "linear_unpack.inl"
 #include "linear_select.inl"
+#include "linear_screen.inl"
 #include "linear_finish.inl"
 
 namespace quire::QUIRE_ISA {
@@ -227,8 +228,27 @@ void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {
     }
 }
 
+void best_of_panels(const Worker& worker, const LinearJob& job, const i32* panels, i32 count, i64 at) {
+    const Weight& w = *job.weight;
+    const Unit unit = {worker, job, 0, 0, nullptr, groups_of(w.k, w.group), 1, 0, false, false};
+    alignas(64) float out[MAX_PANELS * 16];
+    Tile tile;
+    set_weight(tile, w);
+    set_input(tile, *job.input, {0, 1});
+    set_dense(tile, out, 1);
+    for (i32 done = 0, width; done < count; done += width) {
+        width = count - done >= 4 && is_tile(w, 1, 4, false) ? 4 : count - done >= 2 && is_tile(w, 1, 2, false) ? 2 : 1;
+        for (i32 i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, panels[done + i], 0, i);
+        run_tile(width, tile_kind(unit), 1, tile);
+        for (i32 i = 0; i < width; ++i) {
+            const i32 panel = panels[done + i];
+            note_best(job, at, panel, first_lanes(w.n - panel * 16), scaling_of(w, panel)(out + i * 16));
+        }
+    }
+}
+
 }  // namespace
 
-extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row};
+extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row, copy_panels, measure_row, best_of_panels};
 
 }  // namespace quire::QUIRE_ISA

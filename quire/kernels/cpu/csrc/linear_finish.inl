@@ -38,6 +38,12 @@ void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
     job.best_index[at] = index;
 }
 
+// Take in a panel of one row. Almost every panel holds nothing better.
+QUIRE_INLINE void note_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 value) {
+    const Mask better = (value > set1(job.best_value[at])) | is_nan(value);
+    if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16) keep_best(job, at, panel, lanes, value);
+}
+
 // y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias. A loop for each activation:
 // asked for row by row, which one it is takes as long as a part of it.
 void activate_rows(const LinearJob& job, i32 panel, i32 rows, float* y, const float* y2) {
@@ -87,14 +93,11 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
     float* out = job.out + place.first_row * job.out_stride + panel * 16;
     switch (job.finish) {
         case Finish::best:
-            for (i32 r = 0; r < place.rows; ++r) {
-                const F32 value = scaled(y + r * 16);
-                const i64 at = static_cast<i64>(place.first_row + r) * worker.size + worker.rank;
-                // Almost every panel holds nothing better.
-                const Mask better = (value > set1(job.best_value[at])) | is_nan(value);
-                if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16)
-                    keep_best(job, at, panel, lanes, value);
-            }
+            for (i32 r = 0; r < place.rows; ++r)
+                note_best(job, static_cast<i64>(place.first_row + r) * worker.size + worker.rank, panel, lanes, scaled(y + r * 16));
+            break;
+        case Finish::screen:
+            screen_panel(worker, job, panel, place.first_row, place.rows, lanes, scaled.scale, y);
             break;
         case Finish::store:
             for (i32 r = 0; r < place.rows; ++r, out += job.out_stride) store(out, scaled(y + r * 16), lanes);

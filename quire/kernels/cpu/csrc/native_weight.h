@@ -61,7 +61,10 @@ struct PackedMemory {
     std::vector<float> scales, sums;
     std::vector<i32> starts;
 
-    PackedMemory(const LinearTable& table, const Weight& weight, i32 m);
+    PackedMemory() = default;
+    PackedMemory(const LinearTable& table, const Weight& weight, i32 m) { prepare(table, weight, m); }
+    // Take m rows of the input of a weight; what is there of others is lost.
+    void prepare(const LinearTable& table, const Weight& weight, i32 m);
 };
 
 // The best of the threads' candidates of one row and its value; -1 when there is none.

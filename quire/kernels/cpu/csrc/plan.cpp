@@ -50,6 +50,13 @@ void Plan::set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float
     softcap_ = softcap;
 }
 
+i64 Plan::screen_head() {
+    if (!has_plain_logits() || !suits_screen(*head_)) return 0;
+    screen_ = std::make_unique<Screen>(*kernels_used, *head_, num_threads);
+    if (!screen_->is_bounded) screen_ = nullptr;
+    return screen_ == nullptr ? 0 : screen_->num_bytes();
+}
+
 void Plan::set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed) {
     entry_ = static_cast<Entry>(entry);
     fuse_ = std::move(fuse);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "native_weight.h"
+#include "screen.h"
 #include "tables.h"
 
 namespace quire {
@@ -110,6 +111,8 @@ public:
 
     void set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
+    // Keep a copy of the head, where that can be, which tells most outputs that are not the best (screen.h); return what it takes.
+    i64 screen_head();
     void add_layer(std::shared_ptr<PlanLayer> layer);
     // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.
     void set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half);
@@ -142,6 +145,8 @@ public:
     Norm final_norm, embed_norm, feature_norm;
     int num_threads;
     bool is_near = false;  // the weights are expected in a cache
+    bool screens = true;   // whether the head's copy is used
+    i64 num_screened = 0;  // steps in which it was
     const Kernels* kernels_used;
 
 private:
@@ -152,6 +157,8 @@ private:
     void finish_layer(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
     void reserve_attention(const Batch& batch);
+    // Make ready for the best tokens of so many rows.
+    void begin_best(i32 num_rows);
     // Set last_ask_ for a step.
     void find_last_ask(const StepInput& input);
 
@@ -186,6 +193,9 @@ private:
     std::vector<float> draft_logits_;  // of the passes of a run of drafts
     std::vector<float> best_values_;   // of a step that gives no logits: [rows][threads]
     std::vector<i32> best_indices_;
+    std::unique_ptr<Screen> screen_;
+    Screening screening_;
+    bool is_screening_ = false;  // in this step
     // Of the last layer, where only rows that are wanted ask what the others have said, as if these were cached already.
     Batch last_ask_;
     bool has_last_ask_ = false;

@@ -270,6 +270,10 @@ struct Stepper : StepExperts {
 
     // The best token of `count` rows: every thread's own.
     void best(const i32* rows, i32 count) {
+        if (plan.is_screening_) {
+            each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
+            return plan.screening_.find(worker, {plan.normed_, hidden_stride(), count, plan.is_near, plan.best_values_.data(), plan.best_indices_.data()});
+        }
         const Packed input = pack_for_head(rows, count);
         LinearJob head = job(*plan.head_, input, Finish::best, nullptr, 0);
         head.best_value = plan.best_values_.data();
@@ -336,10 +340,7 @@ void Plan::step(const StepInput& input) {
     const std::lock_guard<std::mutex> lock(guard_);
     find_last_ask(input);
     reserve(input.batch.num_tokens, input.batch);
-    if (input.best != nullptr) {
-        best_values_.assign(static_cast<size_t>(input.num_logit_rows) * num_threads, -__builtin_inff());
-        best_indices_.assign(static_cast<size_t>(input.num_logit_rows) * num_threads, -1);
-    }
+    if (input.best != nullptr) begin_best(input.num_logit_rows);
     Call call = {this, &input, nullptr, 0, nullptr};
     run_team(num_threads, step_body, &call);
     for (i32 row = 0; input.best != nullptr && row < input.num_logit_rows; ++row) {
@@ -348,6 +349,16 @@ void Plan::step(const StepInput& input) {
         const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, call.num_threads, value);
         input.best[row] = std::isfinite(value) ? found : -1;
     }
+    if (input.best != nullptr && is_screening_) screening_.end();
+}
+
+void Plan::begin_best(i32 num_rows) {
+    const size_t places = static_cast<size_t>(num_rows) * num_threads;
+    best_values_.assign(places, -__builtin_inff());
+    best_indices_.assign(places, -1);
+    is_screening_ = screens && screen_ != nullptr && num_rows > 0 && num_rows <= MAX_SCREENED_ROWS && screening_.is_wanted();
+    num_screened += is_screening_;
+    if (is_screening_) screening_.begin(*kernels_used, *head_, *screen_, num_rows, num_threads);
 }
 
 void Plan::logits(const i32* rows, i32 count, float* out) {

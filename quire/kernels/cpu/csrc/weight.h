@@ -106,8 +106,34 @@ enum class Finish : i32 {
     activate = 3,  // out[m][n] = activation(y)
     multiply = 4,  // out[m][n] *= y
     best = 5,   // no out: the largest y of each row and its n, the lowest of equal ones
+    screen = 6,  // no out: the panels that may hold the best output of the head that the weight is a copy of, see ScreenRows
 };
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+
+// A panel that may hold the best output of a row, and the most that this can be.
+struct Candidate {
+    i32 panel;
+    float most;
+};
+// What screening (screen.h) knows of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the least that the best
+// output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound holds for the row.
+struct ScreenRows {
+    const float *error, *size;
+    const float *row_size, *row_error;
+    float* least;
+    i32* count;
+    i32 room;
+    Candidate* kept;
+};
+
+// Where a head's copy goes, panel after panel: codes as of u8, and f32 [N padded to 16] of the rest; `lines` has room for a panel of bf16.
+struct ScreenCopy {
+    u8* codes;
+    i64 panel_bytes;
+    i32 group;
+    float *scale, *error, *size;
+    u8* lines;
+};
 
 // One linear layer over packed rows. Best needs best_value, best_index of
 // [m][num_threads]. With `packed` the result of gate or activate goes there, the input of the layer that follows, and not to `out`: a
@@ -126,6 +152,7 @@ struct LinearJob {
     i64 out_stride = 0;
     float* best_value = nullptr;
     i32* best_index = nullptr;
+    const ScreenRows* screen = nullptr;
 };
 
 }  // namespace quire
