@@ -65,7 +65,7 @@ class ModelReport:
     parameters                canonical name -> shape
     generation_defaults       sampling fields of generation_config.json, by the names of SamplingParams
     packed_weight_bytes       of all weights as the kernels keep them, once they are loaded
-    spared_weight_bytes       of these, what a step of greedy sequences does not read, as it reads a copy of the head that is smaller
+    spared_weight_bytes       of these, what a step of greedy sequences does not read: it reads a smaller copy of the head
     device                    what runs it: "cpu", "cuda:N", or "interpreter"
     """
 

@@ -1,4 +1,4 @@
-"""Best tokens of steps that look at a copy of the head: those of its logits, however many rows there are and whatever the head is."""
+"""Best tokens of steps that look at a copy of the head: those of its logits, for any number of rows whatever the head is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best outputs of a head found by way of its copy in bytes: those that the head itself gives, to the bit, whatever it is asked."""
+"""The best outputs of a head, found by way of its copy in bytes: those that the head gives, to the bit, whatever is asked."""
 
 from __future__ import annotations
 
