@@ -15,7 +15,8 @@ import torch
 from quire.base.cpu_caches import CACHES, largest_cache_bytes
 from quire.base.errors import ConfigError
 from quire.base.threads import check_num_threads
-from quire.bench.kernel_cases import KERNELS, QWEN3_0_6B, KernelCase, ModelShapes, Setup, make_cases, shapes_of
+from quire.bench.kernel_cases import KERNELS, make_cases
+from quire.bench.kernel_setup import QWEN3_0_6B, KernelCase, ModelShapes, Setup, shapes_of
 from quire.bench.provenance import Provenance, find_provenance
 from quire.kernels.native import load_native
 from quire.model.config_reader import read_model_spec
@@ -98,7 +99,7 @@ class KernelOptions:
     isa                instruction set; None: the one of this process
     num_threads        None: torch's
     only               kernels, of KERNELS
-    rows, lengths      see kernel_cases.Setup
+    rows, lengths      see kernel_setup.Setup
     seconds            per kernel and shape
     working_set_bytes  None: four times the largest cache, at least 64 MiB
     """

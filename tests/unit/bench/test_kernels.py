@@ -5,7 +5,8 @@ import json
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.bench.kernel_cases import ModelShapes, Setup, make_cases, shapes_of
+from quire.bench.kernel_cases import make_cases
+from quire.bench.kernel_setup import ModelShapes, Setup, shapes_of
 from quire.bench.kernels import KernelOptions, default_working_set, measure_kernels
 from quire.cli.main import main
 from quire.kernels.native import load_native
@@ -30,9 +31,14 @@ def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path,
     record = json.loads(file.read_text())
     assert (record["isa"], record["num_threads"], record["provenance"]["num_threads"]) == (isa, 1, 1)
     assert record["provenance"]["machine"]
-    assert {"linear", "attention", "norm"} <= {result["kernel"] for result in record["results"]}
+    assert {"linear", "best", "attention", "store", "norm", "turn", "sampler"} == {
+        result["kernel"] for result in record["results"]
+    }
     formats = {result["number_format"] for result in record["results"] if result["kernel"] == "linear"}
-    assert formats == {"bf16", "bf12", "f32", "int8", "int4", "fp8"}
+    assert formats == {"bf16", "bf12", "f32", "f16", "int8", "int4", "fp8"}
+    for kernel in ("attention", "store"):
+        formats = {result["number_format"] for result in record["results"] if result["kernel"] == kernel}
+        assert formats == {"bf16", "f32", "int8"}
     for result in record["results"]:
         assert result["seconds"] > 0
         assert result["bandwidth_share"] == pytest.approx(result["bytes_per_s"] / result["machine_bytes_per_s"])

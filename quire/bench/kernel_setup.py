@@ -1,0 +1,119 @@
+"""What the cases of `quire bench kernels` have in common: the shapes of a model, how kernels are called, and their data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+
+MAX_OUT_BYTES = 256 << 20
+"""Results larger than this are left out: no step computes logits of so many rows."""
+_NOISE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """What of a model decides the sizes of its kernels' work.
+
+    linears  name to (outputs, inputs)
+    """
+
+    linears: dict[str, tuple[int, int]]
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+QWEN3_0_6B = ModelShapes(
+    linears={
+        "q": (2048, 1024),
+        "k, v": (1024, 1024),
+        "o": (1024, 2048),
+        "gate, up": (3072, 1024),
+        "down": (1024, 3072),
+        "head": (151936, 1024),
+    },
+    hidden_size=1024,
+    vocab_size=151936,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+def shapes_of(spec: ModelSpec) -> ModelShapes:
+    """Return the shapes of a model: of its first layer, and where it has some, of the first layer with experts."""
+    mixtures = [layer for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    attention = spec.layers[0].attention
+    q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    linears = {"q": (q_size, spec.hidden_size), "k, v": (kv_size, spec.hidden_size), "o": (spec.hidden_size, q_size)}
+    linears |= _mlp_shapes(spec.layers[0], spec.hidden_size)
+    if mixtures:
+        linears |= _mlp_shapes(mixtures[0], spec.hidden_size)
+    linears["head"] = (spec.vocab_size, spec.hidden_size)
+    return ModelShapes(
+        linears, spec.hidden_size, spec.vocab_size, attention.num_heads, attention.num_kv_heads, attention.head_dim
+    )
+
+
+def _mlp_shapes(layer: LayerSpec, hidden_size: int) -> dict[str, tuple[int, int]]:
+    mlp, prefix = (layer.mlp.expert, "expert ") if isinstance(layer.mlp, MoeSpec) else (layer.mlp, "")
+    first = "gate, up" if mlp.is_gated else "up"
+    inner = mlp.intermediate_size
+    return {prefix + first: (inner, hidden_size), f"{prefix}down": (hidden_size, inner)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How kernels are called.
+
+    working_set_bytes  what the copies of a kernel's data take at least, so that each call finds its own out of the caches
+    rows               rows M of linear layers, norms and sampling
+    lengths            cached tokens of attention, and the prompt's of prefill
+    """
+
+    native: ModuleType
+    isa: str
+    num_threads: int
+    working_set_bytes: int
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def copies_for(self, num_bytes: int) -> int:
+        """Return how many times data of a call must be there."""
+        return max(1, -(-self.working_set_bytes // num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel at one shape.
+
+    num_bytes       that a call reads and writes at least, everything counted once
+    num_operations  products and sums of a call; 0 where they are not what limits it
+    peak_kind       "f32", "bf16" or "u8": in what numbers it multiplies
+    run             run(copy) calls the kernel on copy 0 <= copy < num_copies
+    """
+
+    kernel: str
+    number_format: str
+    shape: str
+    num_bytes: int
+    num_operations: int
+    peak_kind: str
+    num_copies: int
+    run: Callable[[int], object]
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal noise that repeats itself: no kernel's time depends on it, and drawing gigabytes would take long."""
+    count = math.prod(shape)
+    base = torch.randn(min(count, _NOISE_ELEMENTS), generator=torch.Generator().manual_seed(0)).to(dtype)
+    return base.repeat(-(-count // len(base)))[:count].view(shape)
