@@ -88,12 +88,16 @@ def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
 def best_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     """Yield the search for the best outputs of a bfloat16 head: as many bytes and products as its copy has."""
     n, k = shapes.linears["head"]
-    head = _pack(setup, "bf16", n, k)
-    screen = setup.native.Screen(head, setup.num_threads, setup.isa)
+    heads = [_pack(setup, "bf16", n, k)]
+    screens = [setup.native.Screen(heads[0], setup.num_threads, setup.isa)]
+    for _ in range(setup.copies_for(screens[0].num_bytes) - 1):
+        heads.append(_pack(setup, "bf16", n, k))
+        screens.append(setup.native.Screen(heads[-1], setup.num_threads, setup.isa))
     for m in (rows for rows in setup.rows if rows <= _MAX_SCREENED_ROWS):
         x, best = noise(m, k), torch.empty(m, dtype=torch.int32)
 
         def run(copy: int, m: int = m, x: torch.Tensor = x, best: torch.Tensor = best) -> None:
-            screen.best(head, x.data_ptr(), k, m, best.data_ptr(), setup.num_threads, setup.isa)
+            screens[copy].best(heads[copy], x.data_ptr(), k, m, best.data_ptr(), setup.num_threads, setup.isa)
 
-        yield KernelCase("best", "bf16", f"M={m} head [{n}, {k}]", screen.num_bytes, 2 * m * n * k, "u8", 1, run)
+        name = f"M={m} head [{n}, {k}]"
+        yield KernelCase("best", "bf16", name, screens[0].num_bytes, 2 * m * n * k, "u8", len(screens), run)
