@@ -19,7 +19,7 @@ from quire.model.build import runs_natively
 from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
 from quire.model.native_scratch import scratch_bytes
-from quire.model.native_weights import packed_bytes_of
+from quire.model.native_weights import is_made_exact, is_stored_made_exact, packed_bytes_of
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
@@ -102,7 +102,7 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
 def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
     """Return the bytes that the weights take as they are run.
 
-    Quantised weights stay so in the native kernels; torch runs them dense.
+    Quantised weights stay so in the native kernels, but for integers in float32 (`is_made_exact`); torch runs them dense.
     """
     dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
     if not runs_natively(spec, cpu_block_size(config)):
@@ -110,11 +110,13 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
     if config.quantization is not None:
         return quantized_bytes(shapes, spec, POLICIES[config.quantization])
     if is_gguf(folder):
+        if is_made_exact(spec.dtype, is_token_quantized=False):
+            return dense
         return min(dense, packed_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
     if read_quantization_config(folder) is None or not stored_bytes(folder):
         return dense
     width = DTYPE_BYTES[spec.dtype]
-    quantized = quantized_weights(folder, spec)
+    quantized = [weight for weight in quantized_weights(folder, spec) if not is_stored_made_exact(weight, spec.dtype)]
     return dense + sum(packed_bytes_of(weight, width) - math.prod(weight.shape) * width for weight in quantized)
 
 
