@@ -7,7 +7,7 @@ from typing import Literal
 
 from quire.base.errors import UnsupportedError
 from quire.quant.fields import JsonFields
-from quire.quant.patterns import ModulePattern
+from quire.quant.patterns import MatchingBudget, ModulePattern
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"]
 Strategy = Literal["tensor", "channel", "group", "block", "tensor_group"]
@@ -115,6 +115,7 @@ class _PatternBudget:
     def __init__(self, where: str) -> None:
         self._where = where
         self._num_left = _MAX_PATTERNS
+        self._matching = MatchingBudget()
         self._compiled: dict[str, ModulePattern] = {}
 
     def names(self, items: list[str]) -> ModuleNames:
@@ -124,7 +125,7 @@ class _PatternBudget:
             raise UnsupportedError(f"{self._where} has more patterns of module names than the {_MAX_PATTERNS} that are read")
         for text in patterns:
             if text not in self._compiled:
-                self._compiled[text] = ModulePattern(text)
+                self._compiled[text] = ModulePattern(text, self._matching)
         exact = frozenset(item for item in items if not item.startswith("re:"))
         return ModuleNames(exact, tuple(self._compiled[text] for text in patterns))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quire.base.errors import UnsupportedError
 from quire.quant.compressed_config import CompressedTensorsConfig, read_compressed_tensors
 from quire.quant.fields import JsonFields
-from quire.quant.patterns import ModulePattern
+from quire.quant.patterns import MatchingBudget, ModulePattern
 
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes")
 _MAX_PATTERNS = 256
@@ -135,12 +135,12 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
     base = GptqScheme(_gptq_bits(fields), fields.group_size("group_size", "q_group_size"), kind == "gptq_v2")
     is_symmetric = fields.boolean("sym", default=True)
     dynamic: list[tuple[ModulePattern, GptqScheme | None]] = []
-    overrides = fields.table("dynamic").items()
+    overrides, budget = fields.table("dynamic").items(), MatchingBudget()
     if len(overrides) > _MAX_PATTERNS:
         raise UnsupportedError(f"{fields.where}: dynamic has {len(overrides)} patterns; at most {_MAX_PATTERNS} are read")
     for text, values in overrides:
         if text.startswith("-:"):
-            dynamic.append((ModulePattern(text[2:]), None))
+            dynamic.append((ModulePattern(text[2:], budget), None))
             continue
         override = JsonFields(values, f"{fields.where}.dynamic[{text[:40]!r}]")
         scheme = GptqScheme(
@@ -149,7 +149,7 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
             base.is_v2,
         )
         is_symmetric = is_symmetric and override.boolean("sym", default=True)
-        dynamic.append((ModulePattern(text.removeprefix("+:")), scheme))
+        dynamic.append((ModulePattern(text.removeprefix("+:"), budget), scheme))
     if not is_symmetric and not base.is_v2:
         _check_writer(fields)
     return GptqConfig(base, tuple(dynamic))
