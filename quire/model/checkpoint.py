@@ -15,6 +15,7 @@ from quire.contracts.model_spec import ModelSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
+from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import listing, open_tensors
@@ -50,7 +51,8 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
-    stored = _strip_names(_open(folder, page), page, folder)
+    files = MappedFiles()
+    stored = _strip_names(_open(folder, page, files=files), page, folder)
     shapes = parameter_shapes(spec)
     sources = page.find_sources(spec, stored)
     _settle_head(sources, shapes, stored, folder)
@@ -58,7 +60,7 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    tensors = StoredTensors(stored)
+    tensors = StoredTensors(stored, files)
     return _share_head(
         {
             name: CheckpointParameter(tensors, source, shapes[name], dtype, is_dense=name in _LOOKED_UP)
@@ -77,8 +79,8 @@ def quantized_weights(folder: Path, spec: ModelSpec) -> list[StoredWeight]:
     return [weight for weight in stored.values() if isinstance(weight, StoredWeight)]
 
 
-def _open(folder: Path, page: FamilyPage, is_logged: bool = True) -> Stored:
-    tensors, quantization = open_tensors(folder), read_quantization_config(folder)
+def _open(folder: Path, page: FamilyPage, is_logged: bool = True, files: MappedFiles | None = None) -> Stored:
+    tensors, quantization = open_tensors(folder, files), read_quantization_config(folder)
     drafting = _drafting_layers(tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(drafting)}
     if quantization is None:

@@ -20,6 +20,7 @@ from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.model.config_reader import read_json_object, read_model_spec, read_quantization_config
 from quire.model.families import FAMILIES
 from quire.model.families.sources import Piece
+from quire.model.mapped_files import MappedFiles
 from quire.model.stored_tensors import open_tensors
 from quire.quant.policy import QuantizationPolicy
 from quire.quant.quantize import INT8, Scheme, quantize_weight, sqnr_db
@@ -80,12 +81,14 @@ def write_quantized(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder; give a new one")
     spec = read_model_spec(source)
-    stored = _open_plain(source)
+    files = MappedFiles()
+    stored = _open_plain(source, files)
     schemes = _choose_schemes(spec, stored, _writing_policy(spec, scheme, group_size))
     out.mkdir(parents=True, exist_ok=True)
     shards = _Shards(out, max_shard_bytes)
     layers: list[LayerQuality] = []
     for name, tensor in tqdm(stored.items(), "quantising", disable=None if show_progress else True):
+        files.check((tensor,))
         if name not in schemes:
             shards.add({name: tensor})
             continue
@@ -103,8 +106,8 @@ def write_quantized(
     return WrittenCheckpoint(out, source_bytes, shards.num_bytes, tuple(layers))
 
 
-def _open_plain(source: Path) -> dict[str, Tensor]:
-    opened = open_tensors(source)
+def _open_plain(source: Path, files: MappedFiles) -> dict[str, Tensor]:
+    opened = open_tensors(source, files)
     plain = {name: tensor for name, tensor in opened.items() if isinstance(tensor, Tensor)}
     if len(plain) < len(opened):
         raise ConfigError(f"{source} is quantised already; take the checkpoint in its original precision")

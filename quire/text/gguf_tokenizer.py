@@ -232,7 +232,7 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
                 rights.append(right)
         if len(joined) > most:
             raise ModelFormatError(
-                f"{metadata.path}: more than {most} pairs of tokens make a third among {len(mergeable)} tokens, far more than in "
+                f"{metadata.path}: more than {most} pairs of tokens make a third among {len(mergeable)} tokens, more than "
                 "any vocabulary that was trained; get the file again, or give the option tokenizer= a folder"
             )
     order = np.lexsort((rights, lefts, joined, -np.asarray(scores, np.float64)[joined]))
