@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.quant.fields import JsonFields
 from quire.quant.patterns import MatchingBudget, ModulePattern
 
@@ -103,9 +103,10 @@ def read_compressed_tensors(fields: JsonFields) -> CompressedTensorsConfig:
         group = JsonFields(values, f"{fields.where}.config_groups[{name[:40]!r}]")
         if group.has("weights"):
             scheme = _read_scheme(group, default)
-            read.append((budget.names(group.strings("targets")), scheme))
-            if group.has("input_activations") and not scheme.is_token_quantized:
-                notes.append(f"{group.where}: input_activations are not used; activations stay in the model's dtype")
+            targets = budget.names(group.strings("targets"))
+            _refuse_other_scheme(group, targets, scheme, read)
+            read.append((targets, scheme))
+            notes += _activation_notes(group, scheme)
     return CompressedTensorsConfig(tuple(read), budget.names(fields.strings("ignore")), tuple(notes))
 
 
@@ -128,6 +129,34 @@ class _PatternBudget:
                 self._compiled[text] = ModulePattern(text, self._matching)
         exact = frozenset(item for item in items if not item.startswith("re:"))
         return ModuleNames(exact, tuple(self._compiled[text] for text in patterns))
+
+
+def _refuse_other_scheme(
+    group: JsonFields, targets: ModuleNames, scheme: CompressedScheme, before: list[tuple[ModuleNames, CompressedScheme]]
+) -> None:
+    """Raise ModelFormatError where a group names what another has a different scheme for: which is meant, nobody knows."""
+    for other, other_scheme in before:
+        shared = sorted(targets.exact & other.exact)
+        if shared and other_scheme != scheme:
+            raise ModelFormatError(
+                f"{group.where}: its target {shared[0][:80]!r} is one of another group, with a different scheme: the "
+                "checkpoint contradicts itself; get another version of it"
+            )
+
+
+def _activation_notes(group: JsonFields, scheme: CompressedScheme) -> list[str]:
+    """Return lines for the log: what is declared of activations, and what is done instead."""
+    notes: list[str] = []
+    if group.has("input_activations") and not scheme.is_token_quantized:
+        done = (
+            "activations stay in the model's dtype"
+            if scheme.layout == "float-quantized"
+            else "on a CPU inputs are rounded to int8, with a scale for each group of them, unless dtype is float32"
+        )
+        notes.append(f"{group.where}: input_activations are not used as they are declared; {done}")
+    if group.has("output_activations"):
+        notes.append(f"{group.where}: output_activations are not used; outputs stay in the model's dtype")
+    return notes
 
 
 def _refuse_sparsity(fields: JsonFields) -> None:

@@ -32,11 +32,13 @@ class GptqScheme:
 class GptqConfig:
     """Scheme of a whole GPTQ checkpoint, and what differs by name: the first pattern that matches decides.
 
-    dynamic  patterns, each with its scheme or None where the modules are left unquantised
+    dynamic     patterns, each with its scheme or None where the modules are left unquantised
+    is_ordered  groups are of columns in an order of their own (desc_act), which is stored beside each weight
     """
 
     scheme: GptqScheme
     dynamic: tuple[tuple[ModulePattern, GptqScheme | None], ...] = ()
+    is_ordered: bool = False
 
     def find_scheme(self, module: str) -> GptqScheme | None:
         """Return the scheme of a module, or None where it should not be quantised."""
@@ -152,7 +154,7 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
         dynamic.append((ModulePattern(text.removeprefix("+:"), budget), scheme))
     if not is_symmetric and not base.is_v2:
         _check_writer(fields)
-    return GptqConfig(base, tuple(dynamic))
+    return GptqConfig(base, tuple(dynamic), fields.boolean("desc_act", default=False) and base.group_size is not None)
 
 
 def _gptq_bits(fields: JsonFields, default: int | None = None) -> int:
@@ -195,9 +197,7 @@ def _read_fp8(fields: JsonFields, method: str) -> Fp8Config:
         raise fields.unsupported("activation_scheme", "dynamic, static")
     if fields.string("expert_dtype", default="fp8") != "fp8":
         raise fields.unsupported("expert_dtype", "fp8")
-    notes: tuple[str, ...] = ()
-    if fields.raw("activation_scheme") == "static":
-        notes = (f"{fields.where}: static scales of activations are not used; activations stay in the model's dtype",)
+    notes = _fp8_notes(fields)
     block = fields.raw("weight_block_size")
     if block is None or method == "fbgemm_fp8":
         return Fp8Config(None, notes)
@@ -205,6 +205,18 @@ def _read_fp8(fields: JsonFields, method: str) -> Fp8Config:
     if not is_pair or not all(type(side) is int and 1 <= side <= 1 << 16 for side in block):
         raise fields.wrong("weight_block_size", "two integers from 1 to 65536, or null")
     return Fp8Config((block[0], block[1]), notes)
+
+
+def _fp8_notes(fields: JsonFields) -> tuple[str, ...]:
+    notes: list[str] = []
+    if fields.raw("activation_scheme") == "static":
+        notes.append("static scales of activations are not used; activations stay in the model's dtype")
+    if fields.has("activation_scale_ub"):
+        notes.append("activation_scale_ub is not used; activations stay in the model's dtype, without a bound")
+    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        if fields.has(key):
+            notes.append(f"{key} is not used; the KV cache is kept in the model's dtype")
+    return tuple(f"{fields.where}: {note}" for note in notes)
 
 
 def _read_bitsandbytes(fields: JsonFields) -> BitsAndBytesConfig:

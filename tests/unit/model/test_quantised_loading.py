@@ -222,7 +222,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_with_a_line_in_the_
     _edit(quantised, add)
     with caplog.at_level("INFO", logger="quire"):
         assert (_logits(quantised) - _logits(dense)).abs().max() < 1e-4
-    assert "5 scales of activations and of the KV cache are not used" in caplog.text
+    assert "5 stored scales of activations and of the KV cache are not used" in caplog.text
 
 
 def test_bias_that_the_model_lacks_is_left_out_only_when_it_is_zero(tmp_path):

@@ -36,7 +36,9 @@ def _compressed(weights=None, group=None, **changes):
         ({**AWQ, "zero_point": False, "group_size": -1}, AwqConfig(None, False)),
         (FP8, Fp8Config((128, 128))),
         ({**FP8, "weight_block_size": None}, Fp8Config(None)),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Fp8Config(None)),
+        ({"quant_method": "fbgemm_fp8"}, Fp8Config(None)),
+        ({**GPTQ, "desc_act": True}, GptqConfig(GptqScheme(4, 128, False), is_ordered=True)),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, GptqConfig(GptqScheme(4, None, False))),
         (BNB, BitsAndBytesConfig()),
         ({"load_in_8bit": True}, BitsAndBytesConfig()),
     ],
@@ -188,7 +190,30 @@ def test_what_is_declared_and_not_used_is_noted():
     assert notes(_compressed(group={"input_activations": tokens})) == []
     assert notes(_compressed(group={"input_activations": unused}, kv_cache_scheme={"num_bits": 8})) == [
         "kv_cache_scheme is not used; the KV cache is kept in the model's dtype",
-        "input_activations are not used; activations stay in the model's dtype",
+        "input_activations are not used as they are declared; on a CPU inputs are rounded to int8, with a scale for each group "
+        "of them, unless dtype is float32",
+    ]
+    floats = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    of_floats = _compressed(floats, {"input_activations": unused}, format="float-quantized")
+    assert notes(of_floats) == ["input_activations are not used as they are declared; activations stay in the model's dtype"]
+    assert notes(_compressed(group={"input_activations": {**tokens, "symmetric": False}})) != []
+    assert notes(_compressed(group={"output_activations": tokens})) == [
+        "output_activations are not used; outputs stay in the model's dtype"
     ]
     assert len(notes({**FP8, "activation_scheme": "static"})) == 1
+    assert notes({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}) == [
+        "activation_scale_ub is not used; activations stay in the model's dtype, without a bound"
+    ]
+    assert notes({**FP8, "kv_cache_quant_algo": "FP8"}) == [
+        "kv_cache_quant_algo is not used; the KV cache is kept in the model's dtype"
+    ]
     assert notes(FP8) == []
+
+
+def test_groups_that_share_a_target_are_refused_when_their_schemes_differ():
+    other = {**GROUP, "weights": {**WEIGHTS, "group_size": 64}}
+    with pytest.raises(ModelFormatError, match="config_groups\\['b'\\]: its target 'Linear' is one of another group"):
+        _read({**COMPRESSED, "config_groups": {"a": GROUP, "b": other}})
+    assert _read({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}).find_scheme("q_proj").group_size == 128
+    named = {**other, "targets": ["q_proj"]}
+    assert _read({**COMPRESSED, "config_groups": {"a": GROUP, "b": named}}).find_scheme("q_proj").group_size == 64
