@@ -19,6 +19,7 @@ from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import listing, open_tensors
+from quire.model.undeclared import refuse_modelopt, refuse_undeclared
 from quire.quant.parameters import Parameter, StoredParameter, load_all
 from quire.quant.readers import gather_weights
 from quire.quant.weight import StoredWeight
@@ -57,6 +58,9 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     sources = page.find_sources(spec, stored)
     _settle_head(sources, shapes, stored, folder)
     expected = _stored_shapes(sources, shapes, stored)
+    if read_quantization_config(folder) is None:
+        wanted = {name: tensor for name, tensor in stored.items() if not page.ignored.fullmatch(name)}
+        refuse_undeclared(wanted, expected, folder)
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -84,6 +88,7 @@ def _open(folder: Path, page: FamilyPage, is_logged: bool = True, files: MappedF
     drafting = _drafting_layers(tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(drafting)}
     if quantization is None:
+        refuse_modelopt(folder)
         return kept
     wanted = {n: t for n, t in kept.items() if not page.ignored.fullmatch(page.strip(n))}
     return gather_weights(wanted, quantization, is_logged)

@@ -11,6 +11,7 @@ from quire.quant.fields import JsonFields
 from quire.quant.patterns import MatchingBudget, ModulePattern
 
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes")
+_AUTO_ROUND, _AUTO_ROUND_OF_GPTQ = ("auto-round", "intel/auto-round"), "auto_round:auto_gptq"
 _MAX_PATTERNS = 256
 _GPTQ_BITS = (2, 3, 4, 8)
 
@@ -97,7 +98,7 @@ def read_quantization(values: object, where: str, default_method: str | None = N
     fields = JsonFields(values, where)
     default_method = "" if fields.has("quant_method") else default_method or _guess_method(fields)
     method = fields.string("quant_method", default=default_method)
-    if method == "gptq":
+    if method == "gptq" or (method in _AUTO_ROUND and _is_gptq_of_auto_round(fields)):
         return _read_gptq(fields)
     if method == "awq":
         return _read_awq(fields)
@@ -122,6 +123,21 @@ def _guess_method(fields: JsonFields) -> str:
     if fields.has("load_in_4bit") or fields.has("load_in_8bit"):
         return "bitsandbytes"
     raise fields.wrong("quant_method", f"one of {', '.join(_METHODS)}")
+
+
+def _is_gptq_of_auto_round(fields: JsonFields) -> bool:
+    """Return whether AutoRound wrote integers of weights in the layout of GPTQ. Raises UnsupportedError for its other forms."""
+    if fields.string("packing_format", default="") != _AUTO_ROUND_OF_GPTQ:
+        raise fields.unsupported("packing_format", f"{_AUTO_ROUND_OF_GPTQ} of AutoRound, or a checkpoint that it wrote as GPTQ")
+    if fields.string("data_type", default="int") != "int":
+        raise fields.unsupported("data_type", "int")
+    if fields.integer("act_bits", minimum=1, maximum=32, default=16) < 16:
+        raise fields.unsupported("act_bits", "16")
+    for name, values in fields.table("extra_config").items():
+        module = JsonFields(values, f"{fields.where}.extra_config[{name[:40]!r}]")
+        if module.integer("bits", minimum=1, maximum=64, default=16) < 16:
+            raise module.unsupported("bits", "16 or more: one scheme for all quantised modules")
+    return True
 
 
 def _read_gptq(fields: JsonFields) -> GptqConfig:

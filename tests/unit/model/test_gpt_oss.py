@@ -132,7 +132,7 @@ def test_mxfp4_without_its_config_is_refused_with_the_names(tmp_path):
     config = json.loads(file.read_text())
     del config["quantization_config"]
     file.write_text(json.dumps(config))
-    with pytest.raises(ModelFormatError, match="gate_up_proj_blocks"):
+    with pytest.raises(ModelFormatError, match="_proj_blocks in the form of mxfp4, but config.json has no"):
         load_parameters(quantised, read_model_spec(quantised))
 
 

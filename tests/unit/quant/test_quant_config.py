@@ -9,6 +9,7 @@ from quire.quant.config import AwqConfig, BitsAndBytesConfig, Fp8Config, GptqCon
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 GROUP = {"targets": ["Linear"], "weights": WEIGHTS}
@@ -37,6 +38,11 @@ def _compressed(weights=None, group=None, **changes):
         (FP8, Fp8Config((128, 128))),
         ({**FP8, "weight_block_size": None}, Fp8Config(None)),
         ({"quant_method": "fbgemm_fp8"}, Fp8Config(None)),
+        (AUTO_ROUND, GptqConfig(GptqScheme(4, 128, False))),
+        (
+            {**AUTO_ROUND, "quant_method": "intel/auto-round", "extra_config": {"lm_head": {"bits": 16}}},
+            GptqConfig(GptqScheme(4, 128, False)),
+        ),
         ({**GPTQ, "desc_act": True}, GptqConfig(GptqScheme(4, 128, False), is_ordered=True)),
         ({**GPTQ, "desc_act": True, "group_size": -1}, GptqConfig(GptqScheme(4, None, False))),
         (BNB, BitsAndBytesConfig()),
@@ -66,7 +72,7 @@ def test_method_is_found_when_the_file_does_not_name_it():
         _read({"bits": 4})
 
 
-@pytest.mark.parametrize("method", ["hqq", "quanto", "torchao", "modelopt", "auto-round", "aqlm", "eetq", "x" * 5000])
+@pytest.mark.parametrize("method", ["hqq", "quanto", "torchao", "modelopt", "aqlm", "eetq", "x" * 5000])
 def test_method_is_refused_by_name_when_it_is_not_supported(method):
     with pytest.raises(UnsupportedError, match=f"quant_method '{method[:40]}.*supported: gptq, awq") as caught:
         _read({"quant_method": method})
@@ -87,6 +93,12 @@ def test_method_is_refused_by_name_when_it_is_not_supported(method):
         ({**GPTQ, "dynamic": {"-:(?!x)": {}}}, "look-around"),
         ({**GPTQ, "dynamic": {"a" * 5000: {}}}, "5000 characters"),
         ({**GPTQ, "dynamic": {f"a{n}": {} for n in range(1000)}}, "1000 patterns"),
+        ({**AUTO_ROUND, "packing_format": "auto_round"}, "packing_format 'auto_round' .*supported: auto_round:auto_gptq"),
+        ({"quant_method": "auto-round"}, "packing_format None .*supported: auto_round:auto_gptq"),
+        ({**AUTO_ROUND, "data_type": "nv_fp4"}, "data_type 'nv_fp4'"),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits 8"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8}}}, "extra_config.*bits 8"),
+        ({**AUTO_ROUND, "sym": False}, "meta.quantizer is gptqmodel 0.9.0"),
         ({**AWQ, "version": "gemv"}, "version 'gemv' .*supported: gemm"),
         ({**AWQ, "version": "gemv_fast"}, "version 'gemv_fast'"),
         ({**AWQ, "version": "marlin"}, "version 'marlin'"),
