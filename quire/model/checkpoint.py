@@ -15,9 +15,11 @@ from quire.contracts.model_spec import ModelSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
+from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import listing, open_tensors
+from quire.model.undeclared import refuse_modelopt, refuse_undeclared
 from quire.quant.parameters import Parameter, StoredParameter, load_all
 from quire.quant.readers import gather_weights
 from quire.quant.weight import StoredWeight
@@ -50,15 +52,19 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
-    stored = _strip_names(_open(folder, page), page, folder)
+    files = MappedFiles()
+    stored = _strip_names(_open(folder, page, files=files), page, folder)
     shapes = parameter_shapes(spec)
     sources = page.find_sources(spec, stored)
     _settle_head(sources, shapes, stored, folder)
     expected = _stored_shapes(sources, shapes, stored)
+    if read_quantization_config(folder) is None:
+        wanted = {name: tensor for name, tensor in stored.items() if not page.ignored.fullmatch(name)}
+        refuse_undeclared(wanted, expected, folder)
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    tensors = StoredTensors(stored)
+    tensors = StoredTensors(stored, files)
     return _share_head(
         {
             name: CheckpointParameter(tensors, source, shapes[name], dtype, is_dense=name in _LOOKED_UP)
@@ -77,11 +83,12 @@ def quantized_weights(folder: Path, spec: ModelSpec) -> list[StoredWeight]:
     return [weight for weight in stored.values() if isinstance(weight, StoredWeight)]
 
 
-def _open(folder: Path, page: FamilyPage, is_logged: bool = True) -> Stored:
-    tensors, quantization = open_tensors(folder), read_quantization_config(folder)
+def _open(folder: Path, page: FamilyPage, is_logged: bool = True, files: MappedFiles | None = None) -> Stored:
+    tensors, quantization = open_tensors(folder, files), read_quantization_config(folder)
     drafting = _drafting_layers(tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(drafting)}
     if quantization is None:
+        refuse_modelopt(folder)
         return kept
     wanted = {n: t for n, t in kept.items() if not page.ignored.fullmatch(page.strip(n))}
     return gather_weights(wanted, quantization, is_logged)

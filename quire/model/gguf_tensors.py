@@ -15,6 +15,7 @@ from quire.base.errors import ModelFormatError
 from quire.base.gguf_file import GgufTensor, read_gguf
 from quire.model.gguf_config import gguf_config
 from quire.model.gguf_names import ROPE_FACTORS, GgufArchitecture, find_architecture
+from quire.model.mapped_files import MappedFiles
 from quire.quant.gguf_blocks import FLOAT_TYPES, check_is_weight, unpack_blocks
 from quire.quant.weight import QuantizedWeight, StoredWeight
 
@@ -22,11 +23,13 @@ _ROTATED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 _NORM = re.compile(r"(.*[._])?norm\.weight")
 
 
-def open_gguf_tensors(path: Path) -> dict[str, Tensor | StoredWeight]:
+def open_gguf_tensors(path: Path, mapped: MappedFiles | None = None) -> dict[str, Tensor | StoredWeight]:
     """Return name in a checkpoint -> tensor, a view of the mapped file, or a weight that is unpacked when it is asked for.
 
     Rows of q and k are put into the order that rotates halves, norms are stored as they were before conversion, and stacked
     experts are one weight each. Raises ModelFormatError or UnsupportedError.
+
+    mapped  is told which files were mapped
     """
     file = read_gguf(path)
     config = gguf_config(file)
@@ -35,6 +38,9 @@ def open_gguf_tensors(path: Path) -> dict[str, Tensor | StoredWeight]:
         file.metadata.string("general.architecture") or "", num_experts if isinstance(num_experts, int) else 0
     )
     files = {shard: _MappedFile(shard, size) for shard, size in file.sizes.items()}
+    if mapped is not None:
+        for shard in files.values():
+            shard.add_to(mapped)
     tensors: dict[str, Tensor | StoredWeight] = {}
     for name, tensor in file.tensors.items():
         if name in ROPE_FACTORS:
@@ -68,6 +74,10 @@ class _MappedFile:
         """Raise ModelFormatError where the file has another size than its header was read with: reading could crash."""
         if self._map.size() != self._size:
             raise ModelFormatError(f"{self._path} was changed while it was read: it had {self._size} bytes; load it again")
+
+    def add_to(self, files: MappedFiles) -> None:
+        """Tell of this file, and where it lies."""
+        files.add(self._path, self._size, (self._bytes,))
 
     def bytes_at(self, start: int, count: int) -> Tensor:
         """Return a view of `count` bytes."""

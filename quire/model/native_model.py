@@ -17,9 +17,10 @@ from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form
+from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
 from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter, load_parameter
+from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
 
@@ -97,6 +98,7 @@ class NativeModelBuilder:
         self._parameters = parameters
         self._rope_index = ropes
         self._quantize = quantize
+        self._has_said_inputs = False
         num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
         self._packer = WeightPacker(native, self._dtype, is_short=num_weights >= _SHORT_FROM)
         self._screen_bytes = 0
@@ -149,10 +151,32 @@ class NativeModelBuilder:
         return parameter.open() if index is None else parameter.open_expert(index)
 
     def _quantized(self, name: str, weight: Parameter | Narrow) -> Narrow:
-        found = self._quantize(name, weight) if self._quantize is not None and isinstance(weight, Tensor) else weight
-        if isinstance(found, QuantizedStack):
+        """Return a weight as it is packed: quantised, where it is to be, or made exact, see `is_made_exact`."""
+        if isinstance(weight, QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
-        return found
+        if isinstance(weight, Tensor):
+            return weight if self._quantize is None else self._quantize(name, weight)
+        if not isinstance(weight, QuantizedWeight) or weight.is_token_quantized:
+            return weight
+        is_exact = is_made_exact(self._spec.dtype, weight.is_token_quantized)
+        self._say_inputs(is_exact)
+        return weight.dequantize() if is_exact else weight
+
+    def _say_inputs(self, is_exact: bool) -> None:
+        """Say once in the log what becomes of inputs of weights that the checkpoint stores as integers."""
+        if self._has_said_inputs:
+            return
+        self._has_said_inputs = True
+        if is_exact:
+            logger.info(
+                "the checkpoint's quantised weights are run as float32, which is exact: it does not declare quantised inputs; "
+                "dtype bfloat16 keeps the weights small and is faster"
+            )
+            return
+        logger.info(
+            "inputs of the checkpoint's quantised weights are rounded to int8, with a scale for each group of them, although "
+            "it does not declare that: the kernels multiply integers; dtype float32 does without, in more memory"
+        )
 
     def _vector(self, name: str) -> Tensor | None:
         """Return a bias or the weight of a norm, where there is one."""

@@ -202,6 +202,21 @@ def packed_bytes_of(weight: StoredWeight, float_bytes: int) -> int:
     return padded_rows * (code_bytes + scale_bytes + 4) + 4 * num_columns * codes.has_order
 
 
+def is_made_exact(dtype: str, is_token_quantized: bool) -> bool:
+    """Return whether integers of a checkpoint are run as the floats that they stand for: the kernels multiply integers by
+    integers, which rounds inputs to int8. In float32 they do so only where the checkpoint declares it.
+
+    dtype  of the model
+    """
+    return dtype == "float32" and not is_token_quantized
+
+
+def is_stored_made_exact(weight: StoredWeight, dtype: str) -> bool:
+    """Return whether a stored weight becomes floats for that reason."""
+    codes = weight.codes
+    return codes is not None and codes.kind != "float8" and is_made_exact(dtype, codes.is_token_quantized)
+
+
 def _has_whole_steps(num_columns: int, group_size: int) -> bool:
     return num_columns <= _MAX_COLUMNS and (group_size % _STEP == 0 or group_size >= num_columns)
 

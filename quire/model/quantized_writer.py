@@ -15,14 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.base.errors import ConfigError, UnsupportedError
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.model.config_reader import read_json_object, read_model_spec, read_quantization_config
 from quire.model.families import FAMILIES
 from quire.model.families.sources import Piece
+from quire.model.mapped_files import MappedFiles
 from quire.model.stored_tensors import open_tensors
 from quire.quant.policy import QuantizationPolicy
 from quire.quant.quantize import INT8, Scheme, quantize_weight, sqnr_db
+from quire.quant.weight import QuantizedWeight
 
 _MAX_SHARD_BYTES = 2 << 30
 _COPIED = re.compile(r".*\.(json|jinja|txt|model)|(LICENSE|LICENCE|NOTICE).*", re.IGNORECASE)
@@ -68,9 +70,10 @@ def write_quantized(
     scheme      "int8": a scale per row; "int4": levels -8..7 in groups of columns, int8 for some weights (`_writing_policy`)
     group_size  of int4: 32, 64 or 128
 
-    Scales are stored in the dtype of their weight. config.json is written last, so that what was interrupted cannot be loaded.
+    Scales are stored in the dtype of their weight, or in float32 where float16 would lose them. config.json is written last, so
+    that what was interrupted cannot be loaded.
     Raises ConfigError where `out` has files or the checkpoint is quantised already; ModelFormatError and UnsupportedError
-    where it cannot be read, or where its weights have no place in the format.
+    where it cannot be read, where its weights have no place in the format, or are not finite.
     """
     if not source.is_dir():
         raise ConfigError(f"{source} is a file; only folders of Hugging Face checkpoints can be quantised")
@@ -80,12 +83,14 @@ def write_quantized(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder; give a new one")
     spec = read_model_spec(source)
-    stored = _open_plain(source)
+    files = MappedFiles()
+    stored = _open_plain(source, files)
     schemes = _choose_schemes(spec, stored, _writing_policy(spec, scheme, group_size))
     out.mkdir(parents=True, exist_ok=True)
     shards = _Shards(out, max_shard_bytes)
     layers: list[LayerQuality] = []
     for name, tensor in tqdm(stored.items(), "quantising", disable=None if show_progress else True):
+        files.check((tensor,))
         if name not in schemes:
             shards.add({name: tensor})
             continue
@@ -103,8 +108,8 @@ def write_quantized(
     return WrittenCheckpoint(out, source_bytes, shards.num_bytes, tuple(layers))
 
 
-def _open_plain(source: Path) -> dict[str, Tensor]:
-    opened = open_tensors(source)
+def _open_plain(source: Path, files: MappedFiles) -> dict[str, Tensor]:
+    opened = open_tensors(source, files)
     plain = {name: tensor for name, tensor in opened.items() if isinstance(tensor, Tensor)}
     if len(plain) < len(opened):
         raise ConfigError(f"{source} is quantised already; take the checkpoint in its original precision")
@@ -159,15 +164,30 @@ def _check_linear(piece: Piece, tensor: Tensor, spec: ModelSpec) -> None:
 
 
 def _pack(module: str, weight: Tensor, scheme: Scheme) -> tuple[dict[str, Tensor], LayerQuality]:
-    quantized = quantize_weight(weight, scheme, scale_dtype=weight.dtype)
+    scale_dtype = weight.dtype
+    quantized = quantize_weight(weight, scheme, scale_dtype)
+    if not bool(torch.isfinite(quantized.scale).all()):
+        raise ModelFormatError(
+            f"{module}.weight holds values that are not finite, or too large for scales of {scale_dtype}; nothing could load "
+            "it quantised: get the checkpoint again"
+        )
+    if scale_dtype == torch.float16 and _has_lost_scales(weight, quantized):
+        scale_dtype = torch.float32
+        quantized = quantize_weight(weight, scheme, scale_dtype)
     bits = 8 if scheme.kind == "int8" else 4
     parts = {
         f"{module}.weight_packed": _pack_codes(quantized.codes, bits),
-        f"{module}.weight_scale": quantized.scale.to(weight.dtype),
+        f"{module}.weight_scale": quantized.scale.to(scale_dtype),
         f"{module}.weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
     num_bytes = sum(part.nbytes for part in parts.values())
     return parts, LayerQuality(module, weight.numel(), 8 * num_bytes / weight.numel(), sqnr_db(weight, quantized))
+
+
+def _has_lost_scales(weight: Tensor, quantized: QuantizedWeight) -> bool:
+    """Return whether float16 rounds scales of a weight to few bits or to nothing: those below its normal numbers."""
+    largest = weight.view(len(weight), quantized.scale.shape[1], -1).abs().amax(2)
+    return bool(((quantized.scale.abs() < torch.finfo(torch.float16).tiny) & (largest > 0)).any())
 
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from pathlib import Path
+from glob import escape
+from pathlib import Path, PurePosixPath
 
 import quire
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, shard_number
+from quire.base.logging import get_logger
+
+logger = get_logger(__name__)
 
 BUNDLED_MODELS = ("demo", "demo-draft", "demo-moe")
 BUNDLED_HEADS = ("demo-eagle3", "demo-medusa", "demo-mtp")
@@ -17,14 +21,15 @@ MEDUSA_FILE = "medusa_lm_head.pt"
 """What a repository of Medusa heads alone holds."""
 
 _CONFIGURATION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_MAX_LISTED = 20
 _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file; downloads it where it is a hub id that is not in the local cache.
 
-    model     one of BUNDLED_MODELS or BUNDLED_HEADS, else an existing folder or .gguf file, else a hub id; a folder that holds
-              one .gguf file and no other weights stands for the file
+    model     one of BUNDLED_MODELS or BUNDLED_HEADS, else an existing folder or .gguf file, else a hub id, or one with a file
+              ("owner/name:FILE.gguf"); a folder or repository with one .gguf file and no other weights stands for the file
     revision  branch, tag or commit, for a hub id only
     Raises ConfigError.
     """
@@ -71,18 +76,14 @@ def _gguf_inside(folder: Path) -> Path | None:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    def fetch(weights: str) -> Path:
-        patterns = [*_CONFIGURATION_FILES, weights]
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
-
+    repository, _, file = model.partition(":")
+    is_file = file.lower().endswith(".gguf")
+    if is_file and not _is_inside(file):
+        raise ConfigError(f"{file!r} is no file of a repository; give one as owner/name:FILE.gguf")
     try:
-        folder = fetch("*.safetensors")
-        if any(folder.glob("*.safetensors")):
-            return folder
-        folder = fetch("*.bin")
-        return folder if any(folder.glob("*.bin")) else fetch(MEDUSA_FILE)
+        if is_file:
+            return _download_gguf(repository, revision, file)
+        folder = _download_folder(model, revision)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         guess = get_close_matches(model, (*BUNDLED_MODELS, *BUNDLED_HEADS), 1)
@@ -91,3 +92,64 @@ def _download(model: str, revision: str | None) -> Path:
             f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}; heads: "
             f"{', '.join(BUNDLED_HEADS)}), and not found on, or no access to, the Hugging Face hub: {reason}"
         ) from error
+    names = [] if _has_weights(folder) else _gguf_on_the_hub(model, revision)
+    if len(names) > 1:
+        raise ConfigError(
+            f"{model!r} holds {len(names)} GGUF files; give one of them as the model, as in {model}:{names[0]}: "
+            + ", ".join(names[:_MAX_LISTED])
+            + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
+        )
+    if names:
+        return _download_gguf(model, revision, names[0])
+    return (folder.is_dir() and _gguf_inside(folder)) or folder
+
+
+def _download_folder(model: str, revision: str | None) -> Path:
+    """Return the folder of a repository, with its safetensors; where it has none, with pickled weights, or a Medusa head."""
+    from huggingface_hub import snapshot_download
+
+    def fetch(weights: str) -> Path:
+        patterns = [*_CONFIGURATION_FILES, weights]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+
+    folder = fetch("*.safetensors")
+    if any(folder.glob("*.safetensors")):
+        return folder
+    folder = fetch("*.bin")
+    return folder if any(folder.glob("*.bin")) else fetch(MEDUSA_FILE)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(path.suffix in (".safetensors", ".bin", ".pt") for path in folder.glob("*"))
+
+
+def _gguf_on_the_hub(model: str, revision: str | None) -> list[str]:
+    """Return the GGUF files of a repository that are models, of split ones the first part; none where the hub does not say."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        names = sorted(list_repo_files(model, revision=revision))
+    except Exception as error:  # noqa: BLE001 - the repository may be in the cache alone
+        logger.info("the files of %s cannot be listed: %s", model, " ".join(str(error).split())[:200])
+        return []
+    paths = [Path(name) for name in names if name.lower().endswith(".gguf") and _is_inside(name)]
+    return [path.as_posix() for path in paths if (shard_number(path) or 1) == 1 and not path.name.startswith("mmproj")]
+
+
+def _download_gguf(repository: str, revision: str | None, file: str) -> Path:
+    """Return a GGUF file of a repository, downloaded with what it is split into."""
+    from huggingface_hub import snapshot_download
+
+    pattern = escape(file)
+    if shard_number(Path(file)) is not None:
+        pattern = pattern.replace("-00001-of-", "-*-of-")
+    folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[pattern], ignore_patterns=None))
+    if not is_gguf(folder / file):
+        raise ConfigError(f"there is no file {file!r} in it")
+    return folder / file
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name of a file stays in the folder that it is put into."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name

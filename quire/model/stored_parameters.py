@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.pages import SpentPages
 from quire.model.families.sources import Piece, Source
+from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape
 from quire.quant.float8 import Float8Weight, concatenate_float8
 from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter
@@ -20,10 +21,14 @@ _COMPARED_ROWS = 4096
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, shared by its parameters. A weight that is unpacked is kept while others may be its rows."""
+    """The tensors of a checkpoint, shared by its parameters. A weight that is unpacked is kept while others may be its rows.
 
-    def __init__(self, stored: Stored) -> None:
+    files  in which they lie, as far as they are mapped
+    """
+
+    def __init__(self, stored: Stored, files: MappedFiles) -> None:
         self._stored = stored
+        self._files = files
         self.spent = SpentPages()
         self._last_name = ""
         self._last: Narrow | None = None
@@ -45,8 +50,12 @@ class StoredTensors:
         return source.is_stacked, *found
 
     def rows(self, piece: Piece, keeps_float8: bool = False) -> Narrow:
-        """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one."""
+        """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one.
+
+        Raises ModelFormatError where its file has become shorter.
+        """
         whole = self._stored[piece.name]
+        self._files.check(whole.tensors if isinstance(whole, StoredWeight) else (whole,))
         if isinstance(whole, StoredWeight):
             whole = self._unpack(piece, whole, keeps_float8)
         else:

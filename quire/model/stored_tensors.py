@@ -16,6 +16,7 @@ from quire.base.errors import ModelFormatError
 from quire.base.gguf_file import is_gguf
 from quire.model.config_reader import read_json_object
 from quire.model.gguf_tensors import open_gguf_tensors
+from quire.model.mapped_files import MappedFiles
 from quire.model.safetensors_header import check_safetensors
 from quire.quant.weight import StoredWeight
 
@@ -23,15 +24,18 @@ _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _PROGRESS_DELAY_S = 3.0
 
 
-def open_tensors(folder: Path) -> Mapping[str, Tensor | StoredWeight]:
-    """Return stored name -> tensor, or weight in a GGUF file. Data is read when it is first used. Raises ModelFormatError."""
+def open_tensors(folder: Path, files: MappedFiles | None = None) -> Mapping[str, Tensor | StoredWeight]:
+    """Return stored name -> tensor, or weight in a GGUF file. Data is read when it is first used. Raises ModelFormatError.
+
+    files  is told which files were mapped
+    """
     if is_gguf(folder):
-        return open_gguf_tensors(folder)
+        return open_gguf_tensors(folder, files)
     for name in (_SAFETENSORS, _PICKLED):
         if (folder / name).is_file():
-            return open_file(folder / name)
+            return open_file(folder / name, files)
         if (folder / f"{name}.index.json").is_file():
-            return _open_shards(folder, folder / f"{name}.index.json")
+            return _open_shards(folder, folder / f"{name}.index.json", files)
     present = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth"))
     raise ModelFormatError(
         f"{folder} has no weights that quire can read: {_SAFETENSORS}, {_PICKLED} or the .index.json of either"
@@ -49,7 +53,7 @@ def stored_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
+def _open_shards(folder: Path, index: Path, files: MappedFiles | None) -> dict[str, Tensor]:
     shard_of = read_json_object(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise ModelFormatError(f"{index} must have a weight_map from names of tensors to names of files; get the file again")
@@ -67,7 +71,7 @@ def _open_shards(folder: Path, index: Path) -> dict[str, Tensor]:
         _refuse_links_out(folder, folder / shard)
     tensors: dict[str, Tensor] = {}
     for shard in tqdm(shards, "opening shards", delay=_PROGRESS_DELAY_S, disable=None):
-        opened = open_file(folder / shard)
+        opened = open_file(folder / shard, files)
         strays = [name for name, home in shard_of.items() if home == shard and name not in opened]
         if strays:
             raise ModelFormatError(f"{folder / shard} lacks tensors that {index.name} says are in it: {listing(strays)}")
@@ -85,9 +89,13 @@ def _refuse_links_out(folder: Path, file: Path) -> None:
         )
 
 
-def open_file(file: Path) -> dict[str, Tensor]:
+def open_file(file: Path, files: MappedFiles | None = None) -> dict[str, Tensor]:
     """Return stored name -> tensor of one safetensors or torch file. Raises ModelFormatError."""
-    return _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickled(file)
+    num_bytes = file.stat().st_size
+    opened = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickled(file)
+    if files is not None:
+        files.add(file, num_bytes, opened.values())
+    return opened
 
 
 def _open_safetensors(file: Path) -> dict[str, Tensor]:

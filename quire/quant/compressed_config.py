@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.quant.fields import JsonFields
-from quire.quant.patterns import ModulePattern
+from quire.quant.patterns import MatchingBudget, ModulePattern
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"]
 Strategy = Literal["tensor", "channel", "group", "block", "tensor_group"]
@@ -103,9 +103,10 @@ def read_compressed_tensors(fields: JsonFields) -> CompressedTensorsConfig:
         group = JsonFields(values, f"{fields.where}.config_groups[{name[:40]!r}]")
         if group.has("weights"):
             scheme = _read_scheme(group, default)
-            read.append((budget.names(group.strings("targets")), scheme))
-            if group.has("input_activations") and not scheme.is_token_quantized:
-                notes.append(f"{group.where}: input_activations are not used; activations stay in the model's dtype")
+            targets = budget.names(group.strings("targets"))
+            _refuse_other_scheme(group, targets, scheme, read)
+            read.append((targets, scheme))
+            notes += _activation_notes(group, scheme)
     return CompressedTensorsConfig(tuple(read), budget.names(fields.strings("ignore")), tuple(notes))
 
 
@@ -115,6 +116,7 @@ class _PatternBudget:
     def __init__(self, where: str) -> None:
         self._where = where
         self._num_left = _MAX_PATTERNS
+        self._matching = MatchingBudget()
         self._compiled: dict[str, ModulePattern] = {}
 
     def names(self, items: list[str]) -> ModuleNames:
@@ -124,9 +126,37 @@ class _PatternBudget:
             raise UnsupportedError(f"{self._where} has more patterns of module names than the {_MAX_PATTERNS} that are read")
         for text in patterns:
             if text not in self._compiled:
-                self._compiled[text] = ModulePattern(text)
+                self._compiled[text] = ModulePattern(text, self._matching)
         exact = frozenset(item for item in items if not item.startswith("re:"))
         return ModuleNames(exact, tuple(self._compiled[text] for text in patterns))
+
+
+def _refuse_other_scheme(
+    group: JsonFields, targets: ModuleNames, scheme: CompressedScheme, before: list[tuple[ModuleNames, CompressedScheme]]
+) -> None:
+    """Raise ModelFormatError where a group names what another has a different scheme for: which is meant, nobody knows."""
+    for other, other_scheme in before:
+        shared = sorted(targets.exact & other.exact)
+        if shared and other_scheme != scheme:
+            raise ModelFormatError(
+                f"{group.where}: its target {shared[0][:80]!r} is one of another group, with a different scheme: the "
+                "checkpoint contradicts itself; get another version of it"
+            )
+
+
+def _activation_notes(group: JsonFields, scheme: CompressedScheme) -> list[str]:
+    """Return lines for the log: what is declared of activations, and what is done instead."""
+    notes: list[str] = []
+    if group.has("input_activations") and not scheme.is_token_quantized:
+        done = (
+            "activations stay in the model's dtype"
+            if scheme.layout == "float-quantized"
+            else "on a CPU inputs are rounded to int8, with a scale for each group of them, unless dtype is float32"
+        )
+        notes.append(f"{group.where}: input_activations are not used as they are declared; {done}")
+    if group.has("output_activations"):
+        notes.append(f"{group.where}: output_activations are not used; outputs stay in the model's dtype")
+    return notes
 
 
 def _refuse_sparsity(fields: JsonFields) -> None:

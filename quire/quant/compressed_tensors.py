@@ -86,7 +86,7 @@ def _read_packed(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
     if "weight_g_idx" in parts:
         parts.take("weight_g_idx", INTEGERS, (num_columns,))
     group_size, has_order = num_columns // max(1, num_groups), "weight_g_idx" in parts
-    codes = CodeForm.of(scheme.bits, group_size, not scheme.is_symmetric, has_order)
+    codes = CodeForm.of(scheme.bits, group_size, not scheme.is_symmetric, has_order, scheme.is_token_quantized)
     return parts.integers(
         (num_rows, num_columns), codes, lambda: _load_packed(parts, scheme, num_rows, num_columns, num_groups)
     )
@@ -123,7 +123,8 @@ def _read_int8(parts: StoredParts, scheme: CompressedScheme) -> StoredWeight:
     scale_shape = tuple(parts.take("weight_scale", FLOATS, *shapes).shape)
     if not scheme.is_symmetric:
         parts.take("weight_zero_point", _ZERO_POINTS, scale_shape)
-    codes = CodeForm.of(scheme.bits, num_columns // max(1, num_groups), not scheme.is_symmetric)
+    group_size, is_token = num_columns // max(1, num_groups), scheme.is_token_quantized
+    codes = CodeForm.of(scheme.bits, group_size, not scheme.is_symmetric, is_token=is_token)
     return parts.integers((num_rows, num_columns), codes, lambda: _load_int8(parts, scheme, num_rows, num_columns, num_groups))
 
 

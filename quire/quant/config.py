@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from quire.base.errors import UnsupportedError
 from quire.quant.compressed_config import CompressedTensorsConfig, read_compressed_tensors
 from quire.quant.fields import JsonFields
-from quire.quant.patterns import ModulePattern
+from quire.quant.patterns import MatchingBudget, ModulePattern
 
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes")
+_AUTO_ROUND, _AUTO_ROUND_OF_GPTQ = ("auto-round", "intel/auto-round"), "auto_round:auto_gptq"
 _MAX_PATTERNS = 256
 _GPTQ_BITS = (2, 3, 4, 8)
 
@@ -32,11 +33,13 @@ class GptqScheme:
 class GptqConfig:
     """Scheme of a whole GPTQ checkpoint, and what differs by name: the first pattern that matches decides.
 
-    dynamic  patterns, each with its scheme or None where the modules are left unquantised
+    dynamic     patterns, each with its scheme or None where the modules are left unquantised
+    is_ordered  groups are of columns in an order of their own (desc_act), which is stored beside each weight
     """
 
     scheme: GptqScheme
     dynamic: tuple[tuple[ModulePattern, GptqScheme | None], ...] = ()
+    is_ordered: bool = False
 
     def find_scheme(self, module: str) -> GptqScheme | None:
         """Return the scheme of a module, or None where it should not be quantised."""
@@ -95,7 +98,7 @@ def read_quantization(values: object, where: str, default_method: str | None = N
     fields = JsonFields(values, where)
     default_method = "" if fields.has("quant_method") else default_method or _guess_method(fields)
     method = fields.string("quant_method", default=default_method)
-    if method == "gptq":
+    if method == "gptq" or (method in _AUTO_ROUND and _is_gptq_of_auto_round(fields)):
         return _read_gptq(fields)
     if method == "awq":
         return _read_awq(fields)
@@ -122,6 +125,21 @@ def _guess_method(fields: JsonFields) -> str:
     raise fields.wrong("quant_method", f"one of {', '.join(_METHODS)}")
 
 
+def _is_gptq_of_auto_round(fields: JsonFields) -> bool:
+    """Return whether AutoRound wrote integers of weights in the layout of GPTQ. Raises UnsupportedError for its other forms."""
+    if fields.string("packing_format", default="") != _AUTO_ROUND_OF_GPTQ:
+        raise fields.unsupported("packing_format", f"{_AUTO_ROUND_OF_GPTQ} of AutoRound, or a checkpoint that it wrote as GPTQ")
+    if fields.string("data_type", default="int") != "int":
+        raise fields.unsupported("data_type", "int")
+    if fields.integer("act_bits", minimum=1, maximum=32, default=16) < 16:
+        raise fields.unsupported("act_bits", "16")
+    for name, values in fields.table("extra_config").items():
+        module = JsonFields(values, f"{fields.where}.extra_config[{name[:40]!r}]")
+        if module.integer("bits", minimum=1, maximum=64, default=16) < 16:
+            raise module.unsupported("bits", "16 or more: one scheme for all quantised modules")
+    return True
+
+
 def _read_gptq(fields: JsonFields) -> GptqConfig:
     kind = fields.string("checkpoint_format", "format", "version", default="gptq")
     if kind not in ("gptq", "gptq_v2"):
@@ -135,12 +153,12 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
     base = GptqScheme(_gptq_bits(fields), fields.group_size("group_size", "q_group_size"), kind == "gptq_v2")
     is_symmetric = fields.boolean("sym", default=True)
     dynamic: list[tuple[ModulePattern, GptqScheme | None]] = []
-    overrides = fields.table("dynamic").items()
+    overrides, budget = fields.table("dynamic").items(), MatchingBudget()
     if len(overrides) > _MAX_PATTERNS:
         raise UnsupportedError(f"{fields.where}: dynamic has {len(overrides)} patterns; at most {_MAX_PATTERNS} are read")
     for text, values in overrides:
         if text.startswith("-:"):
-            dynamic.append((ModulePattern(text[2:]), None))
+            dynamic.append((ModulePattern(text[2:], budget), None))
             continue
         override = JsonFields(values, f"{fields.where}.dynamic[{text[:40]!r}]")
         scheme = GptqScheme(
@@ -149,10 +167,10 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
             base.is_v2,
         )
         is_symmetric = is_symmetric and override.boolean("sym", default=True)
-        dynamic.append((ModulePattern(text.removeprefix("+:")), scheme))
+        dynamic.append((ModulePattern(text.removeprefix("+:"), budget), scheme))
     if not is_symmetric and not base.is_v2:
         _check_writer(fields)
-    return GptqConfig(base, tuple(dynamic))
+    return GptqConfig(base, tuple(dynamic), fields.boolean("desc_act", default=False) and base.group_size is not None)
 
 
 def _gptq_bits(fields: JsonFields, default: int | None = None) -> int:
@@ -195,9 +213,7 @@ def _read_fp8(fields: JsonFields, method: str) -> Fp8Config:
         raise fields.unsupported("activation_scheme", "dynamic, static")
     if fields.string("expert_dtype", default="fp8") != "fp8":
         raise fields.unsupported("expert_dtype", "fp8")
-    notes: tuple[str, ...] = ()
-    if fields.raw("activation_scheme") == "static":
-        notes = (f"{fields.where}: static scales of activations are not used; activations stay in the model's dtype",)
+    notes = _fp8_notes(fields)
     block = fields.raw("weight_block_size")
     if block is None or method == "fbgemm_fp8":
         return Fp8Config(None, notes)
@@ -205,6 +221,18 @@ def _read_fp8(fields: JsonFields, method: str) -> Fp8Config:
     if not is_pair or not all(type(side) is int and 1 <= side <= 1 << 16 for side in block):
         raise fields.wrong("weight_block_size", "two integers from 1 to 65536, or null")
     return Fp8Config((block[0], block[1]), notes)
+
+
+def _fp8_notes(fields: JsonFields) -> tuple[str, ...]:
+    notes: list[str] = []
+    if fields.raw("activation_scheme") == "static":
+        notes.append("static scales of activations are not used; activations stay in the model's dtype")
+    if fields.has("activation_scale_ub"):
+        notes.append("activation_scale_ub is not used; activations stay in the model's dtype, without a bound")
+    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        if fields.has(key):
+            notes.append(f"{key} is not used; the KV cache is kept in the model's dtype")
+    return tuple(f"{fields.where}: {note}" for note in notes)
 
 
 def _read_bitsandbytes(fields: JsonFields) -> BitsAndBytesConfig:

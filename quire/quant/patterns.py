@@ -1,18 +1,54 @@
 """Match module names against regular expressions from a checkpoint, which is text of a stranger, in linear time.
 
 A pattern becomes an automaton (Thompson, 1968) whose deterministic states are made when they are first met. It never
-backtracks, so that no pattern can be slow; its size is bounded instead.
+backtracks; its size is bounded, and so is the work of all patterns of a config together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.quant.pattern_syntax import Alternatives, Chain, Chars, Edge, Node, Repeat, parse_pattern
 
 _MAX_STATES = 1024
-_MAX_TRANSITIONS = 20_000
+_MAX_NAME = 512
+_MAX_VISITS = 2_000_000
+"""States of automata looked at, about a second. Patterns of real configs need a few thousand each."""
+_MAX_CHARACTERS = 100_000_000
+"""Characters of names walked over states that are known, about ten seconds: fifty patterns for the largest of models."""
+
+
+class MatchingBudget:
+    """What matching may cost, shared by the patterns of one config: hostile ones are refused however many there are."""
+
+    def __init__(self) -> None:
+        self.num_visits = 0
+        self.num_characters = 0
+
+    def visit(self, num_states: int, text: str) -> None:
+        """Count states that a pattern looks at. Raises ModelFormatError where the patterns look at too many."""
+        self.num_visits += num_states
+        if self.num_visits > _MAX_VISITS:
+            raise self._refusal(text)
+
+    def walk(self, name: str, text: str) -> None:
+        """Count the characters of a name. Raises ModelFormatError where it is too long, or where it is one too many."""
+        if len(name) > _MAX_NAME:
+            raise ModelFormatError(
+                f"the checkpoint has a module name of {len(name)} characters ({name[:40]!r}...); at most {_MAX_NAME} are read "
+                "where the quantisation config has patterns"
+            )
+        self.num_characters += len(name)
+        if self.num_characters > _MAX_CHARACTERS:
+            raise self._refusal(text)
+
+    @staticmethod
+    def _refusal(text: str) -> ModelFormatError:
+        return ModelFormatError(
+            "the patterns of the quantisation config are together too complex to match the checkpoint's module names with; "
+            f"they were given up at {text[:80]!r}: simplify them or name fewer"
+        )
 
 
 class ModulePattern:
@@ -21,10 +57,13 @@ class ModulePattern:
     Supported: literals, '.', classes, groups, '|', '*', '+', '?', '{m,n}', '^', '$', \\d \\w \\s and their complements.
     Raises UnsupportedError, when constructed, for anything else (look-around, back references, flags) and for what is
     too long or too large.
+
+    budget  what it shares with the other patterns of its config; None: its own
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, budget: MatchingBudget | None = None) -> None:
         self.text = text
+        self._budget = budget or MatchingBudget()
         self._chars: list[tuple[Chars, int]] = []
         self._free: list[list[int]] = []
         self._edges: dict[int, str] = {}
@@ -33,11 +72,15 @@ class ModulePattern:
         self._numbers: dict[frozenset[int], int] = {}
         self._sets: list[frozenset[int]] = []
         self._next: list[dict[str, int]] = []
-        self._num_transitions = 0
+        self._ends: dict[tuple[int, str], bool] = {}
         self._first = self._number(self._close((start,), "^"))
 
     def matches(self, name: str) -> bool:
-        """Return whether some beginning of the name is in the language of the pattern."""
+        """Return whether some beginning of the name is in the language of the pattern.
+
+        Raises ModelFormatError where the name is too long, or the budget at its end.
+        """
+        self._budget.walk(name, self.text)
         state = self._first
         for character in name:
             if self._accepting in self._sets[state]:
@@ -46,15 +89,16 @@ class ModulePattern:
             state = self._step(state, character) if following is None else following
             if not self._sets[state]:
                 return False
-        members = self._close(self._sets[state], "^$" if not name else "$")
-        return self._accepting in members
+        return self._ends_well(state, "$" if name else "^$")
+
+    def _ends_well(self, state: int, edges: str) -> bool:
+        """Return whether a name that ends here is in the language."""
+        if (state, edges) not in self._ends:
+            self._ends[state, edges] = self._accepting in self._close(self._sets[state], edges)
+        return self._ends[state, edges]
 
     def _step(self, state: int, character: str) -> int:
-        self._num_transitions += 1
-        if self._num_transitions > _MAX_TRANSITIONS:
-            raise UnsupportedError(
-                f"the pattern {self.text[:80]!r} of the quantisation config is too complex to match names with; simplify it"
-            )
+        self._budget.visit(len(self._sets[state]), self.text)
         moved = []
         for member in self._sets[state]:
             chars, target = self._chars[member]
@@ -82,6 +126,7 @@ class ModulePattern:
             edge = self._edges.get(member)
             if edge is None or edge in edges:
                 pending += self._free[member]
+        self._budget.visit(len(found), self.text)
         return frozenset(found)
 
     def _new_state(self) -> int:

@@ -23,7 +23,7 @@ _WEIGHT = "weight"
 _ACTIVATION_SCALES = re.compile(
     r".*\.((input|output|q|k|v|kv|prob|activation)_scale|(input|output|k|v)_zero_point|input_scale_ub|input_global_scale)"
 )
-"""Scales of activations and of the KV cache, which stay in the model's dtype."""
+"""Scales of activations and of the KV cache, which are not used."""
 
 
 def gather_weights(
@@ -53,13 +53,8 @@ def gather_weights(
             num_dropped += 1
         else:
             kept[name] = tensor
-    if is_logged and isinstance(config, (CompressedTensorsConfig, Fp8Config)):
-        for note in config.notes:
-            logger.info(note)
-    if is_logged and num_dropped:
-        logger.info(
-            "%d scales of activations and of the KV cache are not used: both are kept in the model's dtype", num_dropped
-        )
+    if is_logged:
+        _log(config, modules, num_dropped)
     for module, parts in modules.items():
         name = f"{module}.{_WEIGHT}"
         plain = kept.get(name)
@@ -69,6 +64,18 @@ def gather_weights(
             parts[_WEIGHT] = plain
         kept[name] = _read(StoredParts(module, parts), config)
     return kept
+
+
+def _log(config: QuantizationConfig, modules: Mapping[str, Mapping[str, Tensor]], num_dropped: int) -> None:
+    """Say what is declared or stored and not used."""
+    if isinstance(config, (CompressedTensorsConfig, Fp8Config)):
+        for note in config.notes:
+            logger.info(note)
+    if num_dropped:
+        logger.info("%d stored scales of activations and of the KV cache are not used", num_dropped)
+    is_ordered = isinstance(config, GptqConfig) and config.is_ordered
+    if is_ordered and modules and not any("g_idx" in parts for parts in modules.values()):
+        logger.warning("the quantisation config says desc_act, but no g_idx is stored: columns are taken to lie in order")
 
 
 def _uses_plain_weight(config: QuantizationConfig) -> bool:

@@ -88,17 +88,19 @@ class CodeForm:
     group_size  columns that share a scale
     has_offset  there may be an offset beside every scale
     has_order   the columns may have an order of their own
+    is_token_quantized  as in QuantizedWeight
     """
 
     kind: Literal["nibbles", "bytes", "float8"]
     group_size: int
     has_offset: bool = False
     has_order: bool = False
+    is_token_quantized: bool = False
 
     @staticmethod
-    def of(bits: int, group_size: int, has_offset: bool = False, has_order: bool = False) -> CodeForm:
+    def of(bits: int, group_size: int, has_offset: bool = False, has_order: bool = False, is_token: bool = False) -> CodeForm:
         """Return that of integers of so many bits."""
-        return CodeForm("nibbles" if bits <= 4 else "bytes", group_size, has_offset, has_order)
+        return CodeForm("nibbles" if bits <= 4 else "bytes", group_size, has_offset, has_order, is_token)
 
 
 @dataclass(frozen=True, slots=True)

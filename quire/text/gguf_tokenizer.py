@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,6 +26,10 @@ _SPACE_MARK = "\u2581"
 _NAMED_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator"}
 _DEFAULT_SPM_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 _MAX_TOKEN_CHARACTERS = 1024
+_MERGES_PER_TOKEN = 4
+"""At most, of SentencePiece's; those of Llama and Gemma have two."""
+_FEW_MERGES, _MAX_MERGES = 10_000, 2_000_000
+"""Allowed however few tokens there are, and however many."""
 _TEMPLATE = "tokenizer.chat_template"
 # The tokenizer.json of these models takes the spaces after a special token away, but for some tokens.
 _STRIPPING_ARCHITECTURE, _NOT_STRIPPING = "phi3", ("<unk>", "<s>", "<|endoftext|>")
@@ -196,7 +201,12 @@ def _vocab(vocabulary: _Vocabulary) -> dict[str, int]:
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return every way to join two tokens into a third, best score first; Gemma ranks its tokens by their order instead."""
+    """Return every way to join two tokens into a third, best score first; Gemma ranks its tokens by their order instead.
+
+    Raises ModelFormatError where there are far more of them than real vocabularies have: a small file could ask for gigabytes.
+    """
+    import numpy as np
+
     metadata = vocabulary.metadata
     scores = metadata.array("tokenizer.ggml.scores", "f32")
     if scores is None or len(scores) != len(vocabulary.tokens):
@@ -211,13 +221,23 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         for token_id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if kind == TokenType.NORMAL
     }
-    found: list[tuple[float, int, int, int, tuple[str, str]]] = []
+    most = min(max(_FEW_MERGES, _MERGES_PER_TOKEN * len(mergeable)), _MAX_MERGES)
+    joined, lefts, rights = array("i"), array("i"), array("i")
     for token, token_id in mergeable.items():
         for cut in range(1, len(token)):
             left, right = mergeable.get(token[:cut]), mergeable.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[token_id], token_id, left, right, (token[:cut], token[cut:])))
-    return [pair for *_, pair in sorted(found)]
+                joined.append(token_id)
+                lefts.append(left)
+                rights.append(right)
+        if len(joined) > most:
+            raise ModelFormatError(
+                f"{metadata.path}: more than {most} pairs of tokens make a third among {len(mergeable)} tokens, more than "
+                "any vocabulary that was trained; get the file again, or give the option tokenizer= a folder"
+            )
+    order = np.lexsort((rights, lefts, joined, -np.asarray(scores, np.float64)[joined]))
+    tokens = vocabulary.tokens
+    return [(tokens[lefts[index]], tokens[rights[index]]) for index in order.tolist()]
 
 
 def _finish(tokenizer: tokenizers.Tokenizer, vocabulary: _Vocabulary, split: Split) -> None:

@@ -20,7 +20,7 @@ from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
 from quire.model.native_model import screen_bytes
 from quire.model.native_scratch import scratch_bytes
-from quire.model.native_weights import packed_bytes_of
+from quire.model.native_weights import is_made_exact, is_stored_made_exact, packed_bytes_of
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
@@ -103,7 +103,7 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
 def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
     """Return the bytes that the weights take as they are run, with the copy of a head that is dense, or may be.
 
-    Quantised weights stay so in the native kernels; torch runs them dense.
+    Quantised weights stay so in the native kernels, but for integers in float32 (`is_made_exact`); torch runs them dense.
     """
     dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
     if not runs_natively(spec, cpu_block_size(config)):
@@ -112,14 +112,14 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
         policy = POLICIES[config.quantization]
         has_dense_head = (policy.embedding if spec.is_tied else policy.head) is None
         return quantized_bytes(shapes, spec, policy) + has_dense_head * screen_bytes(spec)
+    width, copy = DTYPE_BYTES[spec.dtype], screen_bytes(spec)
     if is_gguf(folder):
-        return min(dense, packed_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype])) + screen_bytes(spec)
-    dense += screen_bytes(spec)
+        is_dense = is_made_exact(spec.dtype, is_token_quantized=False)
+        return copy + (dense if is_dense else min(dense, packed_bytes(read_gguf(folder).tensors.values(), width)))
     if read_quantization_config(folder) is None or not stored_bytes(folder):
-        return dense
-    width = DTYPE_BYTES[spec.dtype]
-    quantized = quantized_weights(folder, spec)
-    return dense + sum(packed_bytes_of(weight, width) - math.prod(weight.shape) * width for weight in quantized)
+        return dense + copy
+    quantized = [weight for weight in quantized_weights(folder, spec) if not is_stored_made_exact(weight, spec.dtype)]
+    return dense + copy + sum(packed_bytes_of(weight, width) - math.prod(weight.shape) * width for weight in quantized)
 
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:

@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.kernels.native import load_native
+from quire.model.build import build_model
+from quire.model.decoder import Decoder
+from quire.model.native_decoder import NativeDecoder
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import CASES, reference_model
 
@@ -20,6 +24,13 @@ pytestmark = pytest.mark.golden
 NUM_STEPS = 64
 NUM_CACHED_STEPS = 20  # more than the blocks and the windows; the tokens are those of the first time
 VOCAB_SIZE = 131
+# The native kernels take blocks of a multiple of 16 tokens; torch runs all others.
+BLOCKS = {
+    "torch": (4, 120, Decoder),
+    "native": pytest.param(
+        16, 60, NativeDecoder, marks=pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+    ),
+}
 # Longer than a block of 4 or 16, than the windows, and than the original length of the scaled ropes (32), where
 # transformers switches in mid-sequence and quire does not.
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]
@@ -41,10 +52,26 @@ def generate(llm, num_steps):
     return [output.outputs[0].token_ids for output in outputs], outputs
 
 
+@pytest.fixture
+def decoders(monkeypatch):
+    """What engines run from now on, in the order in which they are made."""
+    built = []
+
+    def build(*args):
+        built.append(build_model(*args))
+        return built[-1]
+
+    monkeypatch.setattr("quire.worker.runner.build_model", build)
+    return built
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks", "kind"), BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_are_those_of_transformers(folder, case):
+def test_greedy_tokens_are_those_of_transformers(folder, decoders, block_size, num_blocks, kind):
     model = reference_model(folder)
-    llm = LLM(str(folder), skip_tokenizer_init=True, block_size=4, num_kv_blocks=120, max_num_seqs=4, max_num_batched_tokens=23)
+    options = {"block_size": block_size, "num_kv_blocks": num_blocks, "max_num_seqs": 4, "max_num_batched_tokens": 23}
+    llm = LLM(str(folder), skip_tokenizer_init=True, **options)
+    assert [type(decoder) for decoder in decoders] == [kind]
     found, _ = generate(llm, NUM_STEPS)
     assert [len(token_ids) for token_ids in found] == [NUM_STEPS] * len(PROMPTS)
     assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found

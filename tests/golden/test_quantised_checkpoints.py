@@ -16,8 +16,10 @@ from quire.model.native_decoder import NativeDecoder
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
 NAMES = sorted(path.name for path in FOLDER.glob("*/") if path.is_dir())
 TOLERANCE = 1e-4
-NATIVE_SHARES = {"float32": 0.03, "bfloat16": 0.03}
+NATIVE_SHARE = 0.03
 """Of the range of the logits: native kernels quantise the inputs of integers to int8, and round to the dtype."""
+INT8_INPUTS = "llama-ct-w8a8-dynamic"
+"""Declares inputs that are quantised token by token, and so has them in float32, too."""
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(not FOLDER.is_dir(), reason="../shared/data is not there")]
 
@@ -46,7 +48,7 @@ def test_greedy_tokens_are_those_of_the_logits_when_generated(name):
 
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
-@pytest.mark.parametrize("dtype", NATIVE_SHARES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_native_logits_are_near_those_of_the_dense_weights(name, dtype):
     golden = np.load(FOLDER / name / "golden.npz")
@@ -56,4 +58,5 @@ def test_native_logits_are_near_those_of_the_dense_weights(name, dtype):
     decoder = build_model(spec, open_parameters(FOLDER / name, spec), len(token_ids), block_size=16)
     assert isinstance(decoder, NativeDecoder)
     error = (whole_prompt_logits(decoder, token_ids) - expected).abs()
-    assert error.max() <= NATIVE_SHARES[dtype] * (expected.max() - expected.min())
+    is_exact = dtype == "float32" and name != INT8_INPUTS
+    assert error.max() <= (TOLERANCE if is_exact else NATIVE_SHARE * (expected.max() - expected.min()))

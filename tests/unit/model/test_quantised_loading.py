@@ -222,7 +222,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_with_a_line_in_the_
     _edit(quantised, add)
     with caplog.at_level("INFO", logger="quire"):
         assert (_logits(quantised) - _logits(dense)).abs().max() < 1e-4
-    assert "5 scales of activations and of the KV cache are not used" in caplog.text
+    assert "5 stored scales of activations and of the KV cache are not used" in caplog.text
 
 
 def test_bias_that_the_model_lacks_is_left_out_only_when_it_is_zero(tmp_path):
@@ -256,12 +256,30 @@ def test_missing_part_is_named(tmp_path):
         _load(folder)
 
 
-def test_quantised_tensors_are_refused_when_no_config_speaks_of_them(tmp_path):
-    folder = _write(tmp_path, "qwen3", "gptq")[0]
+@pytest.mark.parametrize(
+    ("method", "stored"),
+    [
+        ("gptq", "qweight in the form of GPTQ or AWQ"),
+        ("int8", "weight in the form of int8"),
+        ("fp8", "weight in the form of fp8"),
+    ],
+)
+def test_quantised_tensors_are_refused_when_no_config_speaks_of_them(tmp_path, method, stored):
+    folder = _write(tmp_path, "qwen3", method)[0]
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFormatError, match=r"missing .*q_proj\.weight.* unexpected .*qweight"):
+    with pytest.raises(ModelFormatError, match=rf"_proj\.{stored}, but config.json has no quantization_config for it; get"):
+        _load(folder)
+
+
+def test_config_of_modelopt_alone_is_refused_by_name(tmp_path):
+    folder = _write(tmp_path, "qwen3", "fp8")[0]
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(UnsupportedError, match=r"quantised by ModelOpt, as its hf_quant_config\.json says.*take a version in"):
         _load(folder)
 
 

@@ -133,3 +133,13 @@ def test_weight_is_refused_when_a_scale_is_not_finite(bad):
 def test_weight_is_refused_when_a_plain_one_is_stored_too():
     with pytest.raises(ModelFormatError, match=r"both m\.q_proj\.weight and m\.q_proj\.qweight"):
         _weight({**_parts(), "weight": torch.zeros(ROWS, COLUMNS)})
+
+
+@pytest.mark.parametrize(("is_ordered", "has_indices"), [(True, False), (True, True), (False, False)])
+def test_log_says_that_an_order_is_declared_and_not_stored(is_ordered, has_indices, caplog):
+    codes, zeros, scales = _random(4)
+    groups = np.random.default_rng(0).permutation(np.arange(COLUMNS) // GROUP) if has_indices else None
+    parts = packers.gptq(codes, zeros, scales, 4, True, groups)
+    stored = {f"m.{part}": tensor for part, tensor in parts.items()}
+    gather_weights(stored, GptqConfig(GptqScheme(4, GROUP, True), is_ordered=is_ordered))
+    assert ("no g_idx is stored" in caplog.text) == (is_ordered and not has_indices)

@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from quire.base.errors import UnsupportedError
-from quire.quant.patterns import ModulePattern
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.quant import compressed_config, config, patterns
+from quire.quant.config import read_quantization
+from quire.quant.patterns import MatchingBudget, ModulePattern
 
 NAMES = [
     "",
@@ -81,9 +83,9 @@ def test_random_patterns_match_what_re_matches():
     "text", ["(a+)+$", "(a|a)*$", "(a|aa)+$", "(.*a){20}$", ".*.*.*.*.*.*.*.*x", "(a*)*b", "((a?){20}){9}b"]
 )
 def test_pattern_ends_at_once_when_backtracking_would_explode(text):
-    begun = time.process_time()
-    assert not ModulePattern(text).matches("a" * 5000 + "!")
-    assert time.process_time() - begun < 2
+    budget = MatchingBudget()
+    assert not ModulePattern(text, budget).matches("a" * 500 + "!")
+    assert budget.num_visits < 300_000
 
 
 @pytest.mark.parametrize(
@@ -120,11 +122,74 @@ def test_pattern_is_refused_at_once_when_it_is_huge_or_unsupported(text, problem
     assert time.process_time() - begun < 1
 
 
+def match_all(matches, names):
+    for name in names:
+        matches(name)
+
+
+def random_names(count, seed=0):
+    rng = random.Random(seed)
+    return ["".join(rng.choices("ab", k=500)) for _ in range(count)]
+
+
 def test_pattern_is_refused_when_its_states_explode():
-    # The twelfth character from the end is an a: 2**12 deterministic states.
-    rng = random.Random(1)
-    pattern = ModulePattern("(a|b)*a" + "[ab]" * 20 + "c$")
-    begun = time.process_time()
-    with pytest.raises(UnsupportedError, match="too complex"):
-        pattern.matches("".join(rng.choices("ab", k=100_000)))
-    assert time.process_time() - begun < 5
+    # The twenty-first character from the end is an a: 2**20 deterministic states.
+    budget = MatchingBudget()
+    pattern = ModulePattern("(a|b)*a" + "[ab]" * 20 + "c$", budget)
+    with pytest.raises(ModelFormatError, match="too complex"):
+        match_all(pattern.matches, random_names(1000))
+    assert budget.num_visits < 2_001_000
+
+
+def _gptq(patterns):
+    values = {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}
+    return read_quantization({**values, "dynamic": {f"-:{text}": {} for text in patterns}}, "config.json")
+
+
+def _compressed(patterns):
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+    values = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
+    return read_quantization({**values, "ignore": [f"re:{text}" for text in patterns]}, "config.json")
+
+
+@pytest.mark.parametrize("read", [_gptq, _compressed])
+def test_patterns_share_one_budget_so_that_many_hostile_ones_are_refused_as_soon_as_one(read, monkeypatch):
+    budgets = []
+
+    class Counted(MatchingBudget):
+        def __init__(self):
+            super().__init__()
+            budgets.append(self)
+
+    monkeypatch.setattr(config, "MatchingBudget", Counted)
+    monkeypatch.setattr(compressed_config, "MatchingBudget", Counted)
+    found = read([f".*a.{{240}}.{{{200 + index}}}c$" for index in range(12)])
+    with pytest.raises(ModelFormatError, match="together too complex"):
+        match_all(found.find_scheme, random_names(18))
+    assert len(budgets) == 1
+    assert budgets[0].num_visits < 2_001_000
+
+
+def test_real_patterns_need_little_of_the_budget():
+    budget = MatchingBudget()
+    layers = "|".join(map(str, range(61)))
+    texts = [*PATTERNS, rf"(.*\.)?layers\.({layers})\.mlp\.experts\.[0-9]+\.(gate|up|down)_proj$"]
+    compiled = [ModulePattern(text, budget) for text in texts]
+    for layer in range(61):
+        for expert in range(40):
+            for pattern in compiled:
+                pattern.matches(f"model.layers.{layer}.mlp.experts.{expert}.down_proj")
+    assert budget.num_visits < 50_000
+
+
+def test_walking_over_known_states_is_counted_too(monkeypatch):
+    monkeypatch.setattr(patterns, "_MAX_CHARACTERS", 1000)
+    pattern = ModulePattern(".*b")
+    with pytest.raises(ModelFormatError, match="too complex"):
+        match_all(pattern.matches, ["a" * 50] * 30)
+
+
+def test_long_module_name_is_refused_where_there_are_patterns():
+    with pytest.raises(ModelFormatError, match="name of 513 characters"):
+        ModulePattern("a").matches("a" * 513)
+    assert ModulePattern("a").matches("a" * 512)

@@ -9,6 +9,7 @@ from quire.quant.config import AwqConfig, BitsAndBytesConfig, Fp8Config, GptqCon
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 GROUP = {"targets": ["Linear"], "weights": WEIGHTS}
@@ -36,7 +37,14 @@ def _compressed(weights=None, group=None, **changes):
         ({**AWQ, "zero_point": False, "group_size": -1}, AwqConfig(None, False)),
         (FP8, Fp8Config((128, 128))),
         ({**FP8, "weight_block_size": None}, Fp8Config(None)),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Fp8Config(None)),
+        ({"quant_method": "fbgemm_fp8"}, Fp8Config(None)),
+        (AUTO_ROUND, GptqConfig(GptqScheme(4, 128, False))),
+        (
+            {**AUTO_ROUND, "quant_method": "intel/auto-round", "extra_config": {"lm_head": {"bits": 16}}},
+            GptqConfig(GptqScheme(4, 128, False)),
+        ),
+        ({**GPTQ, "desc_act": True}, GptqConfig(GptqScheme(4, 128, False), is_ordered=True)),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, GptqConfig(GptqScheme(4, None, False))),
         (BNB, BitsAndBytesConfig()),
         ({"load_in_8bit": True}, BitsAndBytesConfig()),
     ],
@@ -64,7 +72,7 @@ def test_method_is_found_when_the_file_does_not_name_it():
         _read({"bits": 4})
 
 
-@pytest.mark.parametrize("method", ["hqq", "quanto", "torchao", "modelopt", "auto-round", "aqlm", "eetq", "x" * 5000])
+@pytest.mark.parametrize("method", ["hqq", "quanto", "torchao", "modelopt", "aqlm", "eetq", "x" * 5000])
 def test_method_is_refused_by_name_when_it_is_not_supported(method):
     with pytest.raises(UnsupportedError, match=f"quant_method '{method[:40]}.*supported: gptq, awq") as caught:
         _read({"quant_method": method})
@@ -85,6 +93,12 @@ def test_method_is_refused_by_name_when_it_is_not_supported(method):
         ({**GPTQ, "dynamic": {"-:(?!x)": {}}}, "look-around"),
         ({**GPTQ, "dynamic": {"a" * 5000: {}}}, "5000 characters"),
         ({**GPTQ, "dynamic": {f"a{n}": {} for n in range(1000)}}, "1000 patterns"),
+        ({**AUTO_ROUND, "packing_format": "auto_round"}, "packing_format 'auto_round' .*supported: auto_round:auto_gptq"),
+        ({"quant_method": "auto-round"}, "packing_format None .*supported: auto_round:auto_gptq"),
+        ({**AUTO_ROUND, "data_type": "nv_fp4"}, "data_type 'nv_fp4'"),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits 8"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8}}}, "extra_config.*bits 8"),
+        ({**AUTO_ROUND, "sym": False}, "meta.quantizer is gptqmodel 0.9.0"),
         ({**AWQ, "version": "gemv"}, "version 'gemv' .*supported: gemm"),
         ({**AWQ, "version": "gemv_fast"}, "version 'gemv_fast'"),
         ({**AWQ, "version": "marlin"}, "version 'marlin'"),
@@ -188,7 +202,30 @@ def test_what_is_declared_and_not_used_is_noted():
     assert notes(_compressed(group={"input_activations": tokens})) == []
     assert notes(_compressed(group={"input_activations": unused}, kv_cache_scheme={"num_bits": 8})) == [
         "kv_cache_scheme is not used; the KV cache is kept in the model's dtype",
-        "input_activations are not used; activations stay in the model's dtype",
+        "input_activations are not used as they are declared; on a CPU inputs are rounded to int8, with a scale for each group "
+        "of them, unless dtype is float32",
+    ]
+    floats = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    of_floats = _compressed(floats, {"input_activations": unused}, format="float-quantized")
+    assert notes(of_floats) == ["input_activations are not used as they are declared; activations stay in the model's dtype"]
+    assert notes(_compressed(group={"input_activations": {**tokens, "symmetric": False}})) != []
+    assert notes(_compressed(group={"output_activations": tokens})) == [
+        "output_activations are not used; outputs stay in the model's dtype"
     ]
     assert len(notes({**FP8, "activation_scheme": "static"})) == 1
+    assert notes({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}) == [
+        "activation_scale_ub is not used; activations stay in the model's dtype, without a bound"
+    ]
+    assert notes({**FP8, "kv_cache_quant_algo": "FP8"}) == [
+        "kv_cache_quant_algo is not used; the KV cache is kept in the model's dtype"
+    ]
     assert notes(FP8) == []
+
+
+def test_groups_that_share_a_target_are_refused_when_their_schemes_differ():
+    other = {**GROUP, "weights": {**WEIGHTS, "group_size": 64}}
+    with pytest.raises(ModelFormatError, match="config_groups\\['b'\\]: its target 'Linear' is one of another group"):
+        _read({**COMPRESSED, "config_groups": {"a": GROUP, "b": other}})
+    assert _read({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}).find_scheme("q_proj").group_size == 128
+    named = {**other, "targets": ["q_proj"]}
+    assert _read({**COMPRESSED, "config_groups": {"a": GROUP, "b": named}}).find_scheme("q_proj").group_size == 64

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.base.errors import ConfigError, UnsupportedError
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.model.build import load_model, whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
@@ -126,6 +126,41 @@ def test_transformers_gives_the_same_logits_when_it_can_read_the_format(tmp_path
     with torch.no_grad():
         expected = model(ids[None]).logits[0]
     assert torch.allclose(whole_prompt_logits(load_model(tmp_path / "out"), ids.tolist()), expected, atol=1e-4)
+
+
+def change(folder, name, make):
+    file = folder / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    tensors[name] = make(tensors[name])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weight_that_is_not_finite_is_refused_by_name(tmp_path, scheme, value):
+    source = write_checkpoint(tmp_path / "source", "qwen3")
+    name = "model.layers.1.mlp.down_proj.weight"
+    change(source, name, lambda weight: weight.index_fill(1, torch.tensor([5]), value))
+    with pytest.raises(ModelFormatError, match=f"{name} holds values that are not finite"):
+        write_quantized(source, tmp_path / "out", scheme)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_scales_that_float16_would_lose_are_stored_in_float32(tmp_path, scheme):
+    source = write_checkpoint(tmp_path / "source", "qwen3", torch_dtype="float16")
+    name = "model.layers.1.mlp.down_proj.weight"
+    change(source, name, lambda weight: weight * 1e-3)
+    write_quantized(source, tmp_path / "out", scheme)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    wide = [key for key, tensor in stored.items() if key.endswith("_scale") and tensor.dtype == torch.float32]
+    assert f"{name}_scale" in wide
+    assert len(wide) < 8
+    weight = load_file(source / "model.safetensors")[name].float()
+    found = load(tmp_path / "out")["layers.1.down.weight"].dequantize()
+    # What rounding to integers costs, and no more.
+    exact = quantize_weight(weight, INT8, torch.float32).dequantize()
+    assert (found - weight).norm() <= 1.01 * (exact - weight).norm()
 
 
 def test_folder_with_files_is_refused(tiny_model, tmp_path):

@@ -1,5 +1,6 @@
 """Tokenizers from GGUF metadata, made here from real tokenizer files and compared with those."""
 
+import itertools
 import json
 
 import pytest
@@ -186,6 +187,31 @@ def test_sentencepiece_flags_decide(tmp_path, changes, text, ids):
     assert tokenizer.encode(text) == ids
     # Every part of a text begins with a space of its own, and only the first is taken away again.
     assert tokenizer.decode(ids) == text.replace("<note>", "<note> ")
+
+
+def spm_of(pieces):
+    """Return metadata of a SentencePiece vocabulary of these pieces alone, all of one score."""
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *pieces]
+    return small_spm(
+        **{
+            "tokenizer.ggml.tokens": ("string[]", tokens),
+            "tokenizer.ggml.token_type": ("i32[]", [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)]),
+            "tokenizer.ggml.scores": ("f32[]", [0.0] * len(tokens)),
+        }
+    )
+
+
+def test_merges_are_refused_when_a_small_file_makes_many_of_every_token(tmp_path):
+    # Every cut of every word over two letters makes two words of them: eleven for a word of twelve letters.
+    pieces = ["".join(letters) for length in range(1, 13) for letters in itertools.product("ab", repeat=length)]
+    with pytest.raises(ModelFormatError, match="more than 32760 pairs of tokens make a third among 8190"):
+        load(tmp_path, spm_of(pieces))
+
+
+def test_words_are_joined_by_score_then_by_the_order_of_the_tokens(tmp_path):
+    # "ab" and "ba" have one score, and "ab" comes first.
+    tokenizer = load(tmp_path, spm_of(["▁", "a", "b", "ab", "ba"]))
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("baba")[2:]] == ["b", "ab", "a"]
 
 
 def test_gemma_ranks_tokens_by_their_order(tmp_path):

@@ -63,8 +63,8 @@ class Layer:
         return y, error + 2 * UNIT * y.abs() + 2 * UNIT * (0 if self.bias is None else self.bias.abs()) + SMALLEST
 
     def _apply_dense(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # bf16: inputs are rounded to bf16; products of two bf16 are exact in f32. Then, as in f32, one rounding per product
-        # (where the machine does not fuse) and one per sum, each of at most the sum of the sizes so far.
+        # bf16: inputs are rounded to bf16; products of two bf16 are exact in f32. Then, as in f32 and f16, one rounding per
+        # product (where the machine does not fuse) and one per sum, each of at most the sum of the sizes so far.
         values = x.bfloat16().double() if self.format == "bf16" else x.double()
         num_inputs = x.shape[1]
         error = 2 * (num_inputs + 1) * UNIT * (values.abs() @ self.codes.abs().T)
@@ -115,7 +115,7 @@ def make_layer(native, format, n, k, group=0, *, seed=0, options=(), levels=None
         packed.pack(codes.data_ptr(), k, 0, n, levels=levels.data_ptr(), num_levels=len(levels), num_threads=num_threads)
     else:
         codes = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8) if is_quantized else randn(n, k)
-        codes = codes.bfloat16() if format == "bf16" else codes
+        codes = codes.to({"bf16": torch.bfloat16, "f16": torch.float16}.get(format, codes.dtype))
         packed.pack(codes.data_ptr(), k, 0, n, num_threads=num_threads)
     num_groups = -(-k // group) if is_quantized else 0
     # Stored formats have scales of either sign, and of 0.

@@ -38,6 +38,8 @@ FORMATS = {
     "bf16-bias": ("bf16", 0, ("bias",)),
     "f32": ("f32", 0, ()),
     "f32-bias": ("f32", 0, ("bias",)),
+    "f16": ("f16", 0, ()),
+    "f16-bias": ("f16", 0, ("bias",)),
     "u8-input-groups": ("u8", 128, ("column_scale",)),
     "u8-whole-row": ("u8", 0, ("column_scale", "bias")),
     "u8-offset": ("u8", 0, QUANTIZED),
@@ -46,6 +48,7 @@ FORMATS = {
     "u4-32": ("u4", 32, ("scales", "column_scale")),
     "u4-64-offset": ("u4", 64, QUANTIZED),
     "u4-128": ("u4", 128, ("scales", "column_scale", "bias")),
+    "u4-128-uneven": ("u4", 128, ("scales", "column_scale")),
     "u4-row": ("u4", 0, ("column_scale",)),
     "u4-columns": ("u4", 32, (*QUANTIZED, "columns")),
 }
@@ -65,7 +68,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def layer_of(kind: str, n: int, k: int, **options) -> Layer:
     format, group, parts = FORMATS[kind]
-    return make_layer(native, format, n, k, group, **{"options": parts, **options})
+    levels = UNEVEN_LEVELS if kind.endswith("uneven") else None
+    return make_layer(native, format, n, k, group, **{"options": parts, "levels": levels, **options})
 
 
 def run(
@@ -178,7 +182,7 @@ def test_four_bit_levels_are_looked_up(isa, levels, group, options):
     assert_within(run(layer, x, isa), *layer.apply(x))
 
 
-@pytest.mark.parametrize("format", ["bf16", "f32"])
+@pytest.mark.parametrize("format", ["bf16", "f16", "f32"])
 def test_inputs_are_permuted_when_a_dense_weight_has_columns(isa, format):
     layer = make_layer(native, format, 20, 53, options=("columns",))
     x = make_inputs(9, 53)
@@ -191,13 +195,13 @@ def test_inputs_are_permuted_when_a_dense_weight_has_columns(isa, format):
     k=st.integers(1, 300),
     m=st.integers(1, 70),
     isa=st.sampled_from(ISAS),
-    format=st.sampled_from(["bf16", "f32", "u8", "u4"]),
+    format=st.sampled_from(["bf16", "f16", "f32", "u8", "u4"]),
     group=st.sampled_from([0, 8, 16, 24, 32, 64, 128, 256]),
     options=st.sets(st.sampled_from([*QUANTIZED, "columns"])),
     threads=st.integers(1, 2),
 )
 def test_result_is_within_the_roundings_of_f64_at_any_shape(n, k, m, isa, format, group, options, threads):
-    if format in ("bf16", "f32"):
+    if format in ("bf16", "f16", "f32"):
         options = options & {"bias", "column_scale"}
     layer = make_layer(native, format, n, k, group, options=tuple(options), seed=n * k)
     x = make_inputs(m, k, seed=m)
@@ -427,28 +431,30 @@ def test_unpacked_rows_are_what_was_packed(isa, kind, n, k):
     assert ((got.double() - want).abs() <= exact).all()
 
 
-@pytest.mark.parametrize("format", ["bf16", "f32"])
+@pytest.mark.parametrize("format", ["bf16", "f16", "f32"])
 def test_unpacked_rows_are_the_bits_that_were_packed(isa, format):
-    values = torch.tensor([0.0, -0.0, 1e-41, -3e-39, 3e38, torch.inf, -torch.inf, torch.nan, 1.0]).repeat(18, 1)
-    values = values.bfloat16() if format == "bf16" else values
+    # Which bits a NaN of f16 has as f32 is not the same everywhere.
+    odd = 65504.0 if format == "f16" else torch.nan
+    values = torch.tensor([0.0, -0.0, 1e-41, -3e-39, 3e38, torch.inf, -torch.inf, odd, 1.0]).repeat(18, 1)
+    values = values.to({"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[format])
     packed = native.Weight(format, 18, 9)
     packed.pack(values.data_ptr(), 9, 0, 18)
     layer = Layer(packed, format, values.double(), 0, None, None, None, None, None)
     assert torch.equal(unpack(layer, isa).view(torch.int32), values.float().view(torch.int32))
 
 
-@pytest.mark.parametrize("format", ["bf16", "f32"])
+@pytest.mark.parametrize("format", ["bf16", "f16", "f32"])
 def test_unpacked_rows_are_in_natural_order_when_a_dense_weight_has_columns(isa, format):
     layer = make_layer(native, format, 20, 53, options=("columns",))
     assert torch.equal(unpack(layer, isa).double(), layer.weights())
 
 
-@pytest.mark.parametrize("format", ["bf16", "f32", "u8", "u4"])
+@pytest.mark.parametrize("format", ["bf16", "f16", "f32", "u8", "u4"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_weight_packed_in_parts_is_the_weight_packed_whole(format, threads):
     n, k, stride = 205, 37, 41
     generator = torch.Generator().manual_seed(0)
-    dtype = {"bf16": torch.bfloat16, "f32": torch.float32}.get(format, torch.int8)
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}.get(format, torch.int8)
     source = torch.randint(-8, 8, (n, stride), generator=generator).to(dtype)
     levels = torch.tensor(LINEAR_LEVELS, dtype=torch.int8)
     options = {"levels": levels.data_ptr(), "num_levels": 16} if format == "u4" else {}
