@@ -34,6 +34,7 @@ class ChoiceReader:
         self._choice = choice
         self._plan = plan
         self._parser = _make_parser(plan)
+        self._ending = plan.request.ending_token_ids
         self._aligner: TokenAligner | None = None
         if plan.tokenizer is not None and (plan.has_positions or self._parser is not None):
             self._aligner = TokenAligner(plan.tokenizer, params.skip_special_tokens, plan.request.prompt_token_ids)
@@ -71,8 +72,9 @@ class ChoiceReader:
         if delta.finish_reason is None:
             return aligner.feed(delta.text, token_ids, positions)
         is_cut = isinstance(delta.stop_reason, str)
-        if delta.finish_reason == "stop" and not is_cut and not self._plan.request.params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]  # the token that ended the output is no part of its text
+        is_by_token = delta.finish_reason == "stop" and not is_cut and bool(token_ids) and token_ids[-1] in self._ending
+        if is_by_token and not self._plan.request.params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]  # the token that ended the output is no part of its text; one that completes it is
         pieces = aligner.feed("", token_ids, positions)
         return pieces + aligner.finish(delta.text, is_cut)
 

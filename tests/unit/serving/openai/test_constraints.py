@@ -84,6 +84,23 @@ def test_completion_is_one_of_two_words_when_it_is_constrained(context, body):
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [{"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"choice": ["a", "b"]}, {"json": CITY}, {"regex": "[ab]{3}c{0,9}"}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_parsed", [False, True])
+def test_log_probabilities_are_of_all_that_is_told_when_the_constraint_ends_the_output(engine, wanted, is_parsed):
+    context = context_of(engine, tool_call_parser="hermes", reasoning_parser="none")
+    more = {"tools": TOOLS} if is_parsed else {}
+    for seed in range(3):
+        answer = ask_chat(context, structured_outputs=wanted, logprobs=True, max_tokens=60, seed=seed, **more)
+        (choice,) = json.loads(answer)["choices"]
+        if not choice["message"].get("tool_calls"):
+            told = "".join(entry["token"] for entry in choice["logprobs"]["content"])
+            assert (choice["finish_reason"], told) == ("stop", choice["message"]["content"])
+
+
 def test_stream_adds_up_to_the_whole_answer_when_it_is_constrained(context):
     body = {"max_tokens": 100, "seed": 5, "structured_outputs": {"json": PERSON}}
     (whole,) = json.loads(ask_completion(context, **body))["choices"]
