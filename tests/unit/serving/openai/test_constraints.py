@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from quire.api.decode import decode_body
+from quire.api.openai.completions import CompletionRequest
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
 from quire.serving.generation.served_model import load_served_model
 from quire.serving.link.engine_info import describe_engine
+from quire.serving.openai.requests import constraint_of
 from tests.unit.serving.fakes import DEMO, make_context
 from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
 from tests.unit.serving.openai.test_with_engine import EngineGateway
@@ -106,6 +109,30 @@ def test_stream_adds_up_to_the_whole_answer_when_it_is_constrained(context):
     (whole,) = json.loads(ask_completion(context, **body))["choices"]
     chunks = chunks_of(ask_completion(context, stream=True, **body))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"guided_json_object": True}, {"kind": "json_object"}),
+        ({"guided_json": {}, "guided_whitespace_pattern": " ?"}, {"kind": "json_schema", "whitespace_pattern": " ?"}),
+        ({"guided_json": {}, "guided_decoding_backend": "guidance"}, {"kind": "json_schema", "backend": "llguidance"}),
+        ({"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, {"kind": "regex", "backend": "xgrammar"}),
+        (
+            {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": "[ \n]*"},
+            {"kind": "json_object", "whitespace_pattern": "[ \n]*"},
+        ),
+        ({"structured_outputs": {"json": {}, "backend": "guidance"}}, {"backend": "llguidance"}),
+        ({"structured_outputs": {"json": {}, "disable_fallback": True}}, {"backend": "llguidance"}),
+        ({"structured_outputs": {"json": {}, "disable_fallback": True, "backend": "xgrammar"}}, {"backend": "xgrammar"}),
+        ({"structured_outputs": {"json": {}, "disable_fallback": False}}, {"backend": "auto"}),
+    ],
+    ids=str,
+)
+def test_constraint_is_taken_by_the_names_that_it_has_elsewhere(fields, wanted):
+    body, ignored = decode_body(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), CompletionRequest)
+    found = constraint_of(body)
+    assert ({name: getattr(found, name) for name in wanted}, ignored) == (wanted, ())
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
