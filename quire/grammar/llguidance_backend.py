@@ -186,6 +186,11 @@ class LlguidanceMatcher(StateMatcher):
         """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
         return self.state.matcher.compute_ff_tokens()
 
+    def forced_bytes(self) -> bytes:
+        """See MaskedMatcher."""
+        matcher = self.state.matcher
+        return b"" if matcher.is_stopped() else bytes(matcher.compute_ff_bytes())
+
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
 
