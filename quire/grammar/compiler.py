@@ -19,6 +19,7 @@ from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
+from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.text_before import TextBefore, text_before
 from quire.grammar.vocabulary import Vocabulary
@@ -205,7 +206,7 @@ class GrammarCompiler:
             raise
         except GrammarError as error:
             grammar = self._compile_constraint(constraint)
-            if "nsatisfiable" in str(error):
+            if NOTHING_MATCHES in str(error):
                 raise GrammarError(f"bad_words leave nothing of it: {error}") from None
             return grammar
 
