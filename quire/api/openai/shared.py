@@ -139,7 +139,7 @@ class SamplingFields(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1, description="Choices.")] | None = None
-    min_tokens: Count | None = None
+    min_tokens: Annotated[Count, Meta(description="What a constraint has completed ends all the same.")] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
