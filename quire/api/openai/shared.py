@@ -178,11 +178,7 @@ class SamplingFields(Body, kw_only=True):
 
     def check(self) -> None:
         """Check the fields of streams, what only whole answers have, and that the output is constrained in one way."""
-        constraints = [
-            name
-            for name in ("structured_outputs", *(f"guided_{kind}" for kind in GUIDED_KINDS))
-            if getattr(self, name) is not None and (name, self.guided_json_object) != ("guided_json_object", False)
-        ]
+        constraints = self.output_constraints
         if self.response_format is not None and not isinstance(self.response_format, TextFormat):
             constraints.append("response_format")
         if len(constraints) > 1:
@@ -194,6 +190,15 @@ class SamplingFields(Body, kw_only=True):
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BodyError("prompt_logprobs: are not part of a stream; leave stream out", "prompt_logprobs")
+
+    @property
+    def output_constraints(self) -> list[str]:
+        """The names of the fields that constrain the output, but for response_format."""
+        return [
+            name
+            for name in ("structured_outputs", *(f"guided_{kind}" for kind in GUIDED_KINDS))
+            if getattr(self, name) is not None and (name, self.guided_json_object) != ("guided_json_object", False)
+        ]
 
     @property
     def includes_usage(self) -> bool:

@@ -157,13 +157,16 @@ class ChoiceReader:
             events.append(ToolCallArguments(self._choice, piece.index, piece.text))
 
     def _end(self, delta: ChoiceDelta, events: list[GenerationEvent]) -> None:
-        if self._parser is not None:
-            self._take(self._parser.finish(), events)
-        self.has_ended = True
         setup = self._plan.parser
+        is_length = delta.finish_reason == "length"
+        if self._parser is not None:
+            found = self._parser.finish()
+            if is_length and setup is not None and setup.has_calls_alone:
+                found = [event for event in found if not isinstance(event, TextPiece)]  # the beginning of a call
+            self._take(found, events)
+        self.has_ended = True
         if setup is not None and setup.tool_format is not None:
             setup.count_output("parsed" if self._num_calls else "none")
-        is_length = delta.finish_reason == "length"
         reason = "length" if is_length else "tool_calls" if self._num_calls else "stop"
         events.append(ChoiceEnd(self._choice, reason, delta.stop_reason))
 

@@ -215,10 +215,21 @@ def test_known_parameter_is_refused_by_name_when_it_is_not_supported(name, value
         ({"structured_outputs": {"json": {}}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"structured_outputs": {"json": {}}, "guided_decoding_backend": "auto"}, "guided_decoding_backend"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL], "tool_choice": "required"}, "structured_outputs"),
+        (
+            {"guided_json": {}, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "guided_json",
+        ),
     ],
 )
 def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
     assert refused({**CHAT, **extra}).param == param
+
+
+def test_response_format_is_taken_beside_a_demanded_call_as_the_official_api_does():
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    body, _ = decode({**CHAT, "response_format": wanted, "tools": [TOOL], "tool_choice": "required"})
+    assert body.forced_tools == ("f",)
 
 
 @pytest.mark.parametrize(

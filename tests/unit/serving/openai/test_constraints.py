@@ -157,6 +157,16 @@ def test_tool_is_called_once_when_it_is_named(context, seed):
     assert (call["function"]["name"], reason) == ("weather", "tool_calls")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_beginning_of_a_call_is_no_content_when_the_tokens_end_within_it(context, choice):
+    for max_tokens in range(1, 17):
+        body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": max_tokens, "seed": 1}
+        message, reason = message_of(ask_chat(context, **body))
+        assert (reason, message["content"] or "") == ("length", "")
+        chunks = chunks_of(ask_chat(context, stream=True, **body))
+        assert not any(choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"])
+
+
 UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {}}}}
 BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "parameters": UNENFORCEABLE, "strict": True}}]
 
