@@ -28,7 +28,10 @@ _PARAMETERS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "continue_final_message", "echo", "logprobs"), (False,)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("seed", "prompt_logprobs", "structured_outputs", "output_config", "output_format"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"), ()),
+    **dict.fromkeys(("guided_whitespace_pattern", "structural_tag"), ()),
+    "guided_json_object": (False,),
+    "guided_decoding_backend": ("auto",),
     **dict.fromkeys(("reasoning_effort", "reasoning", "thinking"), ()),
     "response_format": ({"type": "text"},),
     "text": ({"format": {"type": "text"}}, {}),
@@ -60,8 +63,14 @@ _SYNONYMS = (
     ("typical_p", "typical"),
     ("tools", "functions"),
     ("tool_choice", "function_call"),
-    ("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "grammar", "regex", "ebnf"),
-    ("response_format", "text", "output_config", "guided_json", "json_schema", "output_format"),
+    (
+        *("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "grammar", "regex", "ebnf"),
+        *("structural_tag", "guided_decoding"),
+    ),
+    (
+        *("response_format", "text", "output_config", "guided_json", "json_schema", "output_format"),
+        *("structured_outputs", "guided_decoding", "guided_json_object"),
+    ),
     (
         "reasoning_effort",
         "reasoning",
@@ -72,7 +81,10 @@ _SYNONYMS = (
         "chat_template_kwargs",
     ),
 )
-_MORE_HINTS = {"reasoning_effort": "reasoning_effort, or chat_template_kwargs for a variable of the chat template"}
+_MORE_HINTS = {
+    "reasoning_effort": "reasoning_effort, or chat_template_kwargs for a variable of the chat template",
+    "text": "text.format",
+}
 
 
 def refusals_of_others(known: Collection[str]) -> dict[str, Refusal]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, get_args
@@ -12,11 +13,27 @@ from quire.base.errors import RequestError
 ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 GrammarBackend = Literal["auto", "llguidance", "xgrammar"]
 
+_OTHER_BACKENDS: dict[str, GrammarBackend] = {"guidance": "llguidance"}  # what other engines call it
+
+_SPACE = r"(?:[ \t\n\r]|\\[tnr]|\\x(?:20|09|0[aAdD])|\\u00(?:20|09|0[aAdD]))"
+_WHITE_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|\)|\||[*+?]|\{{\d+(?:,\d*)?\}})*")
+"""What is written with these alone matches nothing but white space, if it is an expression."""
+
 MAX_SOURCE_BYTES = 64 << 10
 MAX_REGEX_BYTES = 4 << 10
 MAX_CHOICES = 4096
 MAX_DEPTH = 64
 MAX_OPEN_LENGTH = 1 << 16
+
+
+def grammar_backend(name: str, disable_fallback: bool = False) -> GrammarBackend:
+    """Return the backend of a name, or of one that it has elsewhere; disable_fallback: the first of "auto" alone.
+
+    A name that there is not comes back as it is, for Constraint to refuse.
+    """
+    if disable_fallback and name == "auto":
+        return "llguidance"
+    return _OTHER_BACKENDS.get(name, cast("GrammarBackend", name)) if isinstance(name, str) else name
 
 
 def json_depth(value: object) -> int:
@@ -102,6 +119,12 @@ class Constraint:
             return
         if not isinstance(pattern, str) or not pattern or len(pattern.encode()) > MAX_REGEX_BYTES:
             raise RequestError(f"{self.param}: whitespace_pattern must be text of 1 to {MAX_REGEX_BYTES} bytes", self.param)
+        if _WHITE_SPACE.fullmatch(pattern) is None:
+            raise RequestError(
+                f"{self.param}: whitespace_pattern may match white space of JSON and nothing else, such as [ \\t\\n\\r]* "
+                f"(spaces, \\t, \\n and \\r with [], (), | and repetition), got {pattern!r:.100}",
+                self.param,
+            )
         if self.disable_any_whitespace:
             raise RequestError(f"{self.param}: whitespace_pattern and disable_any_whitespace exclude each other", self.param)
 
@@ -139,7 +162,8 @@ class StructuredOutputsParams:
     structural_tag                  a dict, or JSON as text
     disable_any_whitespace          no white space in JSON
     disable_additional_properties   objects of the schema get no properties that it does not name
-    whitespace_pattern, max_open_length, fit_max_tokens, backend  as in Constraint
+    whitespace_pattern, max_open_length, fit_max_tokens, backend  as in Constraint; "guidance" is llguidance
+    disable_fallback                of "auto" take the first backend alone
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -153,7 +177,8 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     max_open_length: int | None = None
     fit_max_tokens: bool = True
-    backend: GrammarBackend = "auto"
+    backend: GrammarBackend | Literal["guidance"] = "auto"
+    disable_fallback: bool = False
 
     def __post_init__(self) -> None:
         self.constraint()
@@ -173,14 +198,15 @@ class StructuredOutputsParams:
             raise RequestError(f"{where}: must be true or left out, got {value!r}", where)
         kind = cast("ConstraintKind", "json_schema" if name == "json" else name)
         source = "" if name == "json_object" else self._source(name, value, where)
-        if not isinstance(self.disable_additional_properties, bool):
-            raise RequestError(f"{param}: disable_additional_properties must be true or false", param)
+        for flag in ("disable_additional_properties", "disable_fallback"):
+            if not isinstance(getattr(self, flag), bool):
+                raise RequestError(f"{param}: {flag} must be true or false", param)
         if self.disable_additional_properties:
             source = _close_objects(kind, source, param)
         return Constraint(
             kind=kind,
             source=source,
-            backend=self.backend,
+            backend=grammar_backend(self.backend, self.disable_fallback),
             whitespace_pattern=self.whitespace_pattern,
             disable_any_whitespace=self.disable_any_whitespace,
             max_open_length=self.max_open_length,
@@ -218,16 +244,26 @@ def _close_objects(kind: ConstraintKind, source: str, param: str) -> str:
         raise RequestError(f"{param}: disable_additional_properties needs a JSON schema", param)
     constraint = Constraint(kind=kind, source=source, param=f"{param}.json")  # its depth is checked before it is walked
 
-    def close(schema: object) -> object:
-        if isinstance(schema, list):
-            return [close(item) for item in cast("list[object]", schema)]
-        if not isinstance(schema, dict):
-            return schema
-        closed = {key: close(value) for key, value in cast("dict[str, object]", schema).items()}
-        is_open = "properties" in closed and "additionalProperties" not in closed and "patternProperties" not in closed
-        return {**closed, "additionalProperties": False} if is_open and isinstance(closed["properties"], dict) else closed
+    return dump_json(_closed(constraint.parsed()), param)
 
-    return dump_json(close(constraint.parsed()), param)
+
+def _closed(schema: object) -> object:
+    """Return a schema whose objects are closed; also within keywords that no draft has, as a $ref may lead there."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in cast("list[object]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed_within(key, value) for key, value in cast("dict[str, object]", schema).items()}
+    is_open = "properties" in closed and "additionalProperties" not in closed and "patternProperties" not in closed
+    return {**closed, "additionalProperties": False} if is_open and isinstance(closed["properties"], dict) else closed
+
+
+def _closed_within(keyword: str, value: object) -> object:
+    if keyword in ("const", "enum", "default", "example", "examples"):
+        return value
+    if keyword in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas") and isinstance(value, dict):
+        return {name: _closed(schema) for name, schema in cast("dict[str, object]", value).items()}
+    return _closed(value)
 
 
 class GrammarMatcher(Protocol):

@@ -85,7 +85,8 @@ class SamplingParams:
     stop_token_ids       tokens that end the output, beside the model's own end-of-sequence tokens
     ignore_eos           do not end at the model's end-of-sequence tokens
     max_tokens           output tokens at most; None: until the model's length is reached
-    min_tokens           no end-of-sequence or stop before this many output tokens
+    min_tokens           no end-of-sequence or stop before this many output tokens; an output that a constraint has completed,
+                         so that nothing can follow, ends all the same
     seed                 same seed, same tokens, whatever else is in the batch; None: drawn from the engine's seed
     logprobs             return this many most likely tokens and the chosen one per output token (the engine's max_logprobs,
                          20 by default, is the limit); -1: the whole vocabulary, where the engine allows it

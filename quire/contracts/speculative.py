@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
 from quire.contracts.medusa_choices import Choices, read_choices
+from quire.contracts.speculative_names import renamed
+from quire.contracts.speculative_ranges import LOOKUP, MAX_SPECULATIVE_TOKENS, check_int, check_number
 
-MAX_SPECULATIVE_TOKENS = 64
+__all__ = ["MAX_SPECULATIVE_TOKENS", "METHODS", "SpeculativeConfig"]
+
 _HEADS = ("eagle", "eagle3", "medusa", "mtp", "deepseek_mtp")
 METHODS = ("ngram", "suffix", "draft_model", "lookahead", "self", *_HEADS)
 _KNOWN_ELSEWHERE = ("mlp_speculator", "dflash", "dspark", "extract_hidden_states", "custom_class")
@@ -39,88 +41,6 @@ _DEFAULT_DEPTH = 5
 _TREE_TOKENS = 12
 _ACCEPTANCE_METHODS = ("rejection_sampler", "typical_acceptance_sampler")
 _POSTERIOR = (0.09, 0.3)
-_LOOKUP = (2, 8)
-_OTHER_NAMES = {"speculative_eagle_topk": "draft_top_k", "speculative_num_steps": "draft_depth"}
-"""Names that options have elsewhere."""
-
-_MTP_MODELS = (
-    "qwen3_next",
-    "qwen3_5",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "mimo",
-    "ernie",
-    "exaone_moe",
-    "longcat_flash",
-    "nemotron_h",
-)
-_OTHER_METHODS = {"ngram_gpu": "ngram", **{f"{model}_mtp": "mtp" for model in _MTP_MODELS}}
-"""Names that methods have elsewhere: which layout a layer for multi-token prediction has is seen in what is stored."""
-
-_SETTLED: dict[str, tuple[tuple[object, ...], str]] = {
-    **dict.fromkeys(("draft_tensor_parallel_size", "tensor_parallel_size"), ((1,), "drafts are made on one device")),
-    **dict.fromkeys(
-        ("enforce_eager", "disable_padded_drafter_batch"), ((False, True), "drafts are neither recorded nor padded")
-    ),
-    "parallel_drafting": ((False,), "heads draft one token after the other"),
-    "use_heterogeneous_vocab": ((False,), "a draft model has the model's own vocabulary"),
-    "rejection_sample_method": (("standard",), "tokens are always those of plain decoding"),
-    **dict.fromkeys(
-        ("num_speculative_tokens_per_batch_size", "disable_by_batch_size"),
-        ((), "adaptive measures how many drafts pay at each batch size"),
-    ),
-}
-"""Options elsewhere that have one meaning here: the values that ask for it, and what it is. Null asks for nothing."""
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"speculative_config: {name} must be an integer from {low} to {high}, got {value!r}")
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= cast("float", value) <= high:
-        raise ConfigError(f"speculative_config: {name} must be a number from {low:g} to {high:g}, got {value!r}")
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by the names that they have here. Raises ConfigError where one is given twice."""
-    found = dict(options)
-    for name, (allowed, why) in _SETTLED.items():
-        value = found.pop(name, None)
-        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-            raise ConfigError(f"speculative_config: {name} is {value!r}, but {why}; leave it out")
-    if isinstance(found.get("method"), str):
-        found["method"] = _OTHER_METHODS.get(found["method"], found["method"])
-    _set_other_bound(found)
-    if "speculative_num_draft_tokens" in found:  # which counts the last known token too
-        given = found.pop("speculative_num_draft_tokens")
-        _check_int("speculative_num_draft_tokens", given, 2, MAX_SPECULATIVE_TOKENS + 1)
-        _set_once(found, "num_speculative_tokens", given - 1)
-    for other, name in _OTHER_NAMES.items():
-        if other in found:
-            _set_once(found, name, found.pop(other))
-    return found
-
-
-def _as_list(value: object) -> list[object]:
-    return list(cast("list[object]", value)) if isinstance(value, list | tuple) else [value]
-
-
-def _set_other_bound(options: dict[str, Any]) -> None:
-    """Where only one bound of the lookup is given, move the default of the other one so far that it allows this."""
-    least, most = options.get("prompt_lookup_min"), options.get("prompt_lookup_max")
-    if most is None and type(least) is int and "ngram" in _as_list(options.get("method")):
-        options["prompt_lookup_max"] = max(least, _LOOKUP[1])
-    if least is None and type(most) is int and most >= 1:
-        options["prompt_lookup_min"] = min(most, _LOOKUP[0])
-
-
-def _set_once(options: dict[str, Any], name: str, value: object) -> None:
-    if options.get(name, value) != value:
-        raise ConfigError(f"speculative_config: {name} is given twice, as {options[name]!r} and as {value!r}")
-    options[name] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +54,10 @@ class SpeculativeConfig:
                             smaller model with the same vocabulary; "lookahead": guesses that the model itself improves from
                             step to step beside its tokens; "self": the model without some of its layers; "eagle", "eagle3",
                             "medusa": a head that was trained for the model; "mtp" or "deepseek_mtp": its layer for multi-token
-                            prediction. None: "draft_model" where a model is given. Several, in a list: what they draft is
-                            merged into one tree
-    num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method
+                            prediction. None, where a model is given: what its folder holds, a head of one of these kinds, or
+                            "draft_model". Several, in a list: what they draft is merged into one tree
+    num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method. "lookahead" needs
+                            2 * (lookahead_ngram - 1)
     model                   of "draft_model", "eagle", "eagle3" and "medusa": a folder, a hub id or the name of a bundled model;
                             of "mtp" only where the layer is not in the model's own folder
     revision                of `model`, where it is a hub id: branch, tag or commit
@@ -187,8 +108,8 @@ class SpeculativeConfig:
     acceptance_method: Literal["rejection_sampler", "typical_acceptance_sampler"] = "rejection_sampler"
     posterior_threshold: float = _POSTERIOR[0]
     posterior_alpha: float = _POSTERIOR[1]
-    prompt_lookup_min: int = _LOOKUP[0]
-    prompt_lookup_max: int = _LOOKUP[1]
+    prompt_lookup_min: int = LOOKUP[0]
+    prompt_lookup_max: int = LOOKUP[1]
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 1000
     suffix_decoding_max_spec_factor: float = 2.0
@@ -203,33 +124,36 @@ class SpeculativeConfig:
     skipped_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.method is None and self.model is not None:
-            object.__setattr__(self, "method", "draft_model")
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(
+                f"speculative_config: model must be text: a folder, a hub id or a bundled model, got {self.model!r}"
+            )
         for name in ("method", "skipped_layers"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(cast("list[Any]", value)))
         self._check_methods()
         self._check_belonging()
         self._check_layers()
-        _check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
-        _check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
-        _check_int("lookahead_guesses", self.lookahead_guesses, 1, MAX_SPECULATIVE_TOKENS)
+        check_int("lookahead_window", self.lookahead_window, 1, MAX_SPECULATIVE_TOKENS)
+        check_int("lookahead_ngram", self.lookahead_ngram, 2, MAX_SPECULATIVE_TOKENS)
+        check_int("lookahead_guesses", self.lookahead_guesses, 1, MAX_SPECULATIVE_TOKENS)
         self._check_what_drafts()
         self._check_choices()
         self._check_acceptance()
-        if self.num_speculative_tokens is None:
+        if self.num_speculative_tokens is None and self.method is not None:
             object.__setattr__(self, "num_speculative_tokens", self._default_tokens())
-        _check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        check_int("num_speculative_tokens", self.max_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        self._check_room()
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative_config: adaptive must be true or false, got {self.adaptive!r}")
-        _check_int("prompt_lookup_min", self.prompt_lookup_min, 1, 64)
-        _check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min if "ngram" in self.methods else 1, 1024)
-        _check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, self.prompt_lookup_min, 1024)
-        _check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
-        _check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1, 64)
+        check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min if "ngram" in self.methods else 1, 1024)
+        check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, self.prompt_lookup_min, 1024)
+        check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
+        check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
         if self.draft_min_share is not None:
-            _check_number("draft_min_share", self.draft_min_share, 0.0, 1.0)
-        _check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
+            check_number("draft_min_share", self.draft_min_share, 0.0, 1.0)
+        check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
 
     def _check_methods(self) -> None:
         for method in self.methods or (None,):
@@ -262,7 +186,7 @@ class SpeculativeConfig:
                     f"{self.method!r}; leave it out"
                 )
         if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 1, 1 << 40)
+            check_int("max_model_len", self.max_model_len, 1, 1 << 40)
         if self.revision is not None and (not isinstance(self.revision, str) or self.model is None):
             raise ConfigError(
                 f"speculative_config: revision must be text, of a model on the hub, got {self.revision!r} with model "
@@ -277,9 +201,9 @@ class SpeculativeConfig:
                 f"got {self.quantization!r} with method {self.method!r} and model {self.model!r}"
             )
         if self.draft_top_k is not None:
-            _check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
+            check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
         if self.draft_depth is not None:
-            _check_int("draft_depth", self.draft_depth, 1, MAX_SPECULATIVE_TOKENS)
+            check_int("draft_depth", self.draft_depth, 1, MAX_SPECULATIVE_TOKENS)
         if self.draft_min_share and (self.top_k > 1 or not any(method in _ONE_BY_ONE for method in self.methods)):
             raise ConfigError(
                 f"speculative_config: draft_min_share is {self.draft_min_share}, but only {', '.join(_ONE_BY_ONE)} draft "
@@ -309,8 +233,8 @@ class SpeculativeConfig:
                 f"speculative_config: acceptance_method must be one of {', '.join(_ACCEPTANCE_METHODS)}, got "
                 f"{self.acceptance_method!r}"
             )
-        _check_number("posterior_threshold", self.posterior_threshold, 0.0, 1.0)
-        _check_number("posterior_alpha", self.posterior_alpha, 0.0, 1.0)
+        check_number("posterior_threshold", self.posterior_threshold, 0.0, 1.0)
+        check_number("posterior_alpha", self.posterior_alpha, 0.0, 1.0)
         given = (self.posterior_threshold, self.posterior_alpha)
         if self.acceptance_method == "rejection_sampler" and given != _POSTERIOR:
             raise ConfigError(
@@ -331,7 +255,7 @@ class SpeculativeConfig:
         if not isinstance(layers, tuple) or not layers or len(set(layers)) < len(layers):
             raise ConfigError(f"speculative_config: skipped_layers must be a list of different layers, got {layers!r}")
         for layer in layers:
-            _check_int("a layer of skipped_layers", layer, 0, 100_000)
+            check_int("a layer of skipped_layers", layer, 0, 100_000)
 
     def _default_tokens(self) -> int:
         if self.methods == ("lookahead",):
@@ -344,6 +268,15 @@ class SpeculativeConfig:
             return count
         return min(MAX_SPECULATIVE_TOKENS, sum(self._default_tokens_of(method) for method in self.methods))
 
+    def _check_room(self) -> None:
+        """Raise ConfigError where "lookahead" has no room for a column to guess in and a run of guesses to verify."""
+        least = 2 * (self.lookahead_ngram - 1)
+        if self.methods == ("lookahead",) and self.max_tokens < least:
+            raise ConfigError(
+                "speculative_config: with method 'lookahead' num_speculative_tokens must be 2 * (lookahead_ngram - 1), "
+                f"{least}, or more, to guess and to verify, got {self.max_tokens}; raise it, or lower lookahead_ngram"
+            )
+
     def _default_tokens_of(self, method: str) -> int:
         if method == "medusa" and self.medusa_choices is not None:
             return len(self.medusa_choices)
@@ -354,7 +287,7 @@ class SpeculativeConfig:
     def methods(self) -> tuple[str, ...]:
         """The methods, mostly one."""
         if self.method is None:
-            return ()
+            return () if self.model is None else ("draft_model",)
         return self.method if isinstance(self.method, tuple) else (self.method,)
 
     @property
@@ -379,7 +312,7 @@ class SpeculativeConfig:
     @property
     def max_tokens(self) -> int:
         """Drafts of a sequence in a step at most; never None."""
-        return self.num_speculative_tokens or 0
+        return self._default_tokens() if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     @classmethod
     def read(cls, value: Self | dict[str, Any] | str) -> Self:
@@ -394,7 +327,7 @@ class SpeculativeConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(value, dict):
             raise ConfigError(f"speculative_config must be an object with method and its options, got {value!r}")
-        value = _renamed(value)
+        value = renamed(value)
         unknown = sorted(str(name) for name in set(value) - set(known))
         if unknown:
             raise ConfigError(f"speculative_config has no option {', '.join(unknown)}; the options are {', '.join(known)}")

@@ -34,7 +34,7 @@ from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
-from quire.worker.runner import build_runner, max_num_batched_tokens
+from quire.worker.runner import build_runner, max_num_batched_tokens, settle_drafts
 
 logger = get_logger(__name__)
 
@@ -85,6 +85,7 @@ class LLMEngine:
         if isinstance(model, EngineConfig) and options:
             raise ConfigError("give options or an EngineConfig, not both")
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
+        config = settle_drafts(config)
         with shared_reads():
             runner, report = build_runner(config)
             try:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from quire.contracts.constraint import Grammar
 from quire.grammar.matcher import MaskedMatcher, WrappingMatcher
 from quire.grammar.phrases import BannedPhrases
+
+_MAX_LOOKED_BEHIND = 16
+"""Tokens of a mask that are looked behind; where more are allowed, it is free text as a rule, and nothing is forced."""
 
 
 class BannedGrammar:
@@ -45,6 +50,19 @@ class BannedMatcher(WrappingMatcher):
         self._inner.narrow(words)
         mask = self._phrases.mask(self._states[-1])
         words[: len(mask)] &= mask
+        for token_id in _few_tokens(words):
+            if token_id != self.end_token_id and self._runs_into_phrase(token_id):
+                words.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+
+    def _runs_into_phrase(self, token_id: int) -> bool:
+        """Whether what the grammar forces behind a token has a phrase in it."""
+        if self._inner.advance(token_id) is not None:
+            return False
+        is_met = self._phrases.is_met(self._phrases.after(self._states[-1], token_id), self._inner.forced_bytes())
+        error = self._inner.retreat(1)
+        if error is not None:
+            raise RuntimeError(error)
+        return is_met
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
@@ -75,3 +93,14 @@ class BannedMatcher(WrappingMatcher):
     def fork(self) -> BannedMatcher:
         """See GrammarMatcher."""
         return BannedMatcher(self._inner.fork(), self._phrases, self._states[-1:])
+
+
+def _few_tokens(words: Any) -> list[int]:
+    """Return the tokens of a mask, none where they are many."""
+    places = np.flatnonzero(words)
+    if len(places) > _MAX_LOOKED_BEHIND:
+        return []
+    bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(len(places), 32)
+    rows, columns = np.nonzero(bits)
+    found = (places[rows] * 32 + columns).tolist()
+    return found if len(found) <= _MAX_LOOKED_BEHIND else []

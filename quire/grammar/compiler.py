@@ -19,9 +19,11 @@ from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
+from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.text_before import TextBefore, text_before
 from quire.grammar.vocabulary import Vocabulary
+from quire.grammar.without_phrases import without_phrases
 
 logger = get_logger(__name__)
 
@@ -177,7 +179,7 @@ class GrammarCompiler:
             if demand.constraint is None:
                 grammar: Grammar = FreeGrammar(self._get_vocabulary())
             else:
-                grammar = self._compile_constraint(demand.constraint)
+                grammar = self._compile_without(demand.constraint, demand.bad_words)
             if demand.bad_words:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
             if demand.text_before is not None:
@@ -192,6 +194,21 @@ class GrammarCompiler:
         with self._lock:
             self.num_compiled += 1
         return grammar
+
+    def _compile_without(self, constraint: Constraint, bad_words: tuple[str, ...]) -> Grammar:
+        """Compile without texts that are banned, which would be dead ends."""
+        left = without_phrases(constraint, _phrases_of(bad_words)) if bad_words else constraint
+        if left is constraint:
+            return self._compile_constraint(constraint)
+        try:
+            return self._compile_constraint(left)
+        except PassingError:
+            raise
+        except GrammarError as error:
+            grammar = self._compile_constraint(constraint)
+            if NOTHING_MATCHES in str(error):
+                raise GrammarError(f"bad_words leave nothing of it: {error}") from None
+            return grammar
 
     def _compile_constraint(self, constraint: Constraint) -> Grammar:
         """Compile by the backend that is asked for; what llguidance refuses for its schemas, by the other one, if that can."""
@@ -216,7 +233,7 @@ class GrammarCompiler:
         with self._making["index"]:
             if self._index is None:
                 self._index = TokenIndex(vocabulary)
-        return BannedPhrases(((word.lstrip() or word) for word in words), vocabulary, self._index)
+        return BannedPhrases(_phrases_of(words), vocabulary, self._index)
 
     def _get_endings(self) -> JsonEndings:
         if self._endings is None:  # whoever steps asks when it is there, and waits for nobody
@@ -245,6 +262,11 @@ class GrammarCompiler:
                         "for llguidance, 'quire[xgrammar]' for the other one"
                     ) from None
             return self._backends[name]
+
+
+def _phrases_of(words: tuple[str, ...]) -> list[str]:
+    """Return what is banned: words also where no space is before them."""
+    return [word.lstrip() or word for word in words]
 
 
 def _enforces(constraint: Constraint, vocabulary: Vocabulary) -> bool:

@@ -42,6 +42,10 @@ class FreeMatcher(StateMatcher):
 
     __slots__ = ()
 
+    def forced_bytes(self) -> bytes:
+        """See MaskedMatcher."""
+        return b""
+
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
 

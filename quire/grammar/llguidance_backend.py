@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -13,9 +14,14 @@ from quire.grammar.errors import GrammarError
 from quire.grammar.llguidance_source import llguidance_source
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
+from quire.grammar.schema_faults import NOTHING_MATCHES, plain_words
 from quire.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
+_WAYS = ('{["' + string.ascii_letters + string.digits + ":,}] ", string.ascii_letters + string.digits + '":{[,}] ')
+"""What outputs that are tried consist of, what is tried first before the rest: into objects and lists, or along names."""
+_WAY_BYTES = 24
+_MAX_WAYS_S = 0.2
 _SLOW_S = 2e-3
 """What a mask takes whose output gets a grammar of its own: copies of one share a lock, for which a step would wait."""
 
@@ -41,7 +47,10 @@ class LlguidanceBackend:
             def compile_anew() -> Any:
                 return compile_source(self._tokenizer, source, self._limits)
 
-            matcher = compile_anew()
+            try:
+                matcher = compile_anew()
+            except GrammarError as error:
+                raise GrammarError(plain_words(str(error)), error.pointer) from None
         masks = _Masks(_check_beginning(matcher.deep_copy(), vocabulary.num_mask_words), compile_anew)
         return BackendGrammar(lambda: _State(matcher.deep_copy()), LlguidanceMatcher, masks, vocabulary.end_token_id)
 
@@ -76,7 +85,7 @@ def make_limits() -> Any:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=2000,
+        max_items_in_row=20_000,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
@@ -86,18 +95,50 @@ def make_limits() -> Any:
     )
 
 
-def _message(state: Any) -> str:
+def _raw_message(state: Any) -> str:
     return " ".join(state.get_error().split())[:_MAX_MESSAGE]
 
 
+def _message(state: Any) -> str:
+    return plain_words(_raw_message(state))
+
+
 def compile_source(tokenizer: Any, source: str, limits: Any) -> Any:
-    """Return a matcher at the beginning. Raises GrammarError."""
+    """Return a matcher at the beginning. Raises GrammarError in llguidance's own words."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
-        raise GrammarError(_message(matcher))
+        raise GrammarError(_raw_message(matcher))
     return matcher
+
+
+def check_ways(matcher: Any, vocabulary: Vocabulary) -> None:
+    """Follow a few outputs for some bytes. Raises GrammarError where none can begin, or the grammar is too complex to go on.
+
+    vocabulary  has all single bytes as tokens
+    """
+    until = time.thread_time() + _MAX_WAYS_S
+    for preferred in _WAYS:
+        walker = matcher.deep_copy()
+        num_bytes = _walk(walker, vocabulary.encode(preferred), vocabulary.num_mask_words, until)
+        message = _message(walker) if walker.is_error() else ""
+        if message and (num_bytes == 0 or message != NOTHING_MATCHES):  # of a single way, that does no harm
+            raise GrammarError(f"no output can {'go on' if num_bytes else 'begin'}: {message}")
+
+
+def _walk(walker: Any, preferred: Sequence[int], num_words: int, until: float) -> int:
+    """Take a matcher along the first of some tokens that are allowed, as far as it goes; return how many that were."""
+    words = np.zeros(num_words, dtype=np.int32)
+    for count in range(_WAY_BYTES):
+        walker.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if walker.is_error() or time.thread_time() > until:
+            return count
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        token_id = next((token_id for token_id in preferred if bits[token_id]), None)
+        if token_id is None or not walker.consume_token(token_id):
+            return count + 1
+    return _WAY_BYTES
 
 
 def _check_beginning(matcher: Any, num_words: int) -> float:
@@ -185,6 +226,11 @@ class LlguidanceMatcher(StateMatcher):
     def forced_tokens(self) -> Sequence[int]:
         """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
         return self.state.matcher.compute_ff_tokens()
+
+    def forced_bytes(self) -> bytes:
+        """See MaskedMatcher."""
+        matcher = self.state.matcher
+        return b"" if matcher.is_stopped() else bytes(matcher.compute_ff_bytes())
 
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""

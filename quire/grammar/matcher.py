@@ -49,6 +49,10 @@ class MaskedMatcher(GrammarMatcher, Protocol):
         """
         ...
 
+    def forced_bytes(self) -> bytes:
+        """Return the text that has to come next, as far as it sees."""
+        ...
+
     def fork(self) -> MaskedMatcher:
         """See GrammarMatcher."""
         ...
@@ -113,6 +117,10 @@ class WrappingMatcher:
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
         """See GrammarMatcher."""
         return self._inner.num_fitting(token_ids)
+
+    def forced_bytes(self) -> bytes:
+        """See MaskedMatcher."""
+        return self._inner.forced_bytes()
 
     def forced_tokens(self) -> Sequence[int]:
         """See GrammarMatcher."""

@@ -89,6 +89,7 @@ class BannedPhrases:
     def _build(self) -> None:
         """Number the beginnings of phrases; the empty one is 0."""
         self._next: list[dict[int, int]] = [{}]
+        whole: set[int] = set()
         self._ahead: list[list[tuple[int, int]]] = [[]]  # per state the phrases that begin so, and where they go on
         for index, phrase in enumerate(self._phrases):
             state = 0
@@ -100,13 +101,18 @@ class BannedPhrases:
                 state = self._next[state][byte]
                 if position + 1 < len(phrase):
                     self._ahead[state].append((index, position + 1))
+                else:
+                    whole.add(state)
         self._fallback = [0] * len(self._next)
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
             for byte, following in self._next[state].items():
                 self._fallback[following] = self._step(self._fallback[state], byte)
+                if self._fallback[following] in whole:
+                    whole.add(following)
                 waiting.append(following)
+        self._whole = frozenset(whole)
 
     def _step(self, state: int, byte: int) -> int:
         while True:
@@ -124,6 +130,14 @@ class BannedPhrases:
         for byte in self._tokens[token_id]:
             state = self._step(state, byte)
         return state
+
+    def is_met(self, state: int, text: bytes) -> bool:
+        """Return whether a phrase is complete within a text, which may be the end of one that has begun."""
+        for byte in text:
+            state = self._step(state, byte)
+            if state in self._whole:
+                return True
+        return False
 
     def start_behind(self, token_ids: Sequence[int]) -> int:
         """Return the state behind a prompt."""

@@ -17,7 +17,8 @@ from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_check import explain, iter_tag_schemas
+from quire.grammar.schema_check import iter_tag_schemas
+from quire.grammar.schema_faults import find_fault, plain_words
 from quire.grammar.vocabulary import Vocabulary
 
 _STACK_BYTES = 4 << 20
@@ -124,32 +125,47 @@ class _LlguidanceCompiler:
 
     def compile(self, constraint: Constraint) -> str | None:
         """Return nothing: what can be compiled here is compiled there. Raises GrammarError."""
-        from quire.grammar.llguidance_backend import compile_source
+        from quire.grammar.llguidance_backend import check_ways
         from quire.grammar.llguidance_source import llguidance_source
 
         source = llguidance_source(constraint, self._vocabulary)
         try:
-            compile_source(self._tokenizer, source, self._limits)
+            matcher = self._compile_source(source)
         except GrammarError as error:
             if constraint.kind == "json_schema":
-                raise explain(str(error), constraint.parsed()) from None
+                raise self._fault(constraint, constraint.parsed(), str(error)) from None
             if constraint.kind == "structural_tag":
                 self._check_schemas(constraint)
-            raise
+            raise GrammarError(plain_words(str(error)), error.pointer) from None
+        check_ways(matcher, self._vocabulary)
         return None
+
+    def _compile_source(self, source: str) -> Any:
+        from quire.grammar.llguidance_backend import compile_source
+
+        return compile_source(self._tokenizer, source, self._limits)
 
     def _check_schemas(self, constraint: Constraint) -> None:
         """Compile the schemas of a structural tag alone. Raises GrammarError, with its pointer, for the first at fault."""
-        from quire.grammar.llguidance_backend import compile_source
+        for pointer, schema in iter_tag_schemas(constraint.parsed(), ""):
+            failure = self._failure(constraint, schema)
+            if failure is not None:
+                found = self._fault(constraint, schema, failure)
+                raise GrammarError(str(found), f"{pointer}{found.pointer or ''}") from None
+
+    def _fault(self, constraint: Constraint, schema: object, message: str) -> GrammarError:
+        return find_fault(schema, message, lambda part: self._failure(constraint, part))
+
+    def _failure(self, constraint: Constraint, schema: object) -> str | None:
+        """Return what llguidance says of a schema alone, None where nothing is wrong."""
         from quire.grammar.llguidance_source import llguidance_source
 
-        for pointer, schema in iter_tag_schemas(constraint.parsed(), ""):
-            alone = replace(constraint, kind="json_schema", source=json.dumps(schema))
-            try:
-                compile_source(self._tokenizer, llguidance_source(alone, self._vocabulary), self._limits)
-            except GrammarError as error:
-                found = explain(str(error), schema)
-                raise GrammarError(str(found), f"{pointer}{found.pointer or ''}") from None
+        alone = replace(constraint, kind="json_schema", source=json.dumps(schema))
+        try:
+            self._compile_source(llguidance_source(alone, self._vocabulary))
+        except GrammarError as error:
+            return str(error)
+        return None
 
 
 def _xgrammar_compiler(setup: dict[str, Any]) -> Any:

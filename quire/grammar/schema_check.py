@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from quire.contracts.argument_types import has_lone_references
+from quire.contracts.argument_types import find_reference, has_lone_references
 from quire.grammar.errors import GrammarError, escape_pointer
-from quire.grammar.schema_shape import check_shape
+from quire.grammar.schema_shape import check_integers, check_shape
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 _WIDE_OF_XGRAMMAR = frozenset(("date", "date-time", "time", "hostname", "ipv4"))
@@ -77,6 +77,7 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
         draft = fields.get("$schema")
         if isinstance(draft, str) and _OLD_DRAFTS.search(draft):
             raise GrammarError(f"{draft} is too old: write it in draft 4 or later", "/$schema")
+    check_integers(schema, "")
     cleaned = copy.deepcopy(schema)
     has_ids = _has_ids(cleaned)
     is_new_draft = _is_new_draft(cleaned)
@@ -87,6 +88,7 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
         _drop_idle(inner, is_lone)
         _check_one(inner, pointer, is_new_draft, reach)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
+        _check_loop(cleaned, inner, f"{pointer}/$ref")
     return cleaned
 
 
@@ -107,34 +109,6 @@ def close_ends(schema: object, limit: int | None) -> object:
 
 def _as_int(value: object) -> int:
     return int(value) if isinstance(value, int | float) else 0
-
-
-def explain(message: str, schema: object) -> GrammarError:
-    """Return what llguidance says of a schema in the words of this server, with a pointer where only one place can be meant."""
-    for part, keywords, text in _MESSAGES:
-        if part in message:
-            places = [
-                f"{pointer}/{keyword}"
-                for pointer, inner in iter_schemas(schema, "")
-                for keyword in keywords
-                if keyword in inner
-            ]
-            return GrammarError(text, places[0] if len(places) == 1 else None)
-    return GrammarError(message)
-
-
-_MESSAGES = (
-    (
-        "oneOf constraints are not supported",
-        ("oneOf",),
-        "oneOf can only be enforced where its schemas exclude each other: write anyOf",
-    ),
-    (
-        "min/maxProperties only supported",
-        ("minProperties", "maxProperties"),
-        "minProperties and maxProperties can only be enforced where all properties are required",
-    ),
-)
 
 
 def _check_draft(schema: dict[str, Any], pointer: str, is_lone: bool) -> None:
@@ -263,6 +237,20 @@ def _is_new_draft(root: object) -> bool:
 def _check_reference(reference: object, pointer: str, has_ids: bool) -> None:
     if isinstance(reference, str) and not reference.startswith("#") and not has_ids:
         raise GrammarError(f"$ref {reference!r:.100}: only references within the schema (#...) can be followed", pointer)
+
+
+def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
+    """Raise GrammarError for references that lead to each other, and to nothing else."""
+    seen: set[str] = set()
+    found: object = schema
+    while isinstance(found, dict):
+        reference = cast("dict[str, Any]", found).get("$ref")
+        if not isinstance(reference, str):
+            return
+        if reference in seen:
+            raise GrammarError(f"$ref {reference!r:.100} leads back to itself, and says nothing", pointer)
+        seen.add(reference)
+        found = find_reference(root, reference)
 
 
 def _has_ids(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from quire.grammar.errors import GrammarError
+from quire.grammar.errors import GrammarError, escape_pointer
 
 ALL_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 
@@ -73,3 +73,15 @@ def check_shape(schema: dict[str, Any], pointer: str) -> None:
     for least, most in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
         if least in schema and most in schema and schema[least] > schema[most]:
             raise GrammarError(f"{least} {schema[least]} is above {most} {schema[most]}", f"{pointer}/{least}")
+
+
+def check_integers(value: object, pointer: str) -> None:
+    """Raise GrammarError, with the JSON pointer, for an integer within a JSON value that has more than 64 bits."""
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, object]", value).items():
+            check_integers(inner, f"{pointer}/{escape_pointer(key)}")
+    elif isinstance(value, list):
+        for position, inner in enumerate(cast("list[object]", value)):
+            check_integers(inner, f"{pointer}/{position}")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise GrammarError(f"integers may have 64 bits, got one of {value.bit_length()}", pointer)

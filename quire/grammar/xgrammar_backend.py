@@ -263,6 +263,10 @@ class XgrammarMatcher(StateMatcher):
         """See GrammarMatcher; a text that is forced may be told in several ways, between which the model decides."""
         return ()
 
+    def forced_bytes(self) -> bytes:
+        """See MaskedMatcher."""
+        return self.state.find_jump_forward_string().encode("utf-8", errors="surrogatepass")
+
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
 

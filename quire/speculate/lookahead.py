@@ -71,12 +71,12 @@ class LookaheadProposer(Proposer):
         return [self._draft(sequence, limit) for sequence, limit in wanted]
 
     def _draft(self, sequence: DraftedSequence, limit: int) -> Draft:
-        """Return the tree; where the limit leaves no room for it, with fewer runs, and then with fewer columns."""
+        """Return the tree; where the limit leaves no room for it, with fewer runs and columns."""
         memo: _Memo = sequence.memo
-        depth = self._depth
-        width = min(self._width, limit // depth)
+        runs = memo.runs.get(sequence.token_ids[-1], ())
+        width, num_runs = self._share(limit // self._depth, len(runs))
         tree = DraftBuilder()
-        for run in memo.runs.get(sequence.token_ids[-1], ())[: min(self._num_guesses, limit // depth - width)]:
+        for run in runs[:num_runs]:
             node = ROOT
             for token_id in run:
                 node = tree.add(node, token_id)
@@ -89,6 +89,15 @@ class LookaheadProposer(Proposer):
             memo.nodes.append(node)
         memo.draft = tree.build()
         return memo.draft
+
+    def _share(self, room: int, num_known: int) -> tuple[int, int]:
+        """Return how many columns and how many runs are drafted where there is room for so many of both.
+
+        They share it as they would if there were enough, a column at least; what runs are not known for goes to columns.
+        """
+        num_columns = max(1, round(room * self._width / (self._width + self._num_guesses)))
+        num_runs = min(self._num_guesses, num_known, max(0, room - num_columns))
+        return min(self._width, room - num_runs), num_runs
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """See Proposer: move the window on by what came, and keep the runs that it has made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,13 @@ logger = get_logger(__name__)
 _LayerKind = Literal["eagle", "eagle3", "mtp"]
 LAYER_KINDS: dict[str, _LayerKind] = {"eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp", "deepseek_mtp": "mtp"}
 """Methods that draft with a head that has a layer, and which layouts it may have."""
+
+
+def settle_method(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Return a configuration with its method, found in the folder of its model where none is given. Raises ConfigError."""
+    if config.method is not None or config.model is None:
+        return config
+    return replace(config, method=find_head_kind(_find(config.model, config.revision)) or "draft_model")
 
 
 def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ModelSpec]:

@@ -34,7 +34,7 @@ from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator, count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.proposer import Reads
-from quire.speculate.sources import check_device_sources
+from quire.speculate.sources import check_device_sources, settle_method
 from quire.speculate.speculator import Speculator
 from quire.speculate.target import Target
 from quire.speculate.verifier import verify
@@ -70,12 +70,19 @@ class EngineRunner(Runner, Protocol):
         ...
 
 
+def settle_drafts(config: EngineConfig) -> EngineConfig:
+    """Return a configuration that says by which method tokens are drafted. Raises ConfigError."""
+    drafts = config.speculative_config
+    return config if drafts is None else replace(config, speculative_config=settle_method(drafts))
+
+
 @shared_reads()
 def inspect_model(config: EngineConfig) -> ModelReport:
     """Read what a model is and needs, without its weights, also when it would not fit.
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
+    config = settle_drafts(config)
     folder = resolve_model(config.model, config.revision)
     # The revision is the model's; a tokenizer from elsewhere has its own history.
     tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
@@ -131,6 +138,7 @@ def _refuse_head(config: EngineConfig, folder: Path) -> None:
 @shared_reads()
 def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
     """Plan the memory, load the weights and allocate the KV pool."""
+    config = settle_drafts(config)
     report = inspect_model(config)
     try:
         return _build_runner(config, report)

@@ -280,6 +280,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
             raise BodyError(f"min_tokens: must be at most max_completion_tokens, {limit}, got {self.min_tokens}", "min_tokens")
         check_tool_choice(self.tool_choice, self.tools)
+        for name in self.output_constraints if self.forced_tools else ():
+            raise BodyError(
+                f"{name}: constrains the answer, and tool_choice demands calls instead: leave one of them out", name
+            )
         if self.echo and not self.continue_final_message:
             raise BodyError("echo: needs continue_final_message true", "echo")
 

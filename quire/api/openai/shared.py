@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_DEPTH = 64
+GUIDED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+"""What constrains an output by a name of its own: guided_json and so on."""
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
@@ -58,7 +60,7 @@ class NamedSchema(msgspec.Struct, kw_only=True):
     """A JSON schema; it is enforced whether strict is true or not. The name and the description are not used."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    schema: dict[str, Any] | bool | None = None
+    schema: dict[str, Any] | bool
     strict: bool | None = None
     description: str | None = None
 
@@ -79,6 +81,7 @@ class StructuralTagFormat(msgspec.Struct, tag_field="type", tag="structural_tag"
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 Schema = dict[str, Any] | str | bool
+Backend = Literal["auto", "llguidance", "guidance", "xgrammar"]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +102,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     fit_max_tokens: (
         Annotated[bool, Meta(description="Bring JSON to an end within max_tokens, where it can; true without it.")] | None
     ) = None
-    backend: Literal["auto", "llguidance", "xgrammar"] | None = None
+    backend: Backend | None = None
+    disable_fallback: Annotated[bool, Meta(description="Have one backend alone try, where it is 'auto'.")] | None = None
 
 
 class SamplingFields(Body, kw_only=True):
@@ -125,12 +129,17 @@ class SamplingFields(Body, kw_only=True):
     guided_regex: Annotated[str, Meta(description="The old name of structured_outputs.regex.")] | None = None
     guided_choice: Annotated[list[str], Meta(description="The old name of structured_outputs.choice.")] | None = None
     guided_grammar: Annotated[str, Meta(description="The old name of structured_outputs.grammar.")] | None = None
+    guided_json_object: Annotated[bool, Meta(description="The old name of structured_outputs.json_object.")] | None = None
+    guided_whitespace_pattern: Annotated[str, Meta(description="Of guided_json and response_format.")] | None = None
+    guided_decoding_backend: (
+        Annotated[Backend, Meta(description="Of guided_json and its like, and response_format.")] | None
+    ) = None
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1, description="Choices.")] | None = None
-    min_tokens: Count | None = None
+    min_tokens: Annotated[Count, Meta(description="What a constraint has completed ends all the same.")] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -160,27 +169,36 @@ class SamplingFields(Body, kw_only=True):
                     "length_penalty",
                     "logprob_token_ids",
                     "prompt_embeds",
-                    "guided_whitespace_pattern",
-                    "guided_decoding_backend",
                 )
             },
+            "guided_decoding_backend": unless(
+                *get_args(Backend), reason=f"there is no such backend; it may be {', '.join(get_args(Backend))}"
+            ),
         }
 
     def check(self) -> None:
         """Check the fields of streams, what only whole answers have, and that the output is constrained in one way."""
-        constraints = [
-            name
-            for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-            if getattr(self, name) is not None
-        ]
+        constraints = self.output_constraints
         if self.response_format is not None and not isinstance(self.response_format, TextFormat):
             constraints.append("response_format")
         if len(constraints) > 1:
             raise BodyError(f"{constraints[-1]}: cannot be used with {constraints[0]}", constraints[-1])
+        for name, own in (("guided_whitespace_pattern", "whitespace_pattern"), ("guided_decoding_backend", "backend")):
+            if self.structured_outputs is not None and getattr(self, name) is not None:
+                raise BodyError(f"{name}: cannot be used with structured_outputs; use structured_outputs.{own}", name)
         if self.stream_options is not None and not self.stream:
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BodyError("prompt_logprobs: are not part of a stream; leave stream out", "prompt_logprobs")
+
+    @property
+    def output_constraints(self) -> list[str]:
+        """The names of the fields that constrain the output, but for response_format."""
+        return [
+            name
+            for name in ("structured_outputs", *(f"guided_{kind}" for kind in GUIDED_KINDS))
+            if getattr(self, name) is not None and (name, self.guided_json_object) != ("guided_json_object", False)
+        ]
 
     @property
     def includes_usage(self) -> bool:

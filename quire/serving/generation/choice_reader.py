@@ -34,6 +34,7 @@ class ChoiceReader:
         self._choice = choice
         self._plan = plan
         self._parser = _make_parser(plan)
+        self._ending = plan.request.ending_token_ids
         self._aligner: TokenAligner | None = None
         if plan.tokenizer is not None and (plan.has_positions or self._parser is not None):
             self._aligner = TokenAligner(plan.tokenizer, params.skip_special_tokens, plan.request.prompt_token_ids)
@@ -71,8 +72,9 @@ class ChoiceReader:
         if delta.finish_reason is None:
             return aligner.feed(delta.text, token_ids, positions)
         is_cut = isinstance(delta.stop_reason, str)
-        if delta.finish_reason == "stop" and not is_cut and not self._plan.request.params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]  # the token that ended the output is no part of its text
+        is_by_token = delta.finish_reason == "stop" and not is_cut and bool(token_ids) and token_ids[-1] in self._ending
+        if is_by_token and not self._plan.request.params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]  # the token that ended the output is no part of its text; one that completes it is
         pieces = aligner.feed("", token_ids, positions)
         return pieces + aligner.finish(delta.text, is_cut)
 
@@ -155,13 +157,16 @@ class ChoiceReader:
             events.append(ToolCallArguments(self._choice, piece.index, piece.text))
 
     def _end(self, delta: ChoiceDelta, events: list[GenerationEvent]) -> None:
-        if self._parser is not None:
-            self._take(self._parser.finish(), events)
-        self.has_ended = True
         setup = self._plan.parser
+        is_length = delta.finish_reason == "length"
+        if self._parser is not None:
+            found = self._parser.finish()
+            if is_length and setup is not None and setup.has_calls_alone:
+                found = [event for event in found if not isinstance(event, TextPiece)]  # the beginning of a call
+            self._take(found, events)
+        self.has_ended = True
         if setup is not None and setup.tool_format is not None:
             setup.count_output("parsed" if self._num_calls else "none")
-        is_length = delta.finish_reason == "length"
         reason = "length" if is_length else "tool_calls" if self._num_calls else "stop"
         events.append(ChoiceEnd(self._choice, reason, delta.stop_reason))
 

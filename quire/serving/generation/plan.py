@@ -23,6 +23,7 @@ class ParserSetup:
     """How the text of a model is told apart into answer, reasoning and tool calls; a new parser is made per choice.
 
     marker_token_ids  marker of a format -> its special token, where the vocabulary has one
+    has_calls_alone   nothing but calls may come behind the reasoning: what is cut is no text
     count_output      told of every choice that was read for tool calls: "parsed" or "none"
     """
 
@@ -33,6 +34,7 @@ class ParserSetup:
     starts_in_call: bool
     parallel_tool_calls: bool
     marker_token_ids: Mapping[str, int]
+    has_calls_alone: bool = False
     count_output: Callable[[str], None] = ignore_outcome
 
 

@@ -23,6 +23,7 @@ from quire.serving.generation.sampling import make_sampling
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Owner
 from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
+from quire.text.parsing.formats import is_harmony
 from quire.text.parsing.tools import Tool
 from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
@@ -240,6 +241,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
         starts_in_call=reads_tools and starts_in_call(text[-TAIL_CHARACTERS:], tool_format),
         parallel_tool_calls=chat.parallel_tool_calls,
         marker_token_ids=served.marker_token_ids,
+        has_calls_alone=bool(chat.forced_tools) and not is_harmony(tool_format, reasoning_format),
         count_output=partial(served.count_tool_output, tool_format or ""),
     )
 

@@ -11,9 +11,9 @@ import msgspec
 
 from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, ChosenTool, Message, Tool
 from quire.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from quire.api.openai.shared import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
+from quire.api.openai.shared import GUIDED_KINDS, JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
 from quire.base.errors import RequestError
-from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json
+from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json, grammar_backend
 from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions
 from quire.serving.interfaces import Owner, PriorityClass
@@ -85,9 +85,18 @@ def _sampling(body: SamplingFields) -> dict[str, Any]:
 
 def constraint_of(body: SamplingFields) -> Constraint | None:
     """Return what the output has to match. Raises RequestError, naming the field."""
+    found = _stated_constraint(body)
+    options: dict[str, Any] = {"whitespace_pattern": body.guided_whitespace_pattern}
+    if body.guided_decoding_backend is not None:
+        options["backend"] = grammar_backend(body.guided_decoding_backend)
+    stated = {name: value for name, value in options.items() if value is not None}
+    return replace(found, **stated) if found is not None and stated else found
+
+
+def _stated_constraint(body: SamplingFields) -> Constraint | None:
     wanted = body.response_format
     if isinstance(wanted, JsonSchemaFormat):
-        return schema_constraint(_or_true(wanted.json_schema.schema), "response_format.json_schema.schema")
+        return schema_constraint(wanted.json_schema.schema, "response_format.json_schema.schema")
     if isinstance(wanted, JsonObjectFormat):
         return Constraint(kind="json_object", param="response_format")
     if isinstance(wanted, StructuralTagFormat):
@@ -96,15 +105,11 @@ def constraint_of(body: SamplingFields) -> Constraint | None:
     if body.structured_outputs is not None:
         fields = msgspec.to_builtins(body.structured_outputs)
         return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None}).constraint()
-    for name in ("json", "regex", "choice", "grammar"):
+    for name in GUIDED_KINDS:
         value = getattr(body, f"guided_{name}")
-        if value is not None:
+        if value is not None and (name, value) != ("json_object", False):
             return replace(StructuredOutputsParams(**{name: value}).constraint(), param=f"guided_{name}")
     return None
-
-
-def _or_true(schema: Any) -> Any:
-    return True if schema is None else schema
 
 
 def chat_options(body: ChatCompletionRequest) -> GenerationOptions:

@@ -178,6 +178,8 @@ def test_missing_field_is_named(name):
         ("suffix", "x"),
         ("prompt_embeds", "AAAA"),
         ("guided_decoding_backend", "outlines"),
+        ("structural_tag", {}),
+        ("guided_decoding", {"json": {}}),
     ],
 )
 def test_known_parameter_is_refused_by_name_when_it_is_not_supported(name, value):
@@ -201,11 +203,33 @@ def test_known_parameter_is_refused_by_name_when_it_is_not_supported(name, value
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "response_format"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}, "schema": {}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "type": "object", "properties": {}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json_object": True, "guided_json": {}}, "guided_json_object"),
+        ({"structured_outputs": {"json": {}}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"json": {}}, "guided_decoding_backend": "auto"}, "guided_decoding_backend"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL], "tool_choice": "required"}, "structured_outputs"),
+        (
+            {"guided_json": {}, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "guided_json",
+        ),
     ],
 )
 def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
     assert refused({**CHAT, **extra}).param == param
+
+
+def test_response_format_is_taken_beside_a_demanded_call_as_the_official_api_does():
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    body, _ = decode({**CHAT, "response_format": wanted, "tools": [TOOL], "tool_choice": "required"})
+    assert body.forced_tools == ("f",)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +244,7 @@ def test_constraint_is_refused_by_name_when_it_contradicts_itself(extra, param):
         ("functions", None),
         ("tool_choice", None),
         ("guided_json", None),
+        ("guided_json_object", False),
         ("use_beam_search", False),
         ("best_of", 1),
         ("top_logprobs", 0),

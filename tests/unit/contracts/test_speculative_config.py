@@ -27,7 +27,7 @@ def test_config_is_read_from_a_dict_json_or_itself(value):
 
 
 def test_method_is_draft_model_when_only_a_model_is_given():
-    assert SpeculativeConfig.read({"model": "demo-draft"}).method == "draft_model"
+    assert SpeculativeConfig.read({"model": "demo-draft"}).methods == ("draft_model",)
     assert SpeculativeConfig.read({"model": "demo-draft"}).max_tokens == 4
 
 
@@ -58,7 +58,11 @@ def test_methods_and_options_are_read_by_the_names_that_vllm_has():
         SpeculativeConfig(method="ngram")
     )
     drafter = SpeculativeConfig.read({"model": "someone/drafter", "revision": "v2", "max_model_len": 512})
-    assert (drafter.method, drafter.revision, drafter.max_model_len) == ("draft_model", "v2", 512)
+    assert (drafter.methods, drafter.revision, drafter.max_model_len) == (("draft_model",), "v2", 512)
+    ngram = SpeculativeConfig.read({"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5})
+    for model in ("ngram", "[ngram]"):
+        old = {"model": model, "prompt_lookup_max": 4, "num_speculative_tokens": 5}
+        assert SpeculativeConfig.read(old) == SpeculativeConfig.read({**old, "method": "ngram"}) == ngram
 
 
 def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
@@ -82,6 +86,14 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": ["ngram", "draft_model"]}, "takes a model, got None"),
         ({"method": "lookahead", "lookahead_window": 30}, "is 105, more than the 64 drafts"),
         ({"method": "lookahead", "lookahead_ngram": 1}, "lookahead_ngram must be an integer from 2"),
+        ({"method": "lookahead", "num_speculative_tokens": 5}, "must be 2 * (lookahead_ngram - 1), 6, or more"),
+        ({"method": "lookahead", "lookahead_ngram": 40, "num_speculative_tokens": 60}, "(lookahead_ngram - 1), 78, or more"),
+        ({"method": "eagle3", "model": 5}, "model must be text: a folder, a hub id or a bundled model, got 5"),
+        ({"model": ["ngram"]}, "model must be text"),
+        (
+            {"method": "eagle3", "model": "x", "speculative_token_tree": "[(0,),(0,0)]"},
+            "with draft_top_k and draft_depth, of medusa with medusa_choices",
+        ),
         ({"method": "self"}, "'self' needs skipped_layers"),
         ({"method": "ngram", "skipped_layers": [1]}, "'self' alone takes skipped_layers"),
         ({"method": "self", "skipped_layers": [1, 1]}, "a list of different layers"),

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.contracts.speculative import SpeculativeConfig
 from quire.kernels.native import load_native
 from quire.kernels.reference.attention import AttentionInput
 from quire.model.build import load_model
@@ -26,6 +27,7 @@ from quire.quant.policy import POLICIES
 from quire.speculate.medusa import likeliest_tree
 from quire.speculate.pace import Pace
 from quire.speculate.records import AcceptanceRecord
+from quire.speculate.sources import settle_method
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
 LENGTH = 9
@@ -376,6 +378,17 @@ def test_paused_drafts_change_nothing_and_come_back(tiny_model, tmp_path):
     assert drafted[3] > 0.9 * drafted[0]
 
 
+def test_method_is_what_the_folder_holds_when_only_a_model_is_given(tiny_model, tmp_path):
+    folder = heads.eagle3(tmp_path / "head")
+    llm = LLM(str(tiny_model), num_kv_blocks=20, speculative_config={"model": str(folder)})
+    try:
+        assert llm.llm_engine.config.speculative_config.method == "eagle3"
+    finally:
+        llm.close()
+    settled = settle_method(SpeculativeConfig(model=str(tiny_model)))
+    assert (settled.method, settled.max_tokens) == ("draft_model", 4)
+
+
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
@@ -392,7 +405,7 @@ def test_a_head_that_is_given_as_a_model_is_told_its_method(tiny_model, tmp_path
     folder = make(tmp_path / "head")
     assert find_head_kind(folder) == kind
     with pytest.raises(ConfigError, match=f'"method": "{kind}"'):
-        LLM(str(tiny_model), num_kv_blocks=20, speculative_config={"model": str(folder)})
+        LLM(str(tiny_model), num_kv_blocks=20, speculative_config={"method": "draft_model", "model": str(folder)})
     with pytest.raises(ConfigError, match=f'is no model, but a head .* speculative_config {{"method": "{kind}", "model": "'):
         LLM(str(folder), num_kv_blocks=20)
 

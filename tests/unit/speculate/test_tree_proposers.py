@@ -116,6 +116,15 @@ def test_lookahead_learns_what_repeats_in_the_model(window, ngram, guesses):
     assert accepted > 60 * 0.5 * (ngram - 1)
 
 
+@pytest.mark.parametrize("limit", [6, 9, 12, 15])
+def test_lookahead_learns_also_where_there_is_room_for_few_guesses(limit):
+    proposer = LookaheadProposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=limit))
+    one = sequence([5, 6, 7, 8])
+    found = [advance(proposer, one, lambda tokens: (tokens[-1] * 21 + 1) % 40, limit) for _ in range(200)]
+    assert all(len(draft) <= limit for draft, _ in found)
+    assert sum(len(path) for _, path in found[-60:]) > 60
+
+
 def test_lookahead_drafts_within_any_limit():
     proposer = LookaheadProposer(SpeculativeConfig(method="lookahead"))
     one = sequence(list(range(20)) * 3)

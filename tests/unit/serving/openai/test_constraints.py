@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from quire.api.decode import decode_body
+from quire.api.openai.completions import CompletionRequest
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
 from quire.serving.generation.served_model import load_served_model
 from quire.serving.link.engine_info import describe_engine
+from quire.serving.openai.requests import constraint_of
 from tests.unit.serving.fakes import DEMO, make_context
 from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
 from tests.unit.serving.openai.test_with_engine import EngineGateway
@@ -84,11 +87,52 @@ def test_completion_is_one_of_two_words_when_it_is_constrained(context, body):
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [{"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"choice": ["a", "b"]}, {"json": CITY}, {"regex": "[ab]{3}c{0,9}"}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_parsed", [False, True])
+def test_log_probabilities_are_of_all_that_is_told_when_the_constraint_ends_the_output(engine, wanted, is_parsed):
+    context = context_of(engine, tool_call_parser="hermes", reasoning_parser="none")
+    more = {"tools": TOOLS} if is_parsed else {}
+    for seed in range(3):
+        answer = ask_chat(context, structured_outputs=wanted, logprobs=True, max_tokens=60, seed=seed, **more)
+        (choice,) = json.loads(answer)["choices"]
+        if not choice["message"].get("tool_calls"):
+            told = "".join(entry["token"] for entry in choice["logprobs"]["content"])
+            assert (choice["finish_reason"], told) == ("stop", choice["message"]["content"])
+
+
 def test_stream_adds_up_to_the_whole_answer_when_it_is_constrained(context):
     body = {"max_tokens": 100, "seed": 5, "structured_outputs": {"json": PERSON}}
     (whole,) = json.loads(ask_completion(context, **body))["choices"]
     chunks = chunks_of(ask_completion(context, stream=True, **body))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"guided_json_object": True}, {"kind": "json_object"}),
+        ({"guided_json": {}, "guided_whitespace_pattern": " ?"}, {"kind": "json_schema", "whitespace_pattern": " ?"}),
+        ({"guided_json": {}, "guided_decoding_backend": "guidance"}, {"kind": "json_schema", "backend": "llguidance"}),
+        ({"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, {"kind": "regex", "backend": "xgrammar"}),
+        (
+            {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": "[ \n]*"},
+            {"kind": "json_object", "whitespace_pattern": "[ \n]*"},
+        ),
+        ({"structured_outputs": {"json": {}, "backend": "guidance"}}, {"backend": "llguidance"}),
+        ({"structured_outputs": {"json": {}, "disable_fallback": True}}, {"backend": "llguidance"}),
+        ({"structured_outputs": {"json": {}, "disable_fallback": True, "backend": "xgrammar"}}, {"backend": "xgrammar"}),
+        ({"structured_outputs": {"json": {}, "disable_fallback": False}}, {"backend": "auto"}),
+    ],
+    ids=str,
+)
+def test_constraint_is_taken_by_the_names_that_it_has_elsewhere(fields, wanted):
+    body, ignored = decode_body(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), CompletionRequest)
+    found = constraint_of(body)
+    assert ({name: getattr(found, name) for name in wanted}, ignored) == (wanted, ())
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
@@ -111,6 +155,16 @@ def test_tool_is_called_once_when_it_is_named(context, seed):
     message, reason = message_of(ask_chat(context, seed=seed, **body))
     (call,) = message["tool_calls"]
     assert (call["function"]["name"], reason) == ("weather", "tool_calls")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_beginning_of_a_call_is_no_content_when_the_tokens_end_within_it(context, choice):
+    for max_tokens in range(1, 17):
+        body = {"tools": TOOLS, "tool_choice": choice, "max_tokens": max_tokens, "seed": 1}
+        message, reason = message_of(ask_chat(context, **body))
+        assert (reason, message["content"] or "") == ("length", "")
+        chunks = chunks_of(ask_chat(context, stream=True, **body))
+        assert not any(choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"])
 
 
 UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {}}}}

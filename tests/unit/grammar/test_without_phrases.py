@@ -1,0 +1,102 @@
+"""Constraints with banned phrases: what would be a dead end is not begun."""
+
+import json
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from quire.base.errors import RequestError
+from quire.contracts.constraint import Constraint
+from quire.grammar.without_phrases import without_phrases
+from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids
+
+
+def closed(**properties):
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def schema(value):
+    return Constraint(kind="json_schema", source=json.dumps(value), disable_any_whitespace=True)
+
+
+def choice(*texts):
+    return Constraint(kind="choice", source=json.dumps(texts))
+
+
+def regex(source):
+    return Constraint(kind="regex", source=source)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words", "first"),
+    [
+        (choice("yes", "no"), ("yes",), "n"),
+        (choice("yes1", "yes2", "no"), ("es1", "es2"), "n"),
+        (regex("yes|no"), (" es",), "n"),
+        (regex("(aab|cad)z"), ("bz",), "c"),
+        (schema({"enum": ["yes", 3]}), ("yes",), "3"),
+        (schema({"anyOf": [{"const": "a"}, {"const": 4}]}), ("a",), "4"),
+        (schema({"enum": ['a"b', 5]}), ('\\"b',), "5"),
+    ],
+    ids=str,
+)
+def test_token_that_leads_to_a_phrase_alone_is_not_allowed(compiler, constraint, words, first):
+    matcher = compiler.start(constraint, words).result().new_matcher()
+    assert allowed_ids(matcher, 257) == {ord(first)}
+
+
+def test_property_is_not_begun_when_its_name_is_banned(compiler):
+    wanted = schema(
+        {"type": "object", "properties": {"ab": {}, "cd": {"const": 1}}, "additionalProperties": False, "required": []}
+    )
+    matcher = compiler.start(wanted, ("ab",)).result().new_matcher()
+    for letter in '{"':
+        assert matcher.advance(ord(letter)) is None
+    assert allowed_ids(matcher, 257) == {ord("c")}
+
+
+def test_alternative_of_a_structural_tag_is_not_begun_when_it_is_banned(compiler):
+    texts = [{"type": "const_string", "value": text} for text in ("yes1", "yes2", "no")]
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
+    wanted = Constraint(kind="structural_tag", source=json.dumps(tag))
+    matcher = compiler.start(wanted, ("yes",)).result().new_matcher()
+    assert allowed_ids(matcher, 257) == {ord("n")}
+
+
+def test_matcher_stands_where_it_stood_after_it_has_looked_ahead(compiler):
+    grammar = compiler.start(regex("(ab{0,3}c|ad)e"), ("ce",)).result()
+    matcher, other = grammar.new_matcher(), grammar.new_matcher()
+    for letter in "ade":
+        assert ord(letter) in allowed_ids(matcher, 257)
+        matcher.advance(ord(letter))
+    assert matcher.is_complete
+    matcher.retreat(2)
+    other.advance(ord("a"))
+    assert allowed_ids(matcher, 257) == allowed_ids(other, 257)
+
+
+def test_nothing_but_what_is_banned_is_lost(compiler):
+    wanted = schema(closed(a={"enum": ["yes", "no", "yesterday"]}, b={"const": {"yes": 1}}))
+    grammar = compiler.start(wanted, ("day",)).result()
+    assert accepts(grammar, '{"a":"yes","b":{"yes":1}}')
+    assert accepts(grammar, '{"a":"no","b":{"yes":1}}')
+    assert not accepts(grammar, '{"a":"yesterday","b":{"yes":1}}')
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words", "message"),
+    [
+        (choice("yes", "yesno"), ("yes",), "each of the texts has one of bad_words in it"),
+        (schema(closed(a={"enum": ["yes", "no"]})), ("yes", "no"), "bad_words leave nothing of it"),
+    ],
+    ids=["choice", "schema"],
+)
+def test_constraint_is_refused_when_nothing_is_left_of_it(compiler, constraint, words, message):
+    with pytest.raises(RequestError, match=message):
+        compiler.start(constraint, words).result()
+
+
+def test_constraint_is_itself_when_nothing_is_banned_in_it():
+    for constraint in (choice("a"), schema({"enum": ["a"]}), regex("a"), Constraint(kind="json_object")):
+        assert without_phrases(constraint, ["b"]) is constraint
