@@ -99,7 +99,7 @@ def test_greedy_tokens_are_exact():
 
 
 def test_law_of_the_tokens_is_another_one():
-    """What makes it lossy; the same draft leaves the law alone in test_law_and_cache."""
+    """What makes it lossy; the same draft leaves the law alone in test_law."""
     logits = worlds(1, 1.0)[0]
     best, num_seeds = int(logits.argmax()), 500
     both = torch.cat([logits.expand(num_seeds, VOCAB)] * 2)

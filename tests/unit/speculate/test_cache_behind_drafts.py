@@ -1,4 +1,4 @@
-"""Sampled tokens follow the model's law whatever is drafted, and the cache holds what a fresh prefill would put there."""
+"""Behind drafts the cache holds what a fresh prefill would put there."""
 
 from types import SimpleNamespace
 
@@ -8,78 +8,8 @@ import torch
 from proposers import PROPOSERS, install
 
 from quire import LLM, SamplingParams
-from quire.contracts.request import Request
 from quire.engine.scheduling import check_invariants
 from quire.kernels.native import load_native
-from quire.sampling.row_state import SamplingRow
-from quire.speculate.draft import ROOT, Draft
-from quire.speculate.verifier import Candidate, verify
-
-VOCAB = 12
-NUM_SEEDS = 4000
-LIMIT = 60.0  # of chi-square with at most 23 degrees of freedom: p < 1e-4
-
-
-def chi_square(counts, shares):
-    total = sum(counts)
-    return sum((count - total * share) ** 2 / (total * share) for count, share in zip(counts, shares, strict=True))
-
-
-def row(seed, temperature=1.0):
-    params = SamplingParams(temperature=temperature, max_tokens=8)
-    request = Request(request_id=str(seed), prompt_token_ids=(1, 2, 3), params=params, seed=seed)
-    return SamplingRow(request, 0, (1, 2, 3), VOCAB)
-
-
-@pytest.fixture(scope="module")
-def world():
-    """Logits behind the root, and behind every first token (row 1 + token)."""
-    return torch.randn(1 + VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
-
-
-def pairs(world, make_draft, accept=None):
-    """Return the counts of first tokens, and of second tokens behind the likeliest first, over many seeds."""
-    best = int(world[0].argmax())
-    first, second = [0] * VOCAB, [0] * VOCAB
-    candidates: list[Candidate] = []
-    offset = NUM_SEEDS
-    for seed in range(NUM_SEEDS):
-        draft = make_draft(seed)
-        candidates.append(Candidate(row(seed), draft, offset))
-        offset += len(draft)
-    logits = torch.cat([world[0].expand(NUM_SEEDS, VOCAB), *(world[[1 + t for t in c.draft.tokens]] for c in candidates)])
-    for walk, candidate in zip(verify(logits, candidates), candidates, strict=True):
-        tokens = walk.tokens if accept is None else accept(walk, candidate)
-        first[tokens[0]] += 1
-        if tokens[0] == best and len(tokens) > 1:
-            second[tokens[1]] += 1
-    return first, second, best
-
-
-@pytest.mark.parametrize("kind", ["likeliest", "tree", "unlikely"])
-def test_tokens_follow_the_law_when_drafts_do_not(world, kind):
-    order = world[0].argsort(descending=True).tolist()
-    drafts = {
-        "likeliest": Draft.chain((order[0],)),
-        "tree": Draft(tuple(order[:4]), (ROOT,) * 4),
-        "unlikely": Draft((order[-1], order[0]), (ROOT, ROOT)),
-    }
-    first, second, best = pairs(world, lambda seed: drafts[kind])
-    assert sum(first) == NUM_SEEDS
-    assert chi_square(first, world[0].softmax(0).tolist()) < LIMIT
-    assert sum(second) == first[best]  # where the draft was right, the same step gave the next token too
-    assert chi_square(second, world[1 + best].softmax(0).tolist()) < LIMIT
-
-
-def test_the_test_of_the_law_fails_when_drafts_are_believed(world):
-    best = int(world[0].argmax())
-
-    def believe_some(walk, candidate):
-        return [best] if candidate.sampling.seed % 10 == 0 else walk.tokens  # a tenth of the drafts pass unverified
-
-    first, _, _ = pairs(world, lambda seed: Draft.chain((best,)), believe_some)
-    assert chi_square(first, world[0].softmax(0).tolist()) > LIMIT
-
 
 REAL = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
