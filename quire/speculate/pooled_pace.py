@@ -27,12 +27,14 @@ class PooledPace(Pace):
         self._tell()
         super().note_start()
 
-    def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None) -> None:
+    def note_step(
+        self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None, deciding_s: float = 0.0
+    ) -> None:
         if self._calm_left > 0 and num_sequences == 1 and num_drafts > 0:
             self._steps.append((num_drafts, duration_s, num_made, len(self._verified)))
             return
         self._tell()
-        super().note_step(num_sequences, num_drafts, duration_s, num_made)
+        super().note_step(num_sequences, num_drafts, duration_s, num_made, deciding_s)
 
     def pass_step(self, num_drafts: int) -> None:
         self._tell()

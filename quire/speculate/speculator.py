@@ -91,7 +91,7 @@ class Speculator:
         self._turn = 0  # of sharing drafts
         self._drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
-        self._begun_s = 0.0
+        self._begun_s = self._deciding_s = 0.0  # of the step that runs: its start, and what the pace took in it
         self._num_drafts, self._num_made = 0, 0
         self._decoded: Sequence[SequenceId] = ()
         self._has_ended = False  # a step of which the pace was not told yet
@@ -147,6 +147,7 @@ class Speculator:
         goes_on = any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1])
         self._tell_pace(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
+        self._deciding_s = 0.0 if self._pace is None else time.perf_counter() - now_s
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
@@ -164,7 +165,7 @@ class Speculator:
             else:
                 if self._idle_s > 0 and self._num_drafts == 0 and self._pace.is_asleep:
                     duration_s = max(duration_s - self._idle_s, self._idle_s)
-                self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made)
+                self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made, self._deciding_s)
         self._has_ended, self._decoded = False, ()
 
     def leave(self) -> None:
@@ -303,6 +304,7 @@ class Speculator:
                 self._nap_left, self._num_napping = pace.nap_left, len(paths)
             return {}
         self._has_ended = True
+        decided_s = 0.0 if pace is None else time.perf_counter()
         if pace is not None:
             for sequence_id, made in self._drafted.items():
                 if sequence_id not in paths:  # it is late, or has failed: nothing was verified
@@ -314,6 +316,8 @@ class Speculator:
                 self._decoded = list(paths)
         is_drafting = self._proposer is not None and not (pace is not None and pace.is_asleep)
         self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
+        if pace is not None:
+            self._deciding_s += time.perf_counter() - decided_s
         if not self._num_wanted and not (self._constrained and self.drafts_forced):
             return {}
         return self._wish(paths)

@@ -83,7 +83,7 @@ class Pace:
     def note_verified(self, record, num_drafts, path, num_made):
         self.verified.append((num_drafts, len(path)))
 
-    def note_step(self, num_sequences, num_drafts, duration_s, num_made):
+    def note_step(self, num_sequences, num_drafts, duration_s, num_made, deciding_s):
         self.steps.append((num_sequences, num_drafts))
 
     def pass_step(self, num_drafts):
@@ -148,7 +148,7 @@ def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=5), Doubting(5), 300)
     speculator._pace = pace = Pace()
     told = []
-    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made: told.append((num_drafts, num_made))
+    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made, _: told.append((num_drafts, num_made))
     pace.note_verified = lambda record, num_drafts, path, num_made: told.append((num_drafts, num_made))
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
@@ -307,7 +307,7 @@ def test_what_a_device_waited_for_is_no_part_of_a_plain_step_while_drafts_sleep(
     speculator, pace = start(Sampling(is_constrained=False))
     durations = []
     speculator.end(plan(0), {SequenceId(0): ()})
-    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made: durations.append(duration_s)
+    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made, _: durations.append(duration_s)
     pace.is_asleep = True
     for step_id, (idle_s, took_s, is_asleep) in enumerate([(3.0, 10.0, True), (7.0, 10.0, True), (3.0, 10.0, False)], start=1):
         speculator.begin(plan(step_id))
