@@ -151,14 +151,8 @@ class HeadProposer(Proposer):
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        sequences: list[DraftedSequence] = []
-        counts: list[int] = []
-        origins: list[int] = []
-        for sequence, count in wanted:
-            sequences.append(sequence)
-            counts.append(count)
-            origins.append(sequence.memo.start)
-        runs, features = _waiting(sequences)
+        sequences, counts = [sequence for sequence, _ in wanted], [count for _, count in wanted]
+        runs, origins, features = _waiting(sequences)
         if self._trees is not None:
             first = self._first_pass(runs, origins, counts, features)
             drafts = self._trees.draft(sequences, counts, first)
@@ -222,10 +216,11 @@ class HeadProposer(Proposer):
         return wide
 
 
-def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, Tensor]:
-    """Return the places that wait, of all sequences one after the other, and their features, which may be more rows."""
+def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, list[int], Tensor]:
+    """Return the places that wait, of all sequences one after the other, from where on these are seen, and the features of the
+    places, which may be more rows."""
     token_ids: list[int] = []
-    starts, ends = [0], []
+    starts, ends, origins = [0], [], []
     waiting: list[FeatureRun] = []
     tables: list[BlockTable] = []
     addresses: list[int] = []
@@ -235,7 +230,8 @@ def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, Tensor]:
         token_ids += sequence.token_ids[memo.done + 1 : end + 1]
         starts.append(len(token_ids))
         ends.append(end)
+        origins.append(memo.start)
         waiting += memo.waiting
         tables.append(sequence.table)
         addresses.append(memo.address)
-    return TokenRuns(token_ids, starts, ends, tables, addresses), join(waiting, may_go_on=True)
+    return TokenRuns(token_ids, starts, ends, tables, addresses), origins, join(waiting, may_go_on=True)

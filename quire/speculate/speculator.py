@@ -144,7 +144,7 @@ class Speculator:
         self._end_nap()
         now_s = time.perf_counter()
         # What is done between two steps counts too; but not that there was nothing to do.
-        goes_on = any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1])
+        goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
         self._tell_pace(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
         self._deciding_s = 0.0 if self._pace is None else time.perf_counter() - now_s
@@ -318,20 +318,21 @@ class Speculator:
         self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
         if pace is not None:
             self._deciding_s += time.perf_counter() - decided_s
-        if not self._num_wanted and not (self._constrained and self.drafts_forced):
+        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else self._num_wanted
+        if not wishes:
             return {}
-        return self._wish(paths)
+        self._turn += 1
+        return share_drafts(wishes, self._max_drafts, self._turn)
 
-    def _wish(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
+    def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the drafts that the sequences could use, those of the proposer and those that are forced."""
         wishes: dict[SequenceId, int] = {}
         for sequence_id in advanced:
             num_forced = 0
-            if self.drafts_forced and sequence_id in self._constrained:
+            if sequence_id in self._constrained:
                 num_forced = self._forced.look(sequence_id, self._followed[sequence_id].sequence.sampling)
             wishes[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
-        self._turn += 1
-        return share_drafts(wishes, self._max_drafts, self._turn)
+        return wishes
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts of the proposer to take in the next step."""
