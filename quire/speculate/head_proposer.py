@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from quire.speculate.head_trees import HeadTrees
 from quire.speculate.proposer import Proposer
 from quire.speculate.records import TreeRecord
 
+_is_greedy = attrgetter("sampling.is_greedy")
 MAX_PENDING = 256
 """Places of a sequence whose features wait to be read: while nothing is drafted the oldest are forgotten, so that a long prompt
 or a long sleep costs little."""
@@ -151,14 +153,19 @@ class HeadProposer(Proposer):
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        sequences, counts = [sequence for sequence, _ in wanted], [count for _, count in wanted]
+        sequences: list[DraftedSequence] = []
+        counts: list[int] = []
+        for sequence, count in wanted:
+            sequences.append(sequence)
+            counts.append(count)
         runs, origins, features = _waiting(sequences)
+        drafts: list[Draft] = []
         if self._trees is not None:
             first = self._first_pass(runs, origins, counts, features)
             drafts = self._trees.draft(sequences, counts, first)
         else:
-            chains = self._draft_chains(sequences, origins, counts, runs, features)
-            drafts = [Draft.chain(tuple(tokens)) for tokens in chains]
+            for tokens in self._draft_chains(sequences, origins, counts, runs, features):
+                drafts.append(Draft(tuple(tokens)))
         for sequence, end in zip(sequences, runs.ends, strict=True):
             memo: _Memo = sequence.memo
             self._filled.note(sequence.table, memo.done, end)
@@ -173,7 +180,7 @@ class HeadProposer(Proposer):
             order = ChainOrder(runs, origins, counts, rows, lengths, self._min_share)
             return self._drafter.draft_chains(order, features[: runs.starts[-1]])
         model = self._model
-        if all(sequence.sampling.is_greedy for sequence in sequences):
+        if all(map(_is_greedy, sequences)):
             return model.draft(runs, origins, self._kv, features, counts, self._min_share)
         return self._draw(model, sequences, counts, self._first_pass(runs, origins, counts, features))
 
