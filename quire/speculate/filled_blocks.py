@@ -26,8 +26,6 @@ class FilledBlocks:
 
     def apply(self, plan: StepPlan) -> None:
         """Take in which blocks got other tokens, and copy those that the plan copies."""
-        if not (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.block_copies):
-            return
         filled = self.counts
         kept = [filled[source] for source, _ in plan.block_copies]
         for start in plan.starts:

@@ -48,6 +48,15 @@ class PooledPace(Pace):
         else:
             super().note_verified(record, num_drafts, path, num_made)
 
+    def go_on_alone(self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int], num_made: int, most: int) -> int:
+        """Take in how the draft of a sequence alone fared, as note_verified, and return how many to take next, at most `most`;
+        do nothing, and return 0, where that is to be decided."""
+        if self._calm_left <= 1 or most > self._num_offered:
+            return 0
+        self._calm_left -= 1
+        self._verified.append((record, num_drafts, path, num_made))
+        return min(most, self._best)
+
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
         if self._calm_left > 1 and len(offers) == 1 and offers[0][1] <= self._num_offered:
             self._calm_left -= 1

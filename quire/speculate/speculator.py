@@ -141,7 +141,8 @@ class Speculator:
 
     def begin(self, plan: StepPlan) -> None:
         """Forget sequences that ended; to be called before the step's sequences are followed."""
-        self._end_nap()
+        if self._nap_left or self._num_napped:
+            self._end_nap()
         now_s = time.perf_counter()
         # What is done between two steps counts too; but not that there was nothing to do.
         goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
@@ -154,7 +155,7 @@ class Speculator:
             followed = self._followed.pop(sequence_id, None)
             if followed is not None and self._proposer is not None:
                 self._proposer.release(followed.sequence)
-        if self._proposer is not None:
+        if self._proposer is not None and (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.block_copies):
             self._proposer.apply(plan)
 
     def _tell_pace(self, duration_s: float | None) -> None:
@@ -208,13 +209,17 @@ class Speculator:
             return {}
         self._drafted.clear()
         found: dict[SequenceId, Draft] = {}
-        wanted = {key: min(count, self._num_wanted[key]) for key, count in slots.items() if key in self._num_wanted}
+        wanted: dict[SequenceId, int] = {}
+        asked: list[tuple[DraftedSequence, int]] = []
+        for sequence_id, count in slots.items():
+            if sequence_id in self._num_wanted:
+                wanted[sequence_id] = count = min(count, self._num_wanted[sequence_id])
+                asked.append((self._followed[sequence_id].sequence, count))
         if self._pace is not None and self._pace.is_trying and not self._will_tell(plan, wanted):
             self._pace.take_back_trial()
             wanted = {}
         if wanted and self._proposer is not None:
-            drafts = self._proposer.propose([(self._followed[key].sequence, count) for key, count in wanted.items()])
-            found = dict(zip(wanted, drafts, strict=True))
+            found = dict(zip(wanted, self._proposer.propose(asked), strict=True))
         kept: dict[SequenceId, Draft] = {}
         for sequence_id, count in slots.items():
             draft = fitting = found.get(sequence_id, NO_DRAFT)
@@ -287,8 +292,10 @@ class Speculator:
         fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
         """
         if self._proposer is not None:
-            # None is missing: what has no tokens to draft has no features either, and is not in the step.
-            self._proposer.feed_all([(self._followed[key].sequence, first, count) for key, first, count in fed], features)
+            told: list[tuple[DraftedSequence, int, int]] = []
+            for sequence_id, first, count in fed:  # none is missing: what has no tokens to draft is not in the step
+                told.append((self._followed[sequence_id].sequence, first, count))
+            self._proposer.feed_all(told, features)
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
@@ -297,6 +304,10 @@ class Speculator:
         """
         if not self._followed:
             return {}
+        if len(self._drafted) == 1 and not self._constrained:
+            wishes = self._go_on_alone(plan, paths)
+            if wishes:
+                return wishes
         pace = self._pace
         if pace is not None and not self._drafted and not self._constrained and pace.doze(len(paths)):
             self._num_wanted = {}
@@ -323,6 +334,21 @@ class Speculator:
             return {}
         self._turn += 1
         return share_drafts(wishes, self._max_drafts, self._turn)
+
+    def _go_on_alone(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
+        """As `end` for a sequence that decodes alone, has drafted, and gets as many drafts next as was decided before. Else do
+        nothing, and return nothing."""
+        ((sequence_id, made),) = self._drafted.items()
+        if self._proposer is None or sequence_id not in paths or plan.num_scheduled_tokens != {sequence_id: 1}:
+            return {}
+        followed, path = self._followed[sequence_id], paths[sequence_id]
+        count = self._proposer.look(followed.sequence, self._max_tokens)
+        if self._pace is not None and count > 0:
+            count = self._pace.go_on_alone(followed.record, made.num_asked, path, made.count, count)
+        if count == 0:
+            return {}
+        self._has_ended, self._decoded, self._num_wanted = True, [sequence_id], {sequence_id: count}
+        return {sequence_id: min(count, self._max_drafts)}
 
     def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the drafts that the sequences could use, those of the proposer and those that are forced."""

@@ -34,13 +34,16 @@ class World:
                 self.record = AcceptanceRecord(self.num_max, RECENT_FADING)
                 self.pace.note_start()
             self.step += 1
-            gained = 1
+            gained, chosen = 1, [0]
             if self.count:
                 accepted = next((depth for depth in range(self.count) if self.rng.random() >= self.share), self.count)
-                self.pace.note_verified(self.record, self.count, range(accepted))
+                chosen = [self.pace.go_on_alone(self.record, self.count, range(accepted), self.count, self.num_max)]
+                if chosen == [0]:
+                    self.pace.note_verified(self.record, self.count, range(accepted))
                 gained += accepted
             is_asleep, duration = self.pace.is_asleep, self.duration()
-            chosen = [0] if is_asleep else self.pace.choose([(self.record, self.num_max)])
+            if chosen == [0] and not is_asleep:
+                chosen = self.pace.choose([(self.record, self.num_max)])
             delay = 3 if self.rng.random() < 0.02 else 1
             slowness = (1 + 0.5 * (self.step // 700 % 2)) * self.rng.lognormvariate(0, 0.08) * delay
             deciding = self.deciding if self.count and self.num_equal < 4 else 0.0
