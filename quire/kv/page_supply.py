@@ -71,10 +71,10 @@ class PageSupply:
         """Take note of the blocks that a step gives out, and that it runs."""
         self._is_stepping = True
         self._num_steps += 1
-        if plan.starts:
-            self._use(block for start in plan.starts for block in start.block_ids)
-        if plan.new_block_ids:
-            self._use(block for blocks in plan.new_block_ids.values() for block in blocks)
+        for start in plan.starts:
+            self._use(start.block_ids)
+        for blocks in (plan.new_block_ids or {}).values():
+            self._use(blocks)
 
     def end_step(self) -> None:
         """Take note that the step has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,33 +21,35 @@ ROOT = -1
 _CHAIN = tuple(range(ROOT, MAX_SPECULATIVE_TOKENS))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Draft:
     """A tree of tokens under the last known token of a sequence, parents before children; mostly a chain.
 
-    parents  of each token the index of the one before it, ROOT for those that follow the last known token
+    parents   of each token the index of the one before it, ROOT for those that follow the last known token; None to be a chain
+    is_chain  whether every token follows the one before it
     """
 
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    is_chain: bool = field(compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if len(self.tokens) > MAX_SPECULATIVE_TOKENS:
-            raise InvariantError(f"a draft has at most {MAX_SPECULATIVE_TOKENS} tokens, not {len(self.tokens)}")
-        if self.parents == _CHAIN[: len(self.tokens)]:
-            return
-        if len(self.tokens) != len(self.parents) or any(not ROOT <= p < i for i, p in enumerate(self.parents)):
-            raise InvariantError(f"a draft of {len(self.tokens)} tokens cannot have the parents {self.parents}")
+    def __init__(self, tokens: tuple[int, ...] = (), parents: tuple[int, ...] | None = None) -> None:
+        chain = _CHAIN[: len(tokens)]
+        if parents is None:
+            parents = chain
+        if len(tokens) > MAX_SPECULATIVE_TOKENS:
+            raise InvariantError(f"a draft has at most {MAX_SPECULATIVE_TOKENS} tokens, not {len(tokens)}")
+        is_chain = parents == chain
+        if not is_chain and (len(tokens) != len(parents) or any(not ROOT <= p < i for i, p in enumerate(parents))):
+            raise InvariantError(f"a draft of {len(tokens)} tokens cannot have the parents {parents}")
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "parents", parents)
+        object.__setattr__(self, "is_chain", is_chain)
 
     @classmethod
     def chain(cls, tokens: tuple[int, ...]) -> Draft:
         """Return a draft without branches."""
-        return cls(tokens, _CHAIN[: len(tokens)])
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every token follows the one before it."""
-        return self.parents == _CHAIN[: len(self.parents)]
+        return cls(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from quire.speculate.head_trees import HeadTrees
 from quire.speculate.proposer import Proposer
 from quire.speculate.records import TreeRecord
 
+_is_greedy = attrgetter("sampling.is_greedy")
 MAX_PENDING = 256
 """Places of a sequence whose features wait to be read: while nothing is drafted the oldest are forgotten, so that a long prompt
 or a long sleep costs little."""
@@ -153,18 +155,17 @@ class HeadProposer(Proposer):
         """See Proposer."""
         sequences: list[DraftedSequence] = []
         counts: list[int] = []
-        origins: list[int] = []
         for sequence, count in wanted:
             sequences.append(sequence)
             counts.append(count)
-            origins.append(sequence.memo.start)
-        runs, features = _waiting(sequences)
+        runs, origins, features = _waiting(sequences)
+        drafts: list[Draft] = []
         if self._trees is not None:
             first = self._first_pass(runs, origins, counts, features)
             drafts = self._trees.draft(sequences, counts, first)
         else:
-            chains = self._draft_chains(sequences, origins, counts, runs, features)
-            drafts = [Draft.chain(tuple(tokens)) for tokens in chains]
+            for tokens in self._draft_chains(sequences, origins, counts, runs, features):
+                drafts.append(Draft(tuple(tokens)))
         for sequence, end in zip(sequences, runs.ends, strict=True):
             memo: _Memo = sequence.memo
             self._filled.note(sequence.table, memo.done, end)
@@ -179,7 +180,7 @@ class HeadProposer(Proposer):
             order = ChainOrder(runs, origins, counts, rows, lengths, self._min_share)
             return self._drafter.draft_chains(order, features[: runs.starts[-1]])
         model = self._model
-        if all(sequence.sampling.is_greedy for sequence in sequences):
+        if all(map(_is_greedy, sequences)):
             return model.draft(runs, origins, self._kv, features, counts, self._min_share)
         return self._draw(model, sequences, counts, self._first_pass(runs, origins, counts, features))
 
@@ -222,10 +223,11 @@ class HeadProposer(Proposer):
         return wide
 
 
-def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, Tensor]:
-    """Return the places that wait, of all sequences one after the other, and their features, which may be more rows."""
+def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, list[int], Tensor]:
+    """Return the places that wait, of all sequences one after the other, from where on these are seen, and the features of the
+    places, which may be more rows."""
     token_ids: list[int] = []
-    starts, ends = [0], []
+    starts, ends, origins = [0], [], []
     waiting: list[FeatureRun] = []
     tables: list[BlockTable] = []
     addresses: list[int] = []
@@ -235,7 +237,8 @@ def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, Tensor]:
         token_ids += sequence.token_ids[memo.done + 1 : end + 1]
         starts.append(len(token_ids))
         ends.append(end)
+        origins.append(memo.start)
         waiting += memo.waiting
         tables.append(sequence.table)
         addresses.append(memo.address)
-    return TokenRuns(token_ids, starts, ends, tables, addresses), join(waiting, may_go_on=True)
+    return TokenRuns(token_ids, starts, ends, tables, addresses), origins, join(waiting, may_go_on=True)

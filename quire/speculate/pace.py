@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from quire.speculate.account import Account, account_for, lone_account
+from quire.speculate.best_count import best_count
 from quire.speculate.records import EVER_FADING, AcceptanceRecord
 from quire.speculate.step_times import DraftCost, Kind, StepTimes, ratios_of_one
 
 _Exploring = Literal["probe", "trial"] | None
 _Probe = Literal["fewer", "more", "most", "none"]
 
-_GAIN_TO_CHANGE = 1.01
 _FEW_PLAIN = _FEW_NOTED = 4
 _FED_BEFORE_WAKING = 32
 """Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
@@ -38,6 +38,8 @@ missed."""
 _FADING = 0.99
 _STEPS_TO_SETTLE, STEPS_TO_SETTLE_AWAKE = 10, 3
 """Caches hold what drafts read: a step without any takes up to a third longer just behind some, and behind a prompt."""
+_STEPS_TO_WARM = 2
+"""First steps of one sequence with another number of drafts, which read what has left the caches: they do not count."""
 _FED_STEPS = 2
 """Steps in which the proposer is fed, before it is asked again: what it needs of the others it guesses."""
 _DEAF_STEPS, _PROBE_STEPS = _STEPS_TO_SETTLE + 6 + _FED_STEPS, 4
@@ -95,6 +97,7 @@ class Pace:
         self._num_accepted = 0  # in the step that is computed
         self._num_undrafted = _STEPS_TO_FORGET  # steps since one had drafts
         self._was_awake, self._num_alike = True, 0  # whether drafts were sought then, and for how many steps
+        self._last_drafts, self._num_equal = 0, 0  # drafts in the last step, and before how many like it
         self._num_sequences, self._num_offered = 0, 0  # at the last decision
         self._best = 0  # drafts in all
         self._has_kept_best = False  # at the last decision
@@ -126,23 +129,28 @@ class Pace:
         self._lone = lone_account()
         self._steps_to_decision = 0
 
-    def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None) -> None:
+    def note_step(
+        self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None, deciding_s: float = 0.0
+    ) -> None:
         """Take in a step in which num_sequences decoded and nothing else happened, from its start to that of the next, whose
-        drafts were chosen before that. Of the drafts that were asked for num_made were made; None: all."""
+        drafts were chosen before that. Of the drafts that were asked for num_made were made; None: all. Of its time the pace
+        itself took deciding_s, which is charged to drafts, but not to how many they are: it takes more in a probe."""
         self._turn_to(num_sequences)
         is_awake = num_drafts > 0 or not self.is_asleep
         self._num_alike = self._num_alike + 1 if is_awake == self._was_awake else 0
         self._was_awake = is_awake
+        self._num_equal = self._num_equal + 1 if num_drafts == self._last_drafts else 0
+        self._last_drafts = num_drafts
         if is_awake or not self.is_feeding:
-            self._note(num_sequences, num_drafts, duration_s, num_drafts if num_made is None else num_made)
+            self._note(num_sequences, num_drafts, duration_s, num_drafts if num_made is None else num_made, deciding_s)
         self._go_on(num_drafts)
 
-    def _note(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int) -> None:
+    def _note(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int, deciding_s: float) -> None:
         kind = self._kind(num_sequences, num_drafts, num_made)
         took = self._took(num_sequences, num_drafts, kind, duration_s)
         is_settled = self._num_alike >= (STEPS_TO_SETTLE_AWAKE if self._was_awake else _STEPS_TO_SETTLE)
         if is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
-            self._note_time(num_sequences, num_drafts, kind, duration_s)
+            self._note_time(num_sequences, num_drafts, kind, duration_s - deciding_s)
         if self._was_awake and took is not None:
             self._earn(1.0 + self._num_accepted / num_sequences, took)
 
@@ -241,7 +249,8 @@ class Pace:
     def _note_time(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> None:
         plain = "plain", _size_class(num_sequences)
         if num_drafts == 0 or num_sequences == 1:
-            self._times.note(kind, duration_s)
+            if num_drafts == 0 or self._num_equal >= _STEPS_TO_WARM or self._times.count(kind) < _FEW_NOTED:
+                self._times.note(kind, duration_s)
             self._num_drafted = 0
             return
         cost, plain_s = self._cost(num_sequences), self._times.usual_s(plain)
@@ -348,7 +357,7 @@ class Pace:
             return
         self._steps_to_decision, self._num_offered = _STEPS_BETWEEN_DECISIONS, len(ranked)
         ratio = self._usual_ratio(num_sequences)
-        best = self._best_count(num_sequences, ranked, ratio)
+        best = best_count(num_sequences, ranked, ratio, self._best)
         self._has_kept_best, self._best = best == self._best, best
         # Shares move a little until the next decision.
         self._floor = _FLOOR_SLACK * ranked[self._best - 1]
@@ -388,22 +397,6 @@ class Pace:
             return 2.0 if self._probe == "none" else 1.0
         count = self._probed_count(self._probe, len(ranked))
         return ranked[count - 1] if count > 0 else 2.0
-
-    def _best_count(self, num_sequences: int, ranked: list[float], ratio: Callable[[int], float]) -> int:
-        """Return the number of drafts in all that makes tokens fastest, where a step with some takes `ratio` plain ones."""
-        best, best_rate, kept_rate = 0, 0.0, 0.0
-        gained, step = 0.0, 1
-        for count, share in enumerate(ranked, start=1):
-            gained += share
-            if count != step and count != len(ranked) and count != self._best:
-                continue
-            step = max(count + 1, count * 5 // 4)
-            rate = (1.0 + gained / num_sequences) / ratio(count)
-            if count == self._best:
-                kept_rate = rate
-            if rate > best_rate:
-                best, best_rate = count, rate
-        return self._best if kept_rate * _GAIN_TO_CHANGE >= best_rate else best
 
     def _usual_ratio(self, num_sequences: int) -> Callable[[int], float]:
         """Return how many times as long as without a step takes, by the number of drafts that are asked for."""

@@ -27,12 +27,14 @@ class PooledPace(Pace):
         self._tell()
         super().note_start()
 
-    def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None) -> None:
+    def note_step(
+        self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None, deciding_s: float = 0.0
+    ) -> None:
         if self._calm_left > 0 and num_sequences == 1 and num_drafts > 0:
             self._steps.append((num_drafts, duration_s, num_made, len(self._verified)))
             return
         self._tell()
-        super().note_step(num_sequences, num_drafts, duration_s, num_made)
+        super().note_step(num_sequences, num_drafts, duration_s, num_made, deciding_s)
 
     def pass_step(self, num_drafts: int) -> None:
         self._tell()
@@ -45,6 +47,15 @@ class PooledPace(Pace):
             self._verified.append((record, num_drafts, path, num_made))
         else:
             super().note_verified(record, num_drafts, path, num_made)
+
+    def go_on_alone(self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int], num_made: int, most: int) -> int:
+        """Take in how the draft of a sequence alone fared, as note_verified, and return how many to take next, at most `most`;
+        do nothing, and return 0, where that is to be decided."""
+        if self._calm_left <= 1 or most > self._num_offered:
+            return 0
+        self._calm_left -= 1
+        self._verified.append((record, num_drafts, path, num_made))
+        return min(most, self._best)
 
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
         if self._calm_left > 1 and len(offers) == 1 and offers[0][1] <= self._num_offered:

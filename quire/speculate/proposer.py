@@ -57,7 +57,7 @@ class Proposer(ABC):
     leaves_out: bool = False
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a step's plan before anything is computed; of interest to who keeps something in blocks."""
+        """Take in a plan that gives out blocks, or copies some, before anything of its step is computed."""
         return
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

@@ -91,7 +91,7 @@ class Speculator:
         self._turn = 0  # of sharing drafts
         self._drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
-        self._begun_s = 0.0
+        self._begun_s = self._deciding_s = 0.0  # of the step that runs: its start, and what the pace took in it
         self._num_drafts, self._num_made = 0, 0
         self._decoded: Sequence[SequenceId] = ()
         self._has_ended = False  # a step of which the pace was not told yet
@@ -141,19 +141,21 @@ class Speculator:
 
     def begin(self, plan: StepPlan) -> None:
         """Forget sequences that ended; to be called before the step's sequences are followed."""
-        self._end_nap()
+        if self._nap_left or self._num_napped:
+            self._end_nap()
         now_s = time.perf_counter()
         # What is done between two steps counts too; but not that there was nothing to do.
-        goes_on = any(sequence_id in plan.num_scheduled_tokens for sequence_id in self._decoded[:1])
+        goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
         self._tell_pace(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
+        self._deciding_s = 0.0 if self._pace is None else time.perf_counter() - now_s
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
             followed = self._followed.pop(sequence_id, None)
             if followed is not None and self._proposer is not None:
                 self._proposer.release(followed.sequence)
-        if self._proposer is not None:
+        if self._proposer is not None and (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.block_copies):
             self._proposer.apply(plan)
 
     def _tell_pace(self, duration_s: float | None) -> None:
@@ -164,7 +166,7 @@ class Speculator:
             else:
                 if self._idle_s > 0 and self._num_drafts == 0 and self._pace.is_asleep:
                     duration_s = max(duration_s - self._idle_s, self._idle_s)
-                self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made)
+                self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made, self._deciding_s)
         self._has_ended, self._decoded = False, ()
 
     def leave(self) -> None:
@@ -207,13 +209,17 @@ class Speculator:
             return {}
         self._drafted.clear()
         found: dict[SequenceId, Draft] = {}
-        wanted = {key: min(count, self._num_wanted[key]) for key, count in slots.items() if key in self._num_wanted}
+        wanted: dict[SequenceId, int] = {}
+        asked: list[tuple[DraftedSequence, int]] = []
+        for sequence_id, count in slots.items():
+            if sequence_id in self._num_wanted:
+                wanted[sequence_id] = count = min(count, self._num_wanted[sequence_id])
+                asked.append((self._followed[sequence_id].sequence, count))
         if self._pace is not None and self._pace.is_trying and not self._will_tell(plan, wanted):
             self._pace.take_back_trial()
             wanted = {}
         if wanted and self._proposer is not None:
-            drafts = self._proposer.propose([(self._followed[key].sequence, count) for key, count in wanted.items()])
-            found = dict(zip(wanted, drafts, strict=True))
+            found = dict(zip(wanted, self._proposer.propose(asked), strict=True))
         kept: dict[SequenceId, Draft] = {}
         for sequence_id, count in slots.items():
             draft = fitting = found.get(sequence_id, NO_DRAFT)
@@ -286,8 +292,10 @@ class Speculator:
         fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
         """
         if self._proposer is not None:
-            # None is missing: what has no tokens to draft has no features either, and is not in the step.
-            self._proposer.feed_all([(self._followed[key].sequence, first, count) for key, first, count in fed], features)
+            told: list[tuple[DraftedSequence, int, int]] = []
+            for sequence_id, first, count in fed:  # none is missing: what has no tokens to draft is not in the step
+                told.append((self._followed[sequence_id].sequence, first, count))
+            self._proposer.feed_all(told, features)
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
@@ -296,6 +304,10 @@ class Speculator:
         """
         if not self._followed:
             return {}
+        if len(self._drafted) == 1 and not self._constrained:
+            wishes = self._go_on_alone(plan, paths)
+            if wishes:
+                return wishes
         pace = self._pace
         if pace is not None and not self._drafted and not self._constrained and pace.doze(len(paths)):
             self._num_wanted = {}
@@ -303,6 +315,7 @@ class Speculator:
                 self._nap_left, self._num_napping = pace.nap_left, len(paths)
             return {}
         self._has_ended = True
+        decided_s = 0.0 if pace is None else time.perf_counter()
         if pace is not None:
             for sequence_id, made in self._drafted.items():
                 if sequence_id not in paths:  # it is late, or has failed: nothing was verified
@@ -314,20 +327,38 @@ class Speculator:
                 self._decoded = list(paths)
         is_drafting = self._proposer is not None and not (pace is not None and pace.is_asleep)
         self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
-        if not self._num_wanted and not (self._constrained and self.drafts_forced):
+        if pace is not None:
+            self._deciding_s += time.perf_counter() - decided_s
+        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else self._num_wanted
+        if not wishes:
             return {}
-        return self._wish(paths)
+        self._turn += 1
+        return share_drafts(wishes, self._max_drafts, self._turn)
 
-    def _wish(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
+    def _go_on_alone(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
+        """As `end` for a sequence that decodes alone, has drafted, and gets as many drafts next as was decided before. Else do
+        nothing, and return nothing."""
+        ((sequence_id, made),) = self._drafted.items()
+        if self._proposer is None or sequence_id not in paths or plan.num_scheduled_tokens != {sequence_id: 1}:
+            return {}
+        followed, path = self._followed[sequence_id], paths[sequence_id]
+        count = self._proposer.look(followed.sequence, self._max_tokens)
+        if self._pace is not None and count > 0:
+            count = self._pace.go_on_alone(followed.record, made.num_asked, path, made.count, count)
+        if count == 0:
+            return {}
+        self._has_ended, self._decoded, self._num_wanted = True, [sequence_id], {sequence_id: count}
+        return {sequence_id: min(count, self._max_drafts)}
+
+    def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the drafts that the sequences could use, those of the proposer and those that are forced."""
         wishes: dict[SequenceId, int] = {}
         for sequence_id in advanced:
             num_forced = 0
-            if self.drafts_forced and sequence_id in self._constrained:
+            if sequence_id in self._constrained:
                 num_forced = self._forced.look(sequence_id, self._followed[sequence_id].sequence.sampling)
             wishes[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
-        self._turn += 1
-        return share_drafts(wishes, self._max_drafts, self._turn)
+        return wishes
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts of the proposer to take in the next step."""

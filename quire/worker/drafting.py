@@ -96,7 +96,7 @@ def known_tokens(step: StepInput, paths: Mapping[SequenceId, tuple[int, ...]], l
             continue
         fed.append((sequence_id, ends[index] - (starts[index + 1] - begin), first_draft - begin + len(path)))
         rows += range(begin, first_draft)
-        rows += [first_draft + node for node in path]
+        rows += map(first_draft.__add__, path)
     return fed, rows
 
 

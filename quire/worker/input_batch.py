@@ -179,6 +179,7 @@ class InputBatch:
         ready: list[Row] = []
         logit_rows: list[int] = []
         draft_rows: list[int] = []
+        has_trees = False
         for sequence_id, num_known in plan.num_scheduled_tokens.items():
             row = self._rows[sequence_id]
             rows.append(row)
@@ -195,18 +196,17 @@ class InputBatch:
                 draft_rows += range(len(token_ids), len(token_ids) + len(draft.tokens))
                 token_ids += draft.tokens
                 end += len(draft.tokens)
+                has_trees = has_trees or not draft.is_chain
             starts.append(len(token_ids))
             ends.append(end)
-        trees = self._place_trees(rows, starts, ends, drafts) if drafts else None
+        trees = self._place_trees(rows, starts, ends, drafts) if has_trees else None
         runs = TokenRuns(token_ids, starts, ends, [row.block_table for row in rows], [row.address for row in rows], trees)
         return StepInput(runs, rows, drafts, ready, logit_rows + draft_rows, bool(self._prompt_rows))
 
     def _place_trees(
         self, rows: list[Row], starts: list[int], ends: list[int], drafts: Mapping[SequenceId, Draft]
-    ) -> TreePlaces | None:
+    ) -> TreePlaces:
         """Say what the tokens of drafts with branches see, and the positions of all, which slots must not follow."""
-        if all(draft.is_chain for draft in drafts.values()):
-            return None
         num_drafts = np.zeros(len(rows), dtype=np.int32)
         ancestors = np.zeros(starts[-1], dtype=np.uint64)
         positions = np.zeros(starts[-1], dtype=np.int64)

@@ -54,10 +54,12 @@ class StepDraft:
     def add_draft_slots(self, sequence: Sequence, num_slots: int, growth: BlockGrowth) -> None:
         """Let a sequence that is in compute num_slots >= 1 drafts too, for which its table has grown again."""
         sequence_id = sequence.sequence_id
-        before = self._growths.get(sequence_id, NO_GROWTH)
+        before = self._growths.get(sequence_id)
         self._num_draft_slots[sequence_id] = num_slots
         self.num_tokens_left -= num_slots
-        if growth is not NO_GROWTH:
+        if before is None and growth is not NO_GROWTH:
+            self._growths[sequence_id] = growth
+        elif before is not None and growth is not NO_GROWTH:
             self._growths[sequence_id] = BlockGrowth(
                 before.appended + growth.appended, before.replaced + growth.replaced, before.copies + growth.copies
             )

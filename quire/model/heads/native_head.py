@@ -121,7 +121,8 @@ class NativeHead(NativeDecoder):
         origins   places, starts of blocks, from which on each sequence is seen
         features  [T or more, feature_size] f32
         """
-        self._bind(kv)
+        if self._kv is not kv:
+            self._bind(kv)
         vocabulary = self._vocabulary
         self._plan.num_threads = torch.get_num_threads()
         return self._plan.draft(

@@ -14,10 +14,14 @@ REQUEST_LEN = 90
 
 
 class World:
-    """One sequence at a time. share: of drafts that are accepted behind one that was; costs: by drafts, beside a plain step."""
+    """One sequence at a time. share: of drafts that are accepted behind one that was; costs: by drafts, beside a plain step.
 
-    def __init__(self, share, costs, seed):
+    cold, deciding  how much longer the first steps with another number of drafts take, and what the pace takes in four of them
+    """
+
+    def __init__(self, share, costs, seed, cold=(), deciding=0.0):
         self.rng, self.share, self.costs = random.Random(seed), share, costs
+        self.cold, self.deciding, self.last_count, self.num_equal = cold, deciding, 0, 0
         self.num_max = len(costs) - 1
         self.pace = Pace(self.num_max)
         self.count, self.num_alike, self.was_drafting, self.step = 0, 0, False, 0
@@ -30,16 +34,20 @@ class World:
                 self.record = AcceptanceRecord(self.num_max, RECENT_FADING)
                 self.pace.note_start()
             self.step += 1
-            gained = 1
+            gained, chosen = 1, [0]
             if self.count:
                 accepted = next((depth for depth in range(self.count) if self.rng.random() >= self.share), self.count)
-                self.pace.note_verified(self.record, self.count, range(accepted))
+                chosen = [self.pace.go_on_alone(self.record, self.count, range(accepted), self.count, self.num_max)]
+                if chosen == [0]:
+                    self.pace.note_verified(self.record, self.count, range(accepted))
                 gained += accepted
             is_asleep, duration = self.pace.is_asleep, self.duration()
-            chosen = [0] if is_asleep else self.pace.choose([(self.record, self.num_max)])
+            if chosen == [0] and not is_asleep:
+                chosen = self.pace.choose([(self.record, self.num_max)])
             delay = 3 if self.rng.random() < 0.02 else 1
             slowness = (1 + 0.5 * (self.step // 700 % 2)) * self.rng.lognormvariate(0, 0.08) * delay
-            self.pace.note_step(1, self.count, duration * slowness)
+            deciding = self.deciding if self.count and self.num_equal < 4 else 0.0
+            self.pace.note_step(1, self.count, (duration + deciding) * slowness, None, deciding * slowness)
             tokens, seconds, self.count = tokens + gained, seconds + duration, chosen[0]
         return tokens / seconds
 
@@ -47,8 +55,10 @@ class World:
         is_drafting = self.count > 0
         self.num_alike = self.num_alike + 1 if is_drafting == self.was_drafting else 0
         self.was_drafting = is_drafting
+        self.num_equal = self.num_equal + 1 if self.count == self.last_count else 0
+        self.last_count = self.count
         if is_drafting:
-            return self.costs[self.count]
+            return self.costs[self.count] + (self.cold[self.num_equal] if self.num_equal < len(self.cold) else 0.0)
         is_fed = not self.pace.is_asleep or self.pace.is_feeding
         return 1.0 + 0.25 * max(0.0, 1 - self.num_alike / 10) + 0.07 * is_fed
 
@@ -106,6 +116,15 @@ def test_the_number_follows_when_costs_change(seed):
     world.costs = line(0.0, 0.5, 5)
     world.live(2500)
     assert world.live(4000) > 0.95 * world.best_fixed()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_number_is_not_dear_because_it_was_probed_with_cold_caches(seed):
+    world = World(0.5, [1.0, 1.17, 1.25, 1.38], seed, cold=(0.3, 0.25), deciding=0.12)
+    world.live(2500)
+    world.share = 0.8
+    world.live(2500)
+    assert world.live(5000) > 0.97 * world.best_fixed()
 
 
 class DriftingBatch:

@@ -73,6 +73,7 @@ class Pace:
     def __init__(self):
         self.verified, self.steps, self.passed = [], [], []
         self.is_trying = False
+        self.num_calm = 0
 
     def note_start(self):
         pass
@@ -80,10 +81,17 @@ class Pace:
     def choose(self, offers):
         return [count for _, count in offers]
 
+    def go_on_alone(self, record, num_drafts, path, num_made, most):
+        if self.num_calm == 0:
+            return 0
+        self.num_calm -= 1
+        self.verified.append((num_drafts, len(path)))
+        return min(most, 2)
+
     def note_verified(self, record, num_drafts, path, num_made):
         self.verified.append((num_drafts, len(path)))
 
-    def note_step(self, num_sequences, num_drafts, duration_s, num_made):
+    def note_step(self, num_sequences, num_drafts, duration_s, num_made, deciding_s):
         self.steps.append((num_sequences, num_drafts))
 
     def pass_step(self, num_drafts):
@@ -148,7 +156,7 @@ def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=5), Doubting(5), 300)
     speculator._pace = pace = Pace()
     told = []
-    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made: told.append((num_drafts, num_made))
+    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made, _: told.append((num_drafts, num_made))
     pace.note_verified = lambda record, num_drafts, path, num_made: told.append((num_drafts, num_made))
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
@@ -160,6 +168,32 @@ def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_
     speculator.end(plan(1), {SequenceId(0): (0, 1)})
     speculator.begin(plan(2))
     assert told == [(0, 0), (5, num_paid), (5, num_paid)]
+
+
+def test_a_sequence_alone_gets_the_drafts_that_were_decided_before():
+    speculator, pace = start(Sampling(is_constrained=False))
+    wishes, pace.num_calm = speculator.end(plan(0), {SequenceId(0): ()}), 2
+    asked = []
+    for step_id in (1, 2, 3):
+        speculator.begin(plan(step_id, wishes))
+        asked.append(wishes[SequenceId(0)])
+        speculator.propose(plan(step_id, wishes))
+        wishes = speculator.end(plan(step_id, wishes), {SequenceId(0): (0,)})
+    speculator.begin(plan(4, wishes))
+    assert asked == [3, 2, 2]
+    assert wishes == {SequenceId(0): 3}
+    assert pace.verified == [(3, 1), (2, 1), (2, 1)]
+    assert pace.steps[1:] == [(1, 3), (1, 2), (1, 2)]
+
+
+def test_a_sequence_beside_a_prompt_is_none_that_decodes_alone():
+    speculator, pace = start(Sampling(is_constrained=False))
+    wishes, pace.num_calm = speculator.end(plan(0), {SequenceId(0): ()}), 2
+    beside = plan(1, wishes, num_prompt_tokens=5)
+    speculator.begin(beside)
+    speculator.propose(beside)
+    assert speculator.end(beside, {SequenceId(0): (0,)}) == {SequenceId(0): 3}
+    assert pace.num_calm == 2
 
 
 def test_steps_with_forced_tokens_alone_tell_the_pace_nothing():
@@ -288,8 +322,7 @@ def test_what_keeps_something_in_blocks_is_told_of_new_ones_when_it_naps():
     steps = [plan(1), plan(2), plan(3), replace(plan(4), new_block_ids={SequenceId(0): (9,)}), plan(5)]
     napped = [run(speculator, step) for step in steps]
     assert napped[-2:] == [True, True]
-    assert [step.step_id for step in told if step.new_block_ids] == [4]
-    assert len(told) == len(steps) - sum(napped) + 1
+    assert [step.step_id for step in told] == [4]
 
 
 def test_nothing_is_asked_for_when_nothing_could_be_drafted():
@@ -307,7 +340,7 @@ def test_what_a_device_waited_for_is_no_part_of_a_plain_step_while_drafts_sleep(
     speculator, pace = start(Sampling(is_constrained=False))
     durations = []
     speculator.end(plan(0), {SequenceId(0): ()})
-    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made: durations.append(duration_s)
+    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made, _: durations.append(duration_s)
     pace.is_asleep = True
     for step_id, (idle_s, took_s, is_asleep) in enumerate([(3.0, 10.0, True), (7.0, 10.0, True), (3.0, 10.0, False)], start=1):
         speculator.begin(plan(step_id))

@@ -224,6 +224,7 @@ void bind_screen(nb::module_& m) {
 void bind_heads(nb::module_& m) {
     nb::class_<ParallelHeads>(m, "ParallelHeads")
         .def(nb::init<>())
+        .def_rw("is_near", &ParallelHeads::is_near)
         .def("add", &ParallelHeads::add, "blocks"_a, "output"_a)
         .def("speak", [](const ParallelHeads& heads, uintptr_t hidden, i64 stride, i32 num_rows, i32 count, uintptr_t logits, int num_threads) {
             heads.speak(reinterpret_cast<const float*>(hidden), stride, num_rows, count, reinterpret_cast<float*>(logits), num_threads);

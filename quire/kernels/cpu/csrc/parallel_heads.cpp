@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "plan.h"
@@ -30,7 +31,7 @@ struct Call {
     i64 stride;
     i32 num_rows;
     std::vector<float>&x, &added;
-    float* logits;
+    int num_threads = 0;  // that came, perhaps fewer than asked for
 };
 
 void run(const Call& call, Worker& worker, Linear& linear, const float* values, i64 stride) {
@@ -45,7 +46,8 @@ void run(const Call& call, Worker& worker, Linear& linear, const float* values, 
 }
 
 void body(void* argument, Worker& worker) {
-    const Call& call = *static_cast<const Call*>(argument);
+    Call& call = *static_cast<Call*>(argument);
+    if (worker.rank == 0) call.num_threads = worker.size;
     const i64 size = call.heads[0].back().weight->weight.k;
     for (std::vector<Linear>& head : call.heads) {
         const float* values = call.hidden;
@@ -75,7 +77,8 @@ void ParallelHeads::add(std::vector<std::shared_ptr<NativeWeight>> blocks, std::
     heads_.push_back({std::move(blocks), std::move(output)});
 }
 
-void ParallelHeads::speak(const float* hidden, i64 stride, i32 num_rows, i32 count, float* logits, int num_threads) const {
+template <class Finishing>
+int ParallelHeads::run(const float* hidden, i64 stride, i32 num_rows, i32 count, int num_threads, Finishing finish) const {
     if (count < 1 || count > static_cast<i32>(heads_.size()) || num_rows < 1) throw std::invalid_argument("there are not so many heads, or no rows");
     const Kernels& table = kernels();
     const i64 size = heads_[0].output->weight.k;
@@ -90,27 +93,43 @@ void ParallelHeads::speak(const float* hidden, i64 stride, i32 num_rows, i32 cou
             linear.job.out = added.data();
             linear.job.out_stride = size;
         }
-        Linear& last = linears[h].emplace_back(table, *heads_[h].output, num_rows);
-        last.job.out = logits + static_cast<i64>(h) * num_rows * vocab();
-        last.job.out_stride = vocab();
-        for (Linear& linear : linears[h]) linear.job.input = &linear.memory.packed;
+        finish(h, linears[h].emplace_back(table, *heads_[h].output, num_rows).job);
+        for (Linear& linear : linears[h]) {
+            linear.job.input = &linear.memory.packed;
+            linear.job.is_near = is_near;
+        }
     }
-    Call call = {table, linears, hidden, stride, num_rows, x, added, logits};
+    Call call = {table, linears, hidden, stride, num_rows, x, added};
     run_team(num_threads, body, &call);
+    return call.num_threads;
+}
+
+void ParallelHeads::speak(const float* hidden, i64 stride, i32 num_rows, i32 count, float* logits, int num_threads) const {
+    run(hidden, stride, num_rows, count, num_threads, [&](i32 head, LinearJob& job) {
+        job.out = logits + static_cast<i64>(head) * num_rows * vocab();
+        job.out_stride = vocab();
+    });
 }
 
 std::vector<std::vector<i32>> ParallelHeads::best(const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const {
-    // Kept from call to call, as fresh pages cost as much as a head. One per calling thread.
-    thread_local std::vector<float> logits;
-    const size_t num_said = static_cast<size_t>(std::max(count, 0)) * std::max(num_rows, 0);
-    if (logits.size() < num_said * vocab()) logits.resize(num_said * vocab());
-    speak(hidden, stride, num_rows, count, logits.data(), num_threads);
-    std::vector<i32> tokens(num_said);
-    best_tokens(kernels(), logits.data(), vocab(), static_cast<i32>(num_said), vocab(), num_threads, tokens.data());
+    const i64 most = std::max(num_threads, 1), num_said = static_cast<i64>(std::max(count, 0)) * std::max(num_rows, 0);
+    std::vector<float> values(num_said * most, -__builtin_inff());
+    std::vector<i32> indices(num_said * most, -1);
+    const int size = run(hidden, stride, num_rows, count, num_threads, [&](i32 head, LinearJob& job) {
+        job.finish = Finish::best;
+        job.best_value = values.data() + head * num_rows * most;
+        job.best_index = indices.data() + head * num_rows * most;
+    });
+    const auto best_at = [&](i32 head, i32 row) {
+        float value = 0.0f;
+        const i64 first = head * num_rows * most + static_cast<i64>(row) * size;
+        const i32 token = best_of(values.data() + first, indices.data() + first, size, value);
+        return std::isfinite(value) ? token : 0;
+    };
     std::vector<std::vector<i32>> found(num_rows, std::vector<i32>(count));
     for (i32 row = 0; row < num_rows; ++row) {
         for (i32 h = 0; h < count; ++h) {
-            const i32 token = std::max(tokens[h * num_rows + row], 0);
+            const i32 token = best_at(h, row);
             found[row][h] = vocabulary == nullptr ? token : vocabulary[token];
         }
     }

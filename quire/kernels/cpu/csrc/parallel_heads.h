@@ -20,7 +20,13 @@ public:
 
     i32 vocab() const { return heads_.empty() ? 0 : heads_[0].output->weight.n; }
 
+    bool is_near = false;  // the weights are expected in a cache
+
 private:
+    // Run the first `count` heads; finish(head, job) says what becomes of what one says. Return how many threads came.
+    template <class Finishing>
+    int run(const float* hidden, i64 stride, i32 num_rows, i32 count, int num_threads, Finishing finish) const;
+
     struct Head {
         std::vector<std::shared_ptr<NativeWeight>> blocks;
         std::shared_ptr<NativeWeight> output;
