@@ -117,7 +117,8 @@ def test_same_answers_whatever_is_asked_for(plain, case, kind):
             expect_stops_within_runs(outputs, runs)
         if "num_kv_blocks" in CASES[case][1] and case != "pieces of prompts":
             assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert sum(count >= 2 for counts in runs.values() for count in counts) >= (1 if kind == "lookahead" else 3)
+    least = 1 if kind == "lookahead" else 2  # whose guesses start anew behind a preemption
+    assert sum(count >= least for counts in runs.values() for count in counts) >= 3
     check_invariants(llm.llm_engine.scheduler)
     pool = llm.llm_engine.scheduler.kv.pool
     assert pool.num_free == CASES[case][1].get("num_kv_blocks", 120)
