@@ -68,11 +68,11 @@ CASES = {
         lambda: [
             (PROMPTS[seed], asked(seed, n=3, logprobs=0, **(JSON if seed % 2 else {}), temperature=1)) for seed in range(4)
         ],
-        {"num_kv_blocks": 22},
+        {"num_kv_blocks": 25},
     ),
     "pieces of prompts": (
         lambda: [((LONG, PROMPTS[seed % 3])[seed % 2], asked(seed, **(JSON if seed % 3 else {}))) for seed in range(6)],
-        {"long_prefill_token_threshold": 13, "max_num_batched_tokens": 32, "num_kv_blocks": 120},
+        {"long_prefill_token_threshold": 13, "max_num_batched_tokens": 32},
     ),
 }
 KINDS = ("eagle3 tree", "eagle3 merged", "mtp", "medusa tree", "draft_model", "lookahead", "suffix", "self")
@@ -109,14 +109,14 @@ CHOSEN = [
 def test_same_answers_whatever_is_asked_for(plain, case, kind):
     requests, expected = plain(case)
     llm = start(kind, **CASES[case][1])
-    runs = note_runs(llm.llm_engine)
+    runs, num_preemptions = note_runs(llm.llm_engine), 0
     for turn in range(2):  # what was computed behind an end is never found as if it were known
         outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
         assert answers(outputs) == answers(expected)
         if case == "stop strings" and turn == 0:
             expect_stops_within_runs(outputs, runs)
-        if "num_kv_blocks" in CASES[case][1] and case != "pieces of prompts":
-            assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        num_preemptions += sum(output.metrics.num_preemptions for output in outputs)
+    assert num_preemptions > 0 or case != "choices in a small cache"
     least = 1 if kind == "lookahead" else 2  # whose guesses start anew behind a preemption
     assert sum(count >= least for counts in runs.values() for count in counts) >= 3
     check_invariants(llm.llm_engine.scheduler)
