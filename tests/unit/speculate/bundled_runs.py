@@ -87,16 +87,15 @@ def said(choice):
     return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, choice.logprobs, choice.cumulative_logprob
 
 
-def note_runs(llm):
-    """Return by seed the numbers of drafts that are accepted in each step from now on, without those that were forced."""
-    speculator, runs = llm.llm_engine._runner._speculator, defaultdict(list)
+def note_runs(engine):
+    """Return by seed how many drafts are accepted in each step from now on, without those that were forced."""
+    speculator, runs = engine._runner._speculator, defaultdict(list)
     end = speculator.end
 
     def note(plan, paths):
         for key, path in paths.items():
-            if path:
-                seed = speculator._followed[key].sequence.request.seed
-                runs[seed].append(len(path) - min(len(path), len(speculator._forced.of(key))))
+            seed = speculator._followed[key].sequence.request.seed
+            runs[seed].append(len(path) - min(len(path), len(speculator._forced.of(key))))
         return end(plan, paths)
 
     speculator.end = note

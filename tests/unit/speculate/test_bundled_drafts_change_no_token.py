@@ -55,7 +55,7 @@ def expect_same(plain, cache, kind, run, seeds, drafts_forced=True):
     options, num_rounds = RUNS[run]
     llm = start(kind, kv_cache_dtype=cache, **options)
     llm.llm_engine.draft_forced(drafts_forced)
-    runs = note_runs(llm)
+    runs = note_runs(llm.llm_engine)
     for turn in range(num_rounds):
         outputs = generate(llm, seeds)
         assert [said(output.outputs[0]) for output in outputs] == [plain[seed] for seed in seeds]

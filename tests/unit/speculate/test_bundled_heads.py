@@ -1,9 +1,12 @@
 """The bundled heads draft well: a wrong hidden state would change no token, and be seen here alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.model.resolve import BUNDLED_HEADS
+from quire.speculate import build
 
 # Prose of our own in the manner of the books that the demo model was trained on.
 PROMPTS = [
@@ -16,7 +19,8 @@ PROMPTS = [
     "The boys went down to the river as soon as it was dark, and they took the old boat that was tied under the trees. Tom "
     "said that he did not",
 ]
-FLOORS = {"demo-eagle3": [0.65, 0.5, 0.4], "demo-mtp": [0.65, 0.5, 0.4], "demo-medusa": [0.45, 0.2, 0.1]}
+FLOORS = {"demo-eagle3": [0.71, 0.53, 0.42], "demo-mtp": [0.72, 0.5, 0.36], "demo-medusa": [0.42, 0.19, 0.09]}
+"""Of the share of drafts that are accepted, by position: 0.03 below what 1,000 of them or more had."""
 
 
 def start(head, **options):
@@ -29,7 +33,13 @@ def generate(llm):
     return llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), use_tqdm=False)
 
 
-def acceptance(llm):
+def generate_many(llm):
+    """Texts that differ, though not by much, so that more drafts are seen than those of the likeliest ones."""
+    options = {"temperature": 0.3, "seed": 1, "n": 22, "max_tokens": 40, "ignore_eos": True}
+    return llm.generate(PROMPTS, SamplingParams(**options), use_tqdm=False)
+
+
+def acceptance(llm, generate=generate):
     """Run the prompts; return the share of accepted drafts by position."""
     stats = llm.llm_engine.stats
     num_before, before = stats.num_drafts, _three(stats.accepted_per_pos)
@@ -38,34 +48,102 @@ def acceptance(llm):
     return [count / (stats.num_drafts - num_before) for count in accepted], outputs
 
 
+def acceptance_of_many(head, feed=None):
+    """Return the share of accepted drafts by position, of a thousand drafts or more; feed: changes what is fed."""
+    llm = start(head, num_kv_blocks=200, max_num_seqs=16)
+    if feed is not None:
+        proposer = llm.llm_engine._runner._speculator._proposer
+        proposer.feed_all = feed(proposer.feed_all)
+    found, _ = acceptance(llm, generate_many)
+    assert llm.llm_engine.stats.num_drafts >= 1000
+    llm.close()
+    return found
+
+
 def _three(counts):
     """The counts of three positions; there are none of positions where nothing was accepted yet."""
     return [*counts, 0, 0, 0][:3]
 
 
+def is_above(found, head):
+    return all(share > floor for share, floor in zip(found, FLOORS[head], strict=True))
+
+
 @pytest.mark.parametrize("head", BUNDLED_HEADS)
-def test_acceptance_is_above_its_floor_cold_and_with_cached_prefixes(head):
+def test_acceptance_is_above_its_floor(head):
+    found = acceptance_of_many(head)
+    assert is_above(found, head), found
+
+
+@pytest.mark.parametrize("head", BUNDLED_HEADS)
+def test_acceptance_is_the_same_with_cached_prefixes(head):
     llm = start(head)
     cold, _ = acceptance(llm)
     cached, outputs = acceptance(llm)
     assert min(output.metrics.num_cached_tokens for output in outputs) >= 16
-    assert all(share > floor for share, floor in zip(cold, FLOORS[head], strict=True)), cold
     assert all(abs(a - b) < 0.05 for a, b in zip(cold, cached, strict=True)), (cold, cached)
     llm.close()
 
 
-@pytest.mark.parametrize("head", ["demo-eagle3", "demo-mtp"])
-def test_acceptance_falls_when_the_features_are_in_a_wrong_order(head):
-    llm = start(head)
-    right, _ = acceptance(llm)
-    llm.close()
-    llm = start(head)
-    proposer = llm.llm_engine._runner._speculator._proposer
-    feed = proposer.feed_all
-    proposer.feed_all = lambda fed, features: feed(fed, features.flip(-1))
-    wrong, _ = acceptance(llm)
-    assert wrong[0] < 0.8 * right[0], (right, wrong)
-    llm.close()
+def flipped(feed_all):
+    """Feed features in the wrong order."""
+    return lambda fed, features: feed_all(fed, features.flip(-1))
+
+
+def shifted(feed_all):
+    """Feed the features of the place before."""
+    before = {}
+
+    def feed(fed, features):
+        wrong, row = features.clone(), 0
+        for sequence, _, count in fed:
+            wrong[row + 1 : row + count] = features[row : row + count - 1]
+            wrong[row] = before.get(id(sequence), wrong[row])
+            before[id(sequence)] = features[row + count - 1].clone()
+            row += count
+        feed_all(fed, wrong)
+
+    return feed
+
+
+HEAVY = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("head", "feed"),
+    [
+        ("demo-eagle3", shifted),
+        pytest.param("demo-eagle3", flipped, marks=HEAVY),
+        pytest.param("demo-mtp", shifted, marks=HEAVY),
+        pytest.param("demo-mtp", flipped, marks=HEAVY),
+        pytest.param("demo-medusa", shifted, marks=HEAVY),
+        pytest.param("demo-medusa", flipped, marks=HEAVY),
+    ],
+)
+def test_acceptance_is_below_its_floor_when_other_features_are_fed(head, feed):
+    found = acceptance_of_many(head, feed)
+    assert found[0] < FLOORS[head][0] - 0.1, found
+
+
+WRONG = [
+    pytest.param("demo-eagle3", {"tap_layers": (2, 5, 6)}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"tap_layers": (1, 4, 6)}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"recycles_normed": True}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"is_residual_normed": True}, marks=HEAVY),
+]
+
+
+@pytest.mark.parametrize(("head", "change"), WRONG)
+def test_acceptance_is_below_its_floor_when_a_head_is_read_wrongly(monkeypatch, head, change):
+    find = build.find_layer_head
+
+    def find_wrong(*args):
+        folder, found = find(*args)
+        return folder, replace(found, **change)
+
+    monkeypatch.setattr(build, "find_layer_head", find_wrong)
+    found = acceptance_of_many(head)
+    assert not is_above(found, head), found
 
 
 def test_a_long_prompt_is_drafted_behind_when_a_block_is_longer_than_what_waits():
