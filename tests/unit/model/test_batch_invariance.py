@@ -18,7 +18,9 @@ from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.resolve import resolve_model
 from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.quant.weight import QuantizedWeight
 from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.model.quantised_checkpoint import CONFIGS, WEIGHTS, write_quantised
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -30,12 +32,33 @@ PRECISIONS = {
     "f32": ("float32", None),
     "bf16": ("bfloat16", None),
     "bf16-short": ("bfloat16", None),
+    "f16": ("float16", None),
     "int8": ("bfloat16", "int8"),
     "int4": ("bfloat16", "int4"),
     "f32-int8": ("float32", "int8"),
     "fp8": ("bfloat16", "fp8"),
     "f32-fp8": ("float32", "fp8"),
 }
+
+
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STORED = {
+    "gptq-act-order": None,
+    "awq": None,
+    "int8": None,
+    "int8-tokens": {
+        **CONFIGS["int8"],
+        "config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": TOKENS}},
+    },
+}
+"""Formats and their configs, where they are not those that write_quantised has."""
+TRAITS = {
+    "gptq-act-order": (True, True, False),
+    "awq": (True, False, False),
+    "int8": (False, False, False),
+    "int8-tokens": (False, False, True),
+}
+"""Whether weights have zero points and an order of their columns, and inputs are quantised by token."""
 
 
 @pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"])
@@ -62,7 +85,8 @@ class Bench:
 
     def __init__(self, decoder, sequences, rng, kv_dtype=None):
         self.decoder, self.sequences = decoder, sequences
-        shape = KvSpec.of(decoder.spec, BLOCK_SIZE, cast("Dtype", kv_dtype or decoder.spec.dtype))
+        dtype = "float32" if decoder.spec.dtype == "float16" else decoder.spec.dtype
+        shape = KvSpec.of(decoder.spec, BLOCK_SIZE, cast("Dtype", kv_dtype or dtype))
         counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
         order = list(range(sum(counts)))
         rng.shuffle(order)
@@ -159,7 +183,20 @@ def test_logits_of_bundled_models_are_the_same_to_the_bit_in_random_batches(mode
     check_mixtures(build(resolve_model(model), precision), seed=threads)
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", STORED)
+def test_logits_of_stored_integers_are_the_same_to_the_bit_in_random_batches(tmp_path, kind, dtype, family, threads):
+    folder, _ = write_quantised(tmp_path, family, kind.partition("-")[0], quantization=STORED[kind])
+    spec = read_model_spec(folder, dtype)
+    parameters = load_parameters(folder, spec)
+    weight = parameters["layers.0.o.weight"]
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.offset is not None, weight.columns is not None, weight.is_token_quantized) == TRAITS[kind]
+    check_mixtures(NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS)), seed=threads)
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
 def test_logits_are_the_same_to_the_bit_when_the_cache_is_int8(tiny_family, precision):
     check_mixtures(build(tiny_family, precision), seed=3, kv_dtype="int8")
 

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,69 +14,15 @@ from quire.model.parameters import parameter_shapes
 from quire.quant.config import AwqConfig, GptqConfig
 from quire.quant.parameters import QuantizedStack
 from quire.quant.weight import QuantizedWeight
-from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.quant import packers
+from tests.unit.model.quantised_checkpoint import CONFIGS, quantise, write_quantised
 
-GROUP = 8
 PROMPT = [5, 100, 7, 44, 300, 2, 9]
-WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-CONFIGS = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-    "int8": {"format": "int-quantized", "config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS}}},
-    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},
-    "bnb": {"quant_method": "bitsandbytes", "load_in_8bit": True},
-}
-CONFIGS["gptq"]["checkpoint_format"] = "gptq_v2"
 
 
 @pytest.fixture(autouse=True)
 def seed():
     """Every weight that is drawn is the same in every run."""
     torch.manual_seed(0)
-
-
-def _quantise(method, weight, seed):
-    """Return the stored parts of a weight [O, K] in a format, and the numbers they stand for."""
-    rows, columns = weight.shape
-    rng = np.random.default_rng(seed)
-    if method == "fp8":
-        codes, scale = weight.to(torch.float8_e4m3fn), torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
-        whole = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
-        return {"weight": codes, "weight_scale_inv": scale}, codes.float() * whole
-    if method in ("int8", "bnb"):
-        codes = torch.from_numpy(rng.integers(-128, 128, (rows, columns)).astype(np.int8))
-        scale = torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed)) / 64
-        if method == "bnb":
-            return {"weight": codes, "SCB": scale.flatten()}, codes.float() * (scale / 127)
-        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
-    codes, zeros = rng.integers(0, 16, (rows, columns)), rng.integers(0, 16, (rows, columns // GROUP))
-    scales = (rng.random((rows, columns // GROUP)) / 16).astype(np.float16)
-    groups = np.arange(columns) // GROUP
-    if method == "awq":
-        return packers.awq(codes, zeros, scales), packers.affine(codes, zeros, scales, groups)
-    groups = np.random.default_rng(columns).permutation(groups)
-    return packers.gptq(codes, zeros, scales, 4, True, groups), packers.affine(codes, zeros, scales, groups)
-
-
-def _write(tmp_path, family, method, modules="_proj", rename=lambda name: name, **changes):
-    """Write a quantised checkpoint and the dense one of its numbers; return both folders."""
-    quantised, dense = (write_checkpoint(tmp_path / kind, family) for kind in ("quantised", "dense"))
-    stored, numbers = {}, {}
-    for index, (name, tensor) in enumerate(load_file(dense / "model.safetensors").items()):
-        module, _, kind = rename(name).rpartition(".")
-        numbers[rename(name)] = tensor
-        if kind != "weight" or not any(part in module for part in modules.split("|")):
-            stored[rename(name)] = tensor
-            continue
-        parts, numbers[rename(name)] = _quantise(method, tensor, index)
-        stored |= {f"{module}.{part}": value for part, value in parts.items()}
-    config = json.loads((dense / "config.json").read_text()) | changes
-    for folder, tensors, extra in ((quantised, stored, {"quantization_config": CONFIGS[method]}), (dense, numbers, {})):
-        save_file({name: t.clone().contiguous() for name, t in tensors.items()}, folder / "new")
-        (folder / "new").replace(folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({**config, **extra}))
-    return quantised, dense
 
 
 def _edit(folder, change):
@@ -105,7 +50,7 @@ def _to_mixtral(name):
 @pytest.mark.parametrize("method", CONFIGS)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_logits_are_those_of_the_dense_checkpoint(tmp_path, family, method):
-    quantised, dense = _write(tmp_path, family, method)
+    quantised, dense = write_quantised(tmp_path, family, method)
     assert (_logits(quantised) - _logits(dense)).abs().max() < 1e-4
     parameters, spec = _load(quantised), read_model_spec(quantised)
     assert {name: tuple(value.shape) for name, value in parameters.items()} == parameter_shapes(spec)
@@ -115,7 +60,7 @@ def test_logits_are_those_of_the_dense_checkpoint(tmp_path, family, method):
 def test_experts_may_have_the_names_of_mixtral(tmp_path, method):
     changes = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     changes |= {"num_experts": None, "intermediate_size": 24}
-    quantised, dense = _write(tmp_path, "qwen3_moe", method, "w1|w2|w3|_proj", _to_mixtral, **changes)
+    quantised, dense = write_quantised(tmp_path, "qwen3_moe", method, "w1|w2|w3|_proj", _to_mixtral, **changes)
 
     def without_norms(tensors):
         return {name: tensor for name, tensor in tensors.items() if "q_norm" not in name and "k_norm" not in name}
@@ -126,7 +71,7 @@ def test_experts_may_have_the_names_of_mixtral(tmp_path, method):
 
 
 def test_linear_weights_stay_quantised_when_they_are_integers(tmp_path):
-    parameters = _load(_write(tmp_path, "qwen3_moe", "gptq")[0])
+    parameters = _load(write_quantised(tmp_path, "qwen3_moe", "gptq")[0])
     assert isinstance(parameters["layers.0.q.weight"], QuantizedWeight)
     stack = parameters["layers.0.experts.gate_up.weight"]
     assert isinstance(stack, QuantizedStack)
@@ -136,26 +81,26 @@ def test_linear_weights_stay_quantised_when_they_are_integers(tmp_path):
 
 
 def test_weights_are_tensors_of_the_dtype_when_the_format_has_no_integers(tmp_path):
-    folder = _write(tmp_path, "qwen3", "fp8")[0]
+    folder = write_quantised(tmp_path, "qwen3", "fp8")[0]
     parameters = load_parameters(folder, read_model_spec(folder, "bfloat16"))
     assert all(isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 for value in parameters.values())
 
 
 def test_head_may_be_quantised(tmp_path):
-    quantised, dense = _write(tmp_path, "qwen3", "int8", "_proj|lm_head")
+    quantised, dense = write_quantised(tmp_path, "qwen3", "int8", "_proj|lm_head")
     assert isinstance(_load(quantised)["lm_head.weight"], QuantizedWeight)
     assert (_logits(quantised) - _logits(dense)).abs().max() < 1e-4
 
 
 def test_head_is_used_when_it_is_quantised_and_config_says_tied(tmp_path, caplog):
-    quantised, dense = _write(tmp_path, "qwen3", "int8", "lm_head", tie_word_embeddings=True)
+    quantised, dense = write_quantised(tmp_path, "qwen3", "int8", "lm_head", tie_word_embeddings=True)
     assert isinstance(_load(quantised)["lm_head.weight"], QuantizedWeight)
     assert "lm_head.weight is used" in caplog.text
     assert (_logits(quantised) - _logits(dense)).abs().max() < 1e-4
 
 
 def test_embedding_stays_quantised_when_it_is_stored_so(tmp_path):
-    quantised, dense = _write(tmp_path, "qwen3", "int8", "embed_tokens")
+    quantised, dense = write_quantised(tmp_path, "qwen3", "int8", "embed_tokens")
     assert torch.equal(_load(quantised)["embed.weight"].dequantize(), _load(dense)["embed.weight"])
 
 
@@ -168,7 +113,7 @@ def test_parameters_are_rows_of_one_weight_when_projections_are_fused(write_conf
     dense = {}
     shapes = {"self_attn.qkv": (64, 32), "self_attn.o": (32, 32), "mlp.gate_up": (96, 32), "mlp.down": (32, 48)}
     for index, (module, shape) in enumerate(shapes.items()):
-        parts, dense[module] = _quantise(method, torch.randn(shape), index)
+        parts, dense[module] = quantise(method, torch.randn(shape), index)
         stored |= {f"model.layers.0.{module}_proj.{part}": value for part, value in parts.items()}
     save_file(stored, folder / "model.safetensors")
     parameters = _load(folder)
@@ -186,7 +131,7 @@ def test_parameters_are_rows_of_one_weight_when_projections_are_fused(write_conf
 
 
 def test_experts_are_dense_when_their_pieces_do_not_fit_together(tmp_path):
-    quantised = _write(tmp_path, "qwen3_moe", "int8")[0]
+    quantised = write_quantised(tmp_path, "qwen3_moe", "int8")[0]
     scheme = {"type": "int", "symmetric": True, "strategy": "channel"}
     groups = {
         "a": {"targets": ["re:.*gate_proj"], "weights": {**scheme, "num_bits": 4}},
@@ -212,7 +157,7 @@ def test_experts_are_dense_when_their_pieces_do_not_fit_together(tmp_path):
 
 
 def test_scales_of_activations_and_of_the_cache_are_left_out_with_a_line_in_the_log(tmp_path, caplog):
-    quantised, dense = _write(tmp_path, "qwen3", "int8")
+    quantised, dense = write_quantised(tmp_path, "qwen3", "int8")
 
     def add(tensors):
         attention = "model.layers.0.self_attn."
@@ -226,7 +171,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_with_a_line_in_the_
 
 
 def test_bias_that_the_model_lacks_is_left_out_only_when_it_is_zero(tmp_path):
-    quantised, dense = _write(tmp_path, "qwen3", "gptq")
+    quantised, dense = write_quantised(tmp_path, "qwen3", "gptq")
     name = "model.layers.0.self_attn.q_proj.bias"
     _edit(quantised, lambda tensors: {**tensors, name: torch.zeros(32)})
     assert (_logits(quantised) - _logits(dense)).abs().max() < 1e-4
@@ -236,7 +181,7 @@ def test_bias_that_the_model_lacks_is_left_out_only_when_it_is_zero(tmp_path):
 
 
 def test_wrong_shape_is_found_before_anything_is_unpacked(tmp_path):
-    folder = _write(tmp_path, "qwen3", "gptq")[0]
+    folder = write_quantised(tmp_path, "qwen3", "gptq")[0]
 
     def double(tensors):
         name = "model.layers.0.mlp.up_proj"
@@ -250,7 +195,7 @@ def test_wrong_shape_is_found_before_anything_is_unpacked(tmp_path):
 
 
 def test_missing_part_is_named(tmp_path):
-    folder = _write(tmp_path, "qwen3", "gptq")[0]
+    folder = write_quantised(tmp_path, "qwen3", "gptq")[0]
     _edit(folder, lambda tensors: {n: t for n, t in tensors.items() if n != "model.layers.1.mlp.up_proj.scales"})
     with pytest.raises(ModelFormatError, match=r"model\.layers\.1\.mlp\.up_proj\.scales is missing"):
         _load(folder)
@@ -265,7 +210,7 @@ def test_missing_part_is_named(tmp_path):
     ],
 )
 def test_quantised_tensors_are_refused_when_no_config_speaks_of_them(tmp_path, method, stored):
-    folder = _write(tmp_path, "qwen3", method)[0]
+    folder = write_quantised(tmp_path, "qwen3", method)[0]
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -274,7 +219,7 @@ def test_quantised_tensors_are_refused_when_no_config_speaks_of_them(tmp_path, m
 
 
 def test_config_of_modelopt_alone_is_refused_by_name(tmp_path):
-    folder = _write(tmp_path, "qwen3", "fp8")[0]
+    folder = write_quantised(tmp_path, "qwen3", "fp8")[0]
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
