@@ -108,8 +108,16 @@ def _stated_constraint(body: SamplingFields) -> Constraint | None:
     for name in GUIDED_KINDS:
         value = getattr(body, f"guided_{name}")
         if value is not None and (name, value) != ("json_object", False):
-            return replace(StructuredOutputsParams(**{name: value}).constraint(), param=f"guided_{name}")
+            return _guided_constraint(name, value)
     return None
+
+
+def _guided_constraint(name: str, value: Any) -> Constraint:
+    sent = f"guided_{name}"
+    try:
+        return replace(StructuredOutputsParams(**{name: value}).constraint(), param=sent)
+    except RequestError as error:
+        raise RequestError(str(error).replace(f"structured_outputs.{name}", sent, 1), sent) from None
 
 
 def chat_options(body: ChatCompletionRequest) -> GenerationOptions:

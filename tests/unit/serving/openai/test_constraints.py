@@ -216,6 +216,13 @@ def test_answer_follows_reasoning_within_one_grammar_when_the_model_reasons(engi
         ),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+        ({"guided_choice": []}, "guided_choice", "guided_choice: must be a list of at least one"),
+        ({"guided_json": {}, "guided_whitespace_pattern": "_"}, "guided_json", "whitespace_pattern may match white space"),
+        (
+            {"structured_outputs": {"grammar": 'start: "a"'}, "tools": TOOLS},
+            "structured_outputs.grammar",
+            "a grammar can stand neither beside calls of tools nor behind the model's reasoning",
+        ),
         ({"structured_outputs": {"json": {"description": "x" * 70000}}}, "structured_outputs.json", "65536"),
     ],
 )
