@@ -88,7 +88,8 @@ def test_matcher_is_complete_when_nothing_can_follow(compiler):
             "special token",
         ),
         ("grammar", 'start: "a"', "GBNF"),
-        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no output can begin"),
+        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "leads back to itself"),
+        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "no output can begin"),
     ],
 )
 def test_constraint_is_refused_when_it_would_be_weakened(compiler, kind, source, words):
