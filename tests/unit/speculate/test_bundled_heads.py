@@ -112,7 +112,7 @@ HEAVY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "feed"),
     [
-        ("demo-eagle3", shifted),
+        pytest.param("demo-eagle3", shifted, marks=HEAVY),
         pytest.param("demo-eagle3", flipped, marks=HEAVY),
         pytest.param("demo-mtp", shifted, marks=HEAVY),
         pytest.param("demo-mtp", flipped, marks=HEAVY),
