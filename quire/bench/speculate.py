@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -70,13 +70,13 @@ class Trial:
         return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("output_len", self.output_len),
-            ("num_iters", self.num_rounds),
-            ("batch sizes", min(self.batch_sizes)),
+        for name, value, least in (
+            ("output_len", self.output_len, 2),  # of one token nothing is decoded
+            ("num_iters", self.num_rounds, 1),
+            ("batch sizes", min(self.batch_sizes), 1),
         ):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
         for method in self.methods:
             if method.startswith(_REPLAY):
                 _share_of(method)
@@ -91,8 +91,9 @@ class Line:
     """One method at one batch size; times are medians of whole runs.
 
     num_batches      different batches of prompts that were run
-    speed_up         median of the ratios of runs that followed each other
+    speed_up         median of the ratios of runs that followed each other, prompts included
     spread           lower and upper quartile of these ratios
+    decoding         median of the ratios of what came behind the first token of each run: of time per output token
     overall          ratio of the times of all runs together
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
@@ -105,6 +106,7 @@ class Line:
     num_batches: int
     speed_up: float
     spread: tuple[float, float]
+    decoding: float
     overall: float
     plain_s: float
     speculative_s: float
@@ -126,13 +128,14 @@ class SpeculationRecord:
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
-        ratios = f"{'speed-up':>10}{'quartiles':>12}{'overall':>9}"
+        ratios = f"{'speed-up':>10}{'quartiles':>12}{'decoding':>9}{'overall':>9}"
         text = [f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"]
         for line in self.lines:
             shares = " ".join(f"{share:.2f}" for share in line.acceptance)
             spread = f"{line.spread[0]:.2f} {line.spread[1]:.2f}"
             text.append(
-                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.overall:>9.2f}"
+                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.decoding:>9.2f}"
+                f"{line.overall:>9.2f}"
                 f"{line.tokens_per_step:>10.2f}{line.drafts_per_step:>8.2f}  {shares}"
                 + (f"  ({line.same_outputs:.0%} of the outputs are those without drafts)" if line.same_outputs < 1 else "")
             )
@@ -207,28 +210,28 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     for index in range(trial.num_warm_up):
         _run(llm, batches[index % len(batches)], trial, with_drafts=True)
         bar.update()
-    plain_s: list[float] = []
-    speculative_s: list[float] = []
+    plain: list[_Took] = []
+    speculative: list[_Took] = []
     counts, num_tokens, num_same = _Counts(), 0, 0
     is_exact = engine.report.device == "cpu" or engine.config.deterministic
     for index in range(trial.num_rounds):
         chosen = index % len(batches)
         for with_drafts in (index % 2 == 0, index % 2 == 1):
             before = replace(engine.stats, accepted_per_pos=list(engine.stats.accepted_per_pos))
-            found, duration_s = _run(llm, batches[chosen], trial, with_drafts=with_drafts)
+            found, took = _run(llm, batches[chosen], trial, with_drafts=with_drafts)
             bar.update()
             if not with_drafts:
-                plain_s.append(duration_s)
+                plain.append(took)
                 continue
-            speculative_s.append(duration_s)
+            speculative.append(took)
             counts.add(before, engine.stats)
             num_tokens += sum(len(output.outputs[0].token_ids) for output in found)
             num_same += sum(
                 a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(found, expected[chosen], strict=True)
             )
-            if is_exact and num_same < len(speculative_s) * batch_size:
+            if is_exact and num_same < len(speculative) * batch_size:
                 raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
-    ratios = [plain / drafted for plain, drafted in zip(plain_s, speculative_s, strict=True)]
+    ratios = [one.whole_s / other.whole_s for one, other in zip(plain, speculative, strict=True)]
     quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Line(
         method=method,
@@ -236,9 +239,10 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         num_batches=len(batches),
         speed_up=quarters[1],
         spread=(quarters[0], quarters[2]),
-        overall=sum(plain_s) / sum(speculative_s),
-        plain_s=statistics.median(plain_s),
-        speculative_s=statistics.median(speculative_s),
+        decoding=statistics.median(one.decoding_s / other.decoding_s for one, other in zip(plain, speculative, strict=True)),
+        overall=sum(one.whole_s for one in plain) / sum(other.whole_s for other in speculative),
+        plain_s=statistics.median(one.whole_s for one in plain),
+        speculative_s=statistics.median(other.whole_s for other in speculative),
         tokens_per_step=num_tokens / (counts.num_steps * batch_size),
         drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
         acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
@@ -246,8 +250,15 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     )
 
 
-def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_drafts: bool) -> tuple[list[Any], float]:
-    """Run the batch once; return its outputs and the seconds it took, in which every sequence went to its full length."""
+class _Took(NamedTuple):
+    """Seconds of a run, and of what came behind its first token."""
+
+    whole_s: float
+    decoding_s: float
+
+
+def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_drafts: bool) -> tuple[list[Any], _Took]:
+    """Run the batch once; return its outputs and what it took, in which every sequence went to its full length."""
     llm.llm_engine.pause_drafts(not with_drafts)
     params = [
         SamplingParams(temperature=trial.temperature, seed=index, max_tokens=trial.output_len, ignore_eos=True)
@@ -257,7 +268,9 @@ def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_draf
     salted = [{**prompt, "cache_salt": str(llm.llm_engine.stats.num_steps)} for prompt in prompts]
     begin = time.perf_counter()
     outputs = llm.generate(salted, params, use_tqdm=False)
-    return outputs, time.perf_counter() - begin
+    whole_s = time.perf_counter() - begin
+    first = min(output.metrics.first_token_time for output in outputs)
+    return outputs, _Took(whole_s, max(output.metrics.finished_time for output in outputs) - first)
 
 
 def quoting_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
