@@ -76,8 +76,8 @@ def test_a_trial_that_cannot_be_is_refused():
             trial((f"replay:{share}",))
     with pytest.raises(ConfigError, match="'guess' is unknown"):
         trial(("replay:1", '{"method": "guess"}'))
-    with pytest.raises(ConfigError, match="output_len must be at least 1"):
-        trial(("replay:1",), output_len=0)
+    with pytest.raises(ConfigError, match="output_len must be at least 2"):
+        trial(("replay:1",), output_len=1)
 
 
 def test_prompts_are_passages_and_quotes_begin_again():
