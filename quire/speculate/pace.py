@@ -54,6 +54,9 @@ _STEPS_OF_NAP, _NAPS_END = 32, 96
 fiftieth of it. Before it wakes it learns anew how fast the machine is."""
 _STEPS_TO_FORGET = 4
 """Steps without drafts after which the next one with some has to compute first what was slept through: it tells nothing."""
+_MARGIN_OF_SEVERAL = 1.04
+"""Times of what they take that steps of several sequences with drafts are charged: how long plain ones would take is known less
+well there, so that what gains less than this may as well lose."""
 _MOST_OFF = 1.3
 """Times that a step may have taken longer than others like it: more is another program's work."""
 _MOST_TRIED_ROWS = 64
@@ -150,9 +153,11 @@ class Pace:
         took = self._took(num_sequences, num_drafts, kind, duration_s)
         is_settled = self._num_alike >= (STEPS_TO_SETTLE_AWAKE if self._was_awake else _STEPS_TO_SETTLE)
         if is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
-            self._note_time(num_sequences, num_drafts, kind, duration_s - deciding_s)
+            # Of several sequences it takes as long whatever is drafted, if anything is.
+            self._note_time(num_sequences, num_drafts, kind, duration_s - (deciding_s if num_sequences == 1 else 0.0))
         if self._was_awake and took is not None:
-            self._earn(1.0 + self._num_accepted / num_sequences, took)
+            charged = _MARGIN_OF_SEVERAL * took if num_sequences > 1 and num_drafts > 0 else took
+            self._earn(1.0 + self._num_accepted / num_sequences, charged)
 
     def doze(self, num_sequences: int) -> bool:
         """Take in the step that ends, if it need not be noted and nothing is to be chosen; return whether that is so."""

@@ -178,3 +178,30 @@ def test_a_machine_that_changed_its_speed_in_a_trial_does_not_make_a_batch_belie
         rates.append(batch.live(3000))
     assert min(rates) > 0.94
     assert median(rates) > 0.985
+
+
+class FutileBatch(DriftingBatch):
+    """Eight sequences whose drafts cost a little more than they gain, however many they are."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.num_drafting = 0
+
+    def duration(self):
+        if sum(self.counts) == 0:
+            return super().duration()
+        self.num_alike, self.was_drafting = 0, True
+        self.num_drafting += 1
+        gained = sum(self.share**depth for count in self.counts for depth in range(1, count + 1))
+        return 1.015 * (1 + gained / len(self.counts))
+
+
+def test_a_batch_does_not_go_on_with_drafts_that_gain_nothing():
+    shares = []
+    for seed in range(12):
+        batch = FutileBatch(seed)
+        batch.live(1500)
+        batch.num_drafting = 0
+        batch.live(3000)
+        shares.append(batch.num_drafting / 3000)
+    assert median(shares) < 0.5
