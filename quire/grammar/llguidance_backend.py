@@ -21,7 +21,7 @@ _MAX_MESSAGE = 500
 _WAYS = ('{["' + string.ascii_letters + string.digits + ":,}] ", string.ascii_letters + string.digits + '":{[,}] ')
 """What outputs that are tried consist of, what is tried first before the rest: into objects and lists, or along names."""
 _WAY_BYTES = 24
-_MAX_WAYS_S = 0.2
+_MAX_WAYS_S = 0.8
 _SLOW_S = 2e-3
 """What a mask takes whose output gets a grammar of its own: copies of one share a lock, for which a step would wait."""
 
