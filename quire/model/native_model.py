@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
@@ -132,8 +131,7 @@ class NativeModelBuilder:
         self._plan.finish()
         if self._parameters:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
-        # Half of it: others use it, too.
-        self._plan.is_near = 2 * self._packer.num_bytes <= largest_cache_bytes()
+        self._plan.is_near = self._packer.is_near
         return NativeParts(embedding, head, kept, self._packer.num_bytes, self._screen_bytes)
 
     def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.logging import get_logger
 from quire.kernels.cpu.pages import SpentPages, is_file_view
 from quire.quant.float8 import Float8Weight
@@ -50,6 +51,11 @@ class WeightPacker:
         self._is_short = is_short
         self.num_bytes = 0
         self._has_warned = False
+
+    @property
+    def is_near(self) -> bool:
+        """Whether what was packed may stay in a cache: it takes half of the largest at most, as others use it, too."""
+        return 2 * self.num_bytes <= largest_cache_bytes()
 
     def pack(
         self,

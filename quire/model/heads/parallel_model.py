@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.errors import UnsupportedError
 from quire.model.heads.head_spec import ParallelHead
 from quire.model.native_weights import WeightPacker
@@ -41,8 +40,7 @@ class ParallelModel:
             for block, output in zip(head.blocks, head.heads, strict=True):
                 blocks = [packer.pack(_quantized(weight, inner), bias) for weight, bias in block]
                 self._heads.add(blocks, packer.pack(_quantized(output, outer)))
-            # Half of it: others use it, too.
-            self._heads.is_near = 2 * packer.num_bytes <= largest_cache_bytes()
+            self._heads.is_near = packer.is_near
 
     def speak(self, hidden: Tensor, count: int) -> Tensor:
         """Return what `count` heads say of hidden [S, H] f32: logits [count, S, V'] f32, which the next call overwrites."""

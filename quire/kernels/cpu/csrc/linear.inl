@@ -236,8 +236,9 @@ void best_of_panels(const Worker& worker, const LinearJob& job, const i32* panel
     set_weight(tile, w);
     set_input(tile, *job.input, {0, 1});
     set_dense(tile, out, 1);
-    for (i32 done = 0, width; done < count; done += width) {
-        width = count - done >= 4 && is_tile(w, 1, 4, false) ? 4 : count - done >= 2 && is_tile(w, 1, 2, false) ? 2 : 1;
+    i32 width = panels_for(w, 1, false);
+    for (i32 done = 0; done < count; done += width) {
+        while (width > count - done) width /= 2;
         for (i32 i = 0; i < width; ++i) set_panel(unit, tile, i, width, w, panels[done + i], 0, i);
         run_tile(width, tile_kind(unit), 1, tile);
         for (i32 i = 0; i < width; ++i) {

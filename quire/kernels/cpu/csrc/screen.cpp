@@ -1,11 +1,11 @@
 // Copying a head for screening, and finding the best outputs of rows by it.
 #include "screen.h"
 
-#include <string.h>
-
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <new>
+#include <stdexcept>
 
 namespace quire {
 
@@ -43,14 +43,6 @@ void copy_shares(void* argument, Worker& worker) {
     const i64 panels = panels_of(copying.head);
     for (i64 first = next(worker, panels, PANELS_PER_SHARE); first < panels; first = next(worker, panels, PANELS_PER_SHARE))
         copying.kernels.linear->copy_panels(copying.head, static_cast<i32>(first), static_cast<i32>(std::min(panels, first + PANELS_PER_SHARE)), to);
-}
-
-// Call body(item) for each item and wait for all threads.
-template <class Body>
-void each(Worker& worker, i64 count, Body body) {
-    for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
-        for (i64 item = range.first; item < range.last; ++item) body(static_cast<i32>(item));
-    barrier(worker);
 }
 
 bool is_less(const Candidate& a, const Candidate& b) { return a.most < b.most; }
@@ -167,14 +159,14 @@ void Screening::redo(Worker& worker, const HeadRows& rows) {
     }
     barrier(worker);
     if (redone_.empty()) return;
-    each(worker, num_redone(), [&](i32 i) { kernels_->linear->pack_row(whole_.packed, i, rows.values + redone_[i] * rows.stride, 0, k); });
+    each_item(worker, num_redone(), [&](i64 i) { kernels_->linear->pack_row(whole_.packed, static_cast<i32>(i), rows.values + redone_[i] * rows.stride, 0, k); });
     LinearJob head = job(head_->weight, whole_.packed, Finish::best, rows);
     head.best_value = redone_value_.data();
     head.best_index = redone_index_.data();
     kernels_->linear->linear(worker, &head, 1);
     barrier(worker);
-    each(worker, num_redone(), [&](i32 i) {
-        const i64 from = static_cast<i64>(i) * worker.size, to = redone_[i] * static_cast<i64>(worker.size);
+    each_item(worker, num_redone(), [&](i64 i) {
+        const i64 from = i * worker.size, to = redone_[i] * static_cast<i64>(worker.size);
         std::copy_n(redone_value_.data() + from, worker.size, rows.best_value + to);
         std::copy_n(redone_index_.data() + from, worker.size, rows.best_index + to);
     });
@@ -183,14 +175,15 @@ void Screening::redo(Worker& worker, const HeadRows& rows) {
 void Screening::find(Worker& worker, const HeadRows& rows) {
     // All rows of some inputs: words of a tile's rows lie side by side, and no two threads should write to one line.
     const i32 k = bytes_.packed.k;
-    each(worker, ceil_div(k, GROUP), [&](i32 part) {
+    each_item(worker, ceil_div(k, GROUP), [&](i64 item) {
+        const i32 part = static_cast<i32>(item);
         kernels_->linear->pack_rows(bytes_.packed, 0, rows.count, rows.values, rows.stride, part * GROUP, std::min(k, (part + 1) * GROUP));
     });
-    each(worker, rows.count, [&](i32 row) { measure(rows, row, worker.size); });
+    each_item(worker, rows.count, [&](i64 row) { measure(rows, static_cast<i32>(row), worker.size); });
     const LinearJob copy = job(screen_->weight.weight, bytes_.packed, Finish::screen, rows);
     kernels_->linear->linear(worker, &copy, 1);
     barrier(worker);
-    each(worker, rows.count, [&](i32 row) { choose(worker, rows, row); });
+    each_item(worker, rows.count, [&](i64 row) { choose(worker, rows, static_cast<i32>(row)); });
     redo(worker, rows);
 }
 

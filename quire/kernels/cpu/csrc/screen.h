@@ -74,7 +74,7 @@ private:
     ScreenRows state_ = {};
     std::vector<std::vector<Candidate>> left_;  // by thread, of the row that it looks at
     std::vector<i32> redone_;
-    std::vector<float> redone_rows_, redone_value_;
+    std::vector<float> redone_value_;
     std::vector<i32> redone_index_;
     i32 sleep_left_ = 0, num_failures_ = 0;
 };

@@ -19,12 +19,10 @@ struct StepRows {
     Worker& worker;
     i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
 
-    // Call body(item) for every item and wait for all. A thread has the same share of rows every time: what it wrote is in its caches.
+    // Call body(item) for every item and wait for all.
     template <class Body>
     void each(i64 count, Body body) {
-        for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
-            for (i64 item = range.first; item < range.last; ++item) body(item);
-        barrier(worker);
+        each_item(worker, count, body);
     }
 
     // Rows that one thread packs: those of a tile, whose words lie side by side, where there are tiles enough.

@@ -30,6 +30,15 @@ struct Range {
 // fewer where little is left, so that all come to the end together; a thread on its own gets all. A share has less than 2^22 items.
 Range next_of_share(Worker& worker, i64 count, i64 most);
 
+// Call body(item) for every item, shared by the threads of a team, and wait for all. A thread has the same share every time: what it
+// wrote is in its caches.
+template <class Body>
+static inline void each_item(Worker& worker, i64 count, Body body) {
+    for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
+        for (i64 item = range.first; item < range.last; ++item) body(item);
+    barrier(worker);
+}
+
 // Call body(argument, worker) on num_threads threads and return when all have returned. Denormals are flushed inside (FTZ, DAZ);
 // the callers' own setting comes back.
 void run_team(int num_threads, void (*body)(void* argument, Worker& worker), void* argument);
