@@ -20,7 +20,7 @@ from quire.speculate.chain_drafter import ChainDrafter, ChainOrder
 from quire.speculate.chains import Chain, extend_chains
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.filled_blocks import FilledBlocks
-from quire.speculate.proposer import Proposer
+from quire.speculate.proposer import Proposer, num_beyond_a_step
 from quire.speculate.target import Target
 
 MAX_CATCH_UP = 512
@@ -81,9 +81,11 @@ class DraftModelProposer(Proposer):
         drafts: list[list[int]] = [[] for _ in wanted]
         feeds: list[_Feed] = []
         going: list[int] = []
+        self.num_caught_up = 0
         for index, (sequence, _) in enumerate(wanted):
             first = self._note_accepted(sequence)
             tokens = sequence.token_ids[first : first + self._max_catch_up]
+            self.num_caught_up += num_beyond_a_step(len(tokens))
             feeds.append(_Feed(sequence, tokens, first))
             if first + len(tokens) == len(sequence.token_ids):
                 going.append(index)

@@ -26,7 +26,7 @@ from quire.speculate.features import FeatureRun, join
 from quire.speculate.filled_blocks import FilledBlocks
 from quire.speculate.head_pass import HeadPass, index_tensor
 from quire.speculate.head_trees import HeadTrees
-from quire.speculate.proposer import Proposer
+from quire.speculate.proposer import Proposer, num_beyond_a_step
 from quire.speculate.records import TreeRecord
 
 _is_greedy = attrgetter("sampling.is_greedy")
@@ -166,8 +166,10 @@ class HeadProposer(Proposer):
         else:
             for tokens in self._draft_chains(sequences, origins, counts, runs, features):
                 drafts.append(Draft(tuple(tokens)))
+        self.num_caught_up = 0
         for sequence, end in zip(sequences, runs.ends, strict=True):
             memo: _Memo = sequence.memo
+            self.num_caught_up += num_beyond_a_step(memo.num_waiting)
             self._filled.note(sequence.table, memo.done, end)
             memo.done, memo.waiting, memo.num_waiting = end, [], 0
         return drafts

@@ -71,10 +71,12 @@ class MergedProposer(Proposer):
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
+        self.num_caught_up = 0
         for index, proposer in enumerate(self._proposers):
             parts = [(self._parts(sequence)[index], limit) for sequence, limit in wanted]
             asked = [(part, min(part.num_found, limit)) for part, limit in parts if part.num_found > 0]
             drafts = proposer.propose([(part.sequence, limit) for part, limit in asked]) if asked else []
+            self.num_caught_up += proposer.num_caught_up if asked else 0
             for part, _ in parts:
                 part.draft = _NOTHING
             for (part, _), draft in zip(asked, drafts, strict=True):

@@ -15,38 +15,36 @@ from typing import Literal
 from quire.speculate.account import Account, account_for, lone_account
 from quire.speculate.best_count import best_count
 from quire.speculate.records import EVER_FADING, AcceptanceRecord
-from quire.speculate.step_times import DraftCost, Kind, StepTimes, ratios_of_one
+from quire.speculate.step_costs import StepCosts, is_warm
 
 _Exploring = Literal["probe", "trial"] | None
 _Probe = Literal["fewer", "more", "most", "none"]
 
-_FEW_PLAIN = _FEW_NOTED = 4
+_FEW_PLAIN = 4
 _FED_BEFORE_WAKING = 32
 """Steps before drafts are tried again in which a proposer is fed, so that it knows some of what it is to go on with."""
 _STEPS_BETWEEN_DECISIONS, _STEPS_IN_LONG_CALM = 8, 16
 _CALM_BALANCE, _LONG_CALM_BALANCE = 12.0, 24.0
 """Of accounts, so that drafts will hardly end before the next decision. A decision costs a tenth of a small model's step."""
 _FLOOR_SLACK = 0.9
-_PROBING_SHARE, _PLAIN_PROBING_SHARE = 0.003, 0.003
+_PROBING_SHARE, _PLAIN_PROBING_SHARE, _PLAIN_PROBING_SHARE_OF_SEVERAL = 0.003, 0.003, 0.006
 _PROBES: tuple[_Probe, ...] = ("fewer", "more", "fewer", "most")
 """Numbers of drafts probed in turn: were they only near the best, what once seemed dear would never be seen again."""
 _MOST_SAVED, _LONE_CREDIT = 16.0, 4.0
 """Time for probes, in plain steps, that is saved at most, and lent to a sequence that decodes alone."""
-_PROBE_COST, _MOST_PROBE_COST, _PLAIN_PROBE_COST = 0.5, 2.0, 2.0
+_PROBE_COST, _MOST_PROBE_COST, _PLAIN_PROBE_COST, _PLAIN_PROBE_COST_OF_SEVERAL = 0.5, 2.0, 2.0, 1.0
 """What one of other numbers costs at least and at most, as far as is known, which may be wrong; one of none beside what is
-missed."""
+missed: what drafts of several sequences hardly gain is worth a look the more often."""
 _FADING = 0.99
 _STEPS_TO_SETTLE, STEPS_TO_SETTLE_AWAKE = 10, 3
 """Caches hold what drafts read: a step without any takes up to a third longer just behind some, and behind a prompt."""
-_STEPS_TO_WARM = 2
-"""First steps of one sequence with another number of drafts, which read what has left the caches: they do not count."""
 _FED_STEPS = 2
 """Steps in which the proposer is fed, before it is asked again: what it needs of the others it guesses."""
 _DEAF_STEPS, _PROBE_STEPS = _STEPS_TO_SETTLE + 6 + _FED_STEPS, 4
-_STEPS_IN_CONTRAST = 12
 _FIRST_CONTRAST, _CONTRAST_GROWTH = 48, 4
 """Steps of several sequences with drafts after which some without are taken, and how much longer it is every time to the next:
 a machine that changed its speed in the first trials made drafts seem cheaper than they are, and nothing else would tell."""
+_STRAY_PART = 0.5
 _STEPS_BETWEEN_NOTES = 4
 """While asleep: what a step takes is then noted less often, for that costs time too."""
 _STEPS_OF_NAP, _NAPS_END = 32, 96
@@ -57,17 +55,9 @@ _STEPS_TO_FORGET = 4
 _MARGIN_OF_SEVERAL = 1.04
 """Times of what they take that steps of several sequences with drafts are charged: how long plain ones would take is known less
 well there, so that what gains less than this may as well lose."""
-_MOST_OFF = 1.3
-"""Times that a step may have taken longer than others like it: more is another program's work."""
 _MOST_TRIED_ROWS = 64
-_COLD_STEPS, _COLD_TOOK = 2, 3.0
-"""First steps with drafts, which read weights and code that nothing has used before, and what each is charged at most, in plain
-steps: one that took eleven, and some bad luck, would end drafts for hundreds of steps."""
-
-
-def _size_class(num_tokens: int) -> int:
-    shift = max(0, num_tokens.bit_length() - 5)
-    return num_tokens >> shift << shift
+_TRIED_PART, _FEW_TRIED = 4, 2
+"""A trial drafts for a fourth of the sequences, of few for two: a proposer has to catch up with all that it drafts for."""
 
 
 class Pace:
@@ -75,18 +65,16 @@ class Pace:
 
     def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
         self._max_tokens = max_tokens
-        # Kinds: steps without drafts and without a look for some, "plain"; with a look, "idle"; of one sequence, "drafts".
-        self._times = StepTimes()
-        self._costs: dict[int, DraftCost] = {}  # by the number of sequences, several
+        self._costs = StepCosts(max_tokens)
         self._ever = record(max_tokens, EVER_FADING)
         # How often a draft that was asked for is made: what drafts may stop when it doubts.
         self._made = AcceptanceRecord(max_tokens, EVER_FADING)
         self._num_trials = record.num_trials
         self._accounts: dict[int, Account] = {}  # by the binary magnitude of the number of sequences
-        self._magnitude, self._account = 0, Account()  # that of the last step
+        self._magnitude: int = 0  # that of the last step
+        self._account = Account()
         self._lone = lone_account()  # of the sequence that decodes alone
         self._trials_left = self._num_trials
-        self._cold_left = _COLD_STEPS
         self._saved, self._saved_for_none = 0.0, 0.0  # time that probes may take: of other numbers, of no drafts
         self._awake_tokens, self._awake_took = 1.0, 1.0  # while awake, in steps without drafts; the past fades
         # Of the step that is noted next, and of the one after it: that one is chosen before.
@@ -94,10 +82,10 @@ class Pace:
         self._will_explore: _Exploring = None
         self._probes_left, self._num_probes = 0, 0
         self._probe: _Probe = _PROBES[0]  # the one that goes on
-        self._num_drafted = 0  # steps with drafts since one without was noted
-        self._contrast_due = _FIRST_CONTRAST  # after so many of them
+        self._charged = 0.0  # steps of several sequences with drafts since some without were noted
+        self._contrast_due = _FIRST_CONTRAST  # after so many steps of several sequences with drafts
         self._deaf_left = 0  # steps of a probe without drafts
-        self._num_accepted = 0  # in the step that is computed
+        self._num_accepted = self._num_caught_up = 0  # in the step that is computed
         self._num_undrafted = _STEPS_TO_FORGET  # steps since one had drafts
         self._was_awake, self._num_alike = True, 0  # whether drafts were sought then, and for how many steps
         self._last_drafts, self._num_equal = 0, 0  # drafts in the last step, and before how many like it
@@ -132,6 +120,10 @@ class Pace:
         self._lone = lone_account()
         self._steps_to_decision = 0
 
+    def note_catch_up(self, num_tokens: int) -> None:
+        """Take in with how many tokens the proposer caught up in the step that is told of next: what that took is owed."""
+        self._num_caught_up = num_tokens
+
     def note_step(
         self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None, deciding_s: float = 0.0
     ) -> None:
@@ -149,15 +141,31 @@ class Pace:
         self._go_on(num_drafts)
 
     def _note(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int, deciding_s: float) -> None:
-        kind = self._kind(num_sequences, num_drafts, num_made)
-        took = self._took(num_sequences, num_drafts, kind, duration_s)
+        if num_drafts > 0 and num_sequences > 1:
+            self._take_back(self._costs.pin())
+        # While awake every step ends with a look for what could be drafted, which plain decoding would not need.
+        kind = self._costs.kind(num_sequences, num_drafts, num_made, looks=self._was_awake)
+        took = self._costs.took(num_sequences, num_drafts, kind, duration_s)
         is_settled = self._num_alike >= (STEPS_TO_SETTLE_AWAKE if self._was_awake else _STEPS_TO_SETTLE)
-        if is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
+        if self._num_caught_up > 0 and took is not None:
+            took = min(took, self._usual_ratio(num_sequences)(num_drafts))
+            self._account.owe(self._costs.note_catch_up(num_sequences, duration_s, took, self._num_caught_up))
+        elif is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
             # Of several sequences it takes as long whatever is drafted, if anything is.
-            self._note_time(num_sequences, num_drafts, kind, duration_s - (deciding_s if num_sequences == 1 else 0.0))
+            noted_s = duration_s - (deciding_s if num_sequences == 1 else 0.0)
+            self._costs.note(num_sequences, num_drafts, kind, noted_s, is_warm=is_warm(self._num_equal))
         if self._was_awake and took is not None:
             charged = _MARGIN_OF_SEVERAL * took if num_sequences > 1 and num_drafts > 0 else took
             self._earn(1.0 + self._num_accepted / num_sequences, charged)
+            if num_drafts > 0:
+                self._charged += charged
+
+    def _take_back(self, slower: float) -> None:
+        """Charge or credit several sequences for steps whose times were told beside plain ones that take so many times as long
+        as was believed: little by little what was believed went astray, as nothing contradicted it."""
+        charged, self._charged = self._charged, 0.0
+        if slower != 1.0 and self._was_awake:
+            self._earn(0.0, _STRAY_PART * charged * (1.0 / slower - 1.0), 0)
 
     def doze(self, num_sequences: int) -> bool:
         """Take in the step that ends, if it need not be noted and nothing is to be chosen; return whether that is so."""
@@ -183,6 +191,7 @@ class Pace:
         """Take in a step that tells nothing, as more happened in it than decoding; called in place of note_step."""
         if num_drafts > 0 and self._num_sequences > 0:
             # What is not measured is charged as it usually is.
+            self._account.owe(self._costs.usual_catch_up(self._num_sequences, self._num_caught_up))
             usual = self._usual_ratio(self._num_sequences)(num_drafts)
             self._earn(1.0 + self._num_accepted / self._num_sequences, usual)
         self._num_alike = 0
@@ -197,7 +206,7 @@ class Pace:
     def _go_on(self, num_drafts: int, num_steps: int = 1) -> None:
         """Turn to the next step, behind one or several like it."""
         self._num_undrafted = 0 if num_drafts > 0 else self._num_undrafted + 1
-        self._exploring, self._will_explore, self._num_accepted = self._will_explore, None, 0
+        self._exploring, self._will_explore, self._num_accepted, self._num_caught_up = self._will_explore, None, 0, 0
         self._deaf_left = max(0, self._deaf_left - num_steps)
         self._sleep(num_steps)
 
@@ -207,67 +216,18 @@ class Pace:
 
     def _earn(self, gained: float, took: float, num_steps: int = 1) -> None:
         self._saved = min(_MOST_SAVED, self._saved + _PROBING_SHARE * took)
-        self._saved_for_none = min(_MOST_SAVED, self._saved_for_none + _PLAIN_PROBING_SHARE * took)
+        share = _PLAIN_PROBING_SHARE if self._magnitude == 1 else _PLAIN_PROBING_SHARE_OF_SEVERAL
+        self._saved_for_none = min(_MOST_SAVED, self._saved_for_none + share * took)
         fading = _FADING**num_steps
         self._awake_tokens = fading * self._awake_tokens + gained
         self._awake_took = fading * self._awake_took + took
         if self._magnitude == 1:
             self._lone.earn(gained, took)
-        if self._account.earn(gained, took):
+        if self._account.earn(gained, took, num_steps):
             self._best = self._probes_left = 0
             self._trials_left = self._num_trials
             self._contrast_due = _FIRST_CONTRAST
-
-    def _kind(self, num_sequences: int, num_drafts: int, num_made: int) -> Kind:
-        """Return the kind of a step; drafts of several are told by DraftCost."""
-        if num_drafts > 0:
-            return "drafts", num_made if num_sequences == 1 else -num_sequences
-        # While awake every step ends with a look for what could be drafted, which plain decoding would not need.
-        return "idle" if self._was_awake else "plain", _size_class(num_sequences)
-
-    def _took(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> float | None:
-        """Return a step's time in plain steps, no longer than is usual where others disturbed it; None: nothing is known."""
-        plain_s = self._times.usual_s(("plain", _size_class(num_sequences)))
-        if plain_s is None:
-            return None
-        took = duration_s / plain_s
-        if num_drafts > 0 and num_sequences > 1:
-            cost = self._cost(num_sequences)
-            usual = cost.ratio(num_drafts) if cost.num_noted else None
-        else:
-            usual = self._usual_of(kind, plain_s)
-        return self._fit(took, num_drafts, usual)
-
-    def _usual_of(self, kind: Kind, plain_s: float) -> float | None:
-        """Return how many plain steps one of a kind takes, if enough were noted: something else may have run beside a few."""
-        usual_s = self._times.usual_s(kind) if self._times.count(kind) >= _FEW_NOTED else None
-        return None if usual_s is None else usual_s / plain_s
-
-    def _fit(self, took: float, num_drafts: int, usual: float | None) -> float:
-        if self._cold_left > 0 and num_drafts > 0:
-            self._cold_left -= 1
-            took = min(took, _COLD_TOOK)
-        if usual is None:
-            return min(took, 1.0 + num_drafts)
-        return min(max(took, usual / _MOST_OFF), usual * _MOST_OFF)
-
-    def _note_time(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> None:
-        plain = "plain", _size_class(num_sequences)
-        if num_drafts == 0 or num_sequences == 1:
-            if num_drafts == 0 or self._num_equal >= _STEPS_TO_WARM or self._times.count(kind) < _FEW_NOTED:
-                self._times.note(kind, duration_s)
-            self._num_drafted = 0
-            return
-        cost, plain_s = self._cost(num_sequences), self._times.usual_s(plain)
-        # Beside steps without it shows what drafts cost; later, when steps are alike, how fast the machine is.
-        self._num_drafted += 1
-        if plain_s is not None and self._num_drafted <= _STEPS_IN_CONTRAST:
-            cost.note(num_drafts, duration_s / plain_s)
-        else:
-            self._times.note(plain, duration_s / cost.ratio(num_drafts))
-
-    def _cost(self, num_sequences: int) -> DraftCost:
-        return self._costs.setdefault(_size_class(num_sequences), DraftCost(num_sequences))
+            self._charged = 0.0
 
     def note_verified(
         self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int], num_made: int | None = None
@@ -290,7 +250,7 @@ class Pace:
         self._turn_to(num_sequences)
         if self.sleep_left > 0:
             return [0] * num_sequences
-        if self._times.count(("plain", _size_class(num_sequences))) < _FEW_PLAIN:
+        if self._costs.num_plain(num_sequences) < _FEW_PLAIN:
             self._deaf_left = 1 + _DEAF_STEPS
             return [0] * num_sequences
         self._steps_to_decision -= 1
@@ -300,7 +260,7 @@ class Pace:
         if num_sequences == 1 and not is_due and offers[0][1] <= self._num_offered:
             # Nobody to compare with: what its shares are in this very step says little.
             return [min(offers[0][1], self._best)]
-        if num_sequences > 1 and self._num_drafted >= self._contrast_due:
+        if num_sequences > 1 and self._costs.num_drafted >= self._contrast_due:
             self._contrast_due *= _CONTRAST_GROWTH
             self._deaf_left = 1 + _DEAF_STEPS
             return [0] * num_sequences
@@ -339,12 +299,13 @@ class Pace:
         """Spread a few drafts over the sequences, to see what they cost and gain."""
         # Few, and sometimes many: what a pass costs, and what a row. Many alone could lose where fewer gain.
         is_wide = self._trials_left % 3 == 0
-        left = max(_MOST_TRIED_ROWS, len(shares)) if is_wide else max(self._max_tokens // 2, len(shares) // 2, 1)
-        most = max(1, _MOST_TRIED_ROWS // len(shares)) if is_wide else self._max_tokens
-        chosen: list[int] = []
-        for one in shares:
-            chosen.append(min(len(one), left, most))
-            left -= chosen[-1]
+        num_tried = min(len(shares), max(_FEW_TRIED, len(shares) // _TRIED_PART))
+        left = max(_MOST_TRIED_ROWS, num_tried) if is_wide else max(self._max_tokens // 2, len(shares) // 2, 1)
+        most = max(1, _MOST_TRIED_ROWS // num_tried) if is_wide else self._max_tokens
+        chosen = [0] * len(shares)
+        for index, one in enumerate(shares[:num_tried]):
+            chosen[index] = min(len(one), left, most)
+            left -= chosen[index]
         if sum(chosen) > 0:
             self._trials_left -= 1
             self._will_explore = "trial"
@@ -374,7 +335,8 @@ class Pace:
             return
         # What is gained all in all, not by the estimate of this moment: else probes would fall into the worst moments.
         took_by_token = min(1.0, self._awake_took / self._awake_tokens)
-        cost = min(_MOST_SAVED, _PLAIN_PROBE_COST + _DEAF_STEPS * (1.0 - took_by_token))
+        least = _PLAIN_PROBE_COST if num_sequences == 1 else _PLAIN_PROBE_COST_OF_SEVERAL
+        cost = min(_MOST_SAVED, least + _DEAF_STEPS * (1.0 - took_by_token))
         if self._saved_for_none >= cost:
             self._saved_for_none -= cost
             self._probe, self._probes_left = "none", _PROBE_STEPS
@@ -405,7 +367,4 @@ class Pace:
 
     def _usual_ratio(self, num_sequences: int) -> Callable[[int], float]:
         """Return how many times as long as without a step takes, by the number of drafts that are asked for."""
-        if num_sequences > 1:
-            return self._cost(num_sequences).ratio
-        ratios = ratios_of_one(self._times, self._made.rates())
-        return lambda count: ratios[min(count, self._max_tokens)]
+        return self._costs.ratio(num_sequences, self._made.rates())

@@ -30,7 +30,7 @@ class PooledPace(Pace):
     def note_step(
         self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int | None = None, deciding_s: float = 0.0
     ) -> None:
-        if self._calm_left > 0 and num_sequences == 1 and num_drafts > 0:
+        if self._calm_left > 0 and num_sequences == 1 and num_drafts > 0 and self._num_caught_up == 0:
             self._steps.append((num_drafts, duration_s, num_made, len(self._verified)))
             return
         self._tell()
@@ -84,14 +84,14 @@ class PooledPace(Pace):
 
     def _note_alike(self, steps: Sequence[tuple[int, float, int | None, int]]) -> float:
         """Note what steps with drafts took; return that in plain steps."""
-        took, plain_s = 0.0, self._times.usual_s(("plain", 1)) or 1.0
+        took, plain_s = 0.0, self._costs.plain_s(1) or 1.0
         usual: dict[Kind, float | None] = {}
         for num_drafts, duration_s, num_made, _ in steps:
-            kind = self._kind(1, num_drafts, num_drafts if num_made is None else num_made)
+            kind = self._costs.kind(1, num_drafts, num_drafts if num_made is None else num_made, looks=True)
             if kind not in usual:
-                usual[kind] = self._usual_of(kind, plain_s)
-            took += self._fit(duration_s / plain_s, num_drafts, usual[kind])
+                usual[kind] = self._costs.usual_of(kind, plain_s)
+            took += self._costs.fit(duration_s / plain_s, num_drafts, usual[kind])
             self._num_alike += 1
             if self._num_alike >= STEPS_TO_SETTLE_AWAKE:
-                self._times.note(kind, duration_s)
+                self._costs.note_alike(kind, duration_s)
         return took

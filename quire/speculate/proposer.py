@@ -15,6 +15,13 @@ from quire.speculate.records import AcceptanceRecord
 
 Reads = Literal["layers", "final", "last"]
 """What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""
+_MOST_OF_A_STEP = 16
+"""Tokens that it has to compute of a sequence which it has kept up with, accepted drafts mostly."""
+
+
+def num_beyond_a_step(num_tokens: int) -> int:
+    """Return how many of so many tokens, that are computed before a draft, a step does not bring."""
+    return 0 if num_tokens <= _MOST_OF_A_STEP else num_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class Proposer(ABC):
     stops_early  whether it may draft fewer tokens than it could
     leaves_out   of these: whether it computes all that it is asked for, and leaves the doubtful out afterwards, as on a GPU
     reads_last   whether it reads only what stands at the last token of a step that a sequence keeps
+
+    num_caught_up  tokens that the last call of `propose` computed beyond what a step brings: of prompts, or slept through
     """
 
     record: type[AcceptanceRecord] = AcceptanceRecord
@@ -55,6 +64,7 @@ class Proposer(ABC):
     reads_last: bool = False
     stops_early: bool = False
     leaves_out: bool = False
+    num_caught_up: int = 0
 
     def apply(self, plan: StepPlan) -> None:
         """Take in a plan that gives out blocks, or copies some, before anything of its step is computed."""

@@ -92,7 +92,7 @@ class Speculator:
         self._drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
         self._begun_s = self._deciding_s = 0.0  # of the step that runs: its start, and what the pace took in it
-        self._num_drafts, self._num_made = 0, 0
+        self._num_drafts, self._num_made, self._num_caught_up = 0, 0, 0
         self._decoded: Sequence[SequenceId] = ()
         self._has_ended = False  # a step of which the pace was not told yet
         self._nap_left = self._num_napped = 0  # steps of which it need not be told, and those of them that are over
@@ -161,6 +161,8 @@ class Speculator:
     def _tell_pace(self, duration_s: float | None) -> None:
         """Tell the pace once of the step that ended last, if there is one; None: what it took says nothing."""
         if self._pace is not None and self._has_ended:
+            if self._num_caught_up > 0:
+                self._pace.note_catch_up(self._num_caught_up)
             if duration_s is None:
                 self._pace.pass_step(self._num_drafts)
             else:
@@ -200,7 +202,7 @@ class Speculator:
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step, none of them empty."""
-        self._num_drafts = self._num_made = 0
+        self._num_drafts = self._num_made = self._num_caught_up = 0
         slots = plan.num_draft_slots
         if not slots:
             if self._drafts or self._drafted:
@@ -220,6 +222,7 @@ class Speculator:
             wanted = {}
         if wanted and self._proposer is not None:
             found = dict(zip(wanted, self._proposer.propose(asked), strict=True))
+            self._num_caught_up = self._proposer.num_caught_up
         kept: dict[SequenceId, Draft] = {}
         for sequence_id, count in slots.items():
             draft = fitting = found.get(sequence_id, NO_DRAFT)

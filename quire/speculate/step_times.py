@@ -14,9 +14,6 @@ _LEVEL_GAIN = 0.2
 _FEW, _MOST_RECENT = 4, 25
 _MAX_LEVEL_ERROR = 0.2
 _STEPS_IN_CONTRAST = 6
-_FADING, _ORIGIN_WEIGHT, _GUESS_WEIGHT = 0.98, 0.5, 0.01
-_FIRST_SLOPE = 0.05
-_MOST_OFF = 1.3
 
 
 @dataclass(slots=True)
@@ -61,8 +58,18 @@ class StepTimes:
             return
         if known.count < _FEW or self._num_alike < _STEPS_IN_CONTRAST:
             known.note(value - self._level)
-        error = value - self._level - known.offset
-        self._level += _LEVEL_GAIN * min(max(error, -_MAX_LEVEL_ERROR), _MAX_LEVEL_ERROR)
+        self._follow(value - known.offset)
+
+    def follow(self, kind: Kind, duration_s: float) -> None:
+        """Take in how long a step of a kind that is known would take now: of the machine's speed it tells, not of the kind."""
+        self._follow(math.log(max(duration_s, 1e-9)) - self._kinds[kind].offset)
+
+    def pin(self, kind: Kind, duration_s: float) -> None:
+        """Take in that steps of a kind that is known take so long now."""
+        self._level = math.log(max(duration_s, 1e-9)) - self._kinds[kind].offset
+
+    def _follow(self, level: float) -> None:
+        self._level += _LEVEL_GAIN * min(max(level - self._level, -_MAX_LEVEL_ERROR), _MAX_LEVEL_ERROR)
 
     def count(self, kind: Kind) -> int:
         """Return how many steps of a kind its time stems from."""
@@ -112,39 +119,3 @@ def _on_lines(known: dict[int, float], most: int) -> list[float]:
     # As if a token took a twentieth of the step: little enough that it is tried, and then it is known.
     last = counts[-1]
     return values + [known[last] * (1 + 0.05 * (count - last)) for count in range(last, most + 1)]
-
-
-class DraftCost:
-    """How many times as long as a plain one a step with D drafts takes: a line, as every row of a batch costs about the same.
-
-    The past fades. Before anything is known a draft costs next to nothing, so that it is tried.
-    """
-
-    def __init__(self, num_sequences: int) -> None:
-        slope = _FIRST_SLOPE / num_sequences
-        # A step without drafts takes as long as one; a guess at the slope that the first measurement outweighs.
-        self._sums = [_ORIGIN_WEIGHT, 0.0, _ORIGIN_WEIGHT, 0.0, 0.0]  # weights, x, y, x * x, x * y
-        self._add(_GUESS_WEIGHT, 1.0, 1.0 + slope)
-        self.num_noted = 0
-
-    def _add(self, weight: float, x: float, y: float) -> None:
-        for index, value in enumerate((1.0, x, y, x * x, x * y)):
-            self._sums[index] += weight * value
-
-    def note(self, num_drafts: int, ratio: float) -> None:
-        """Take in a step; one that took far longer than others with as many drafts counts as a little longer."""
-        if self.num_noted >= _FEW:
-            expected = self.ratio(num_drafts)
-            ratio = min(max(ratio, expected / _MOST_OFF), expected * _MOST_OFF)
-        self.num_noted += 1
-        self._sums = [value * _FADING for value in self._sums]
-        self._sums[0] += _ORIGIN_WEIGHT * (1 - _FADING)
-        self._sums[2] += _ORIGIN_WEIGHT * (1 - _FADING)
-        self._add(1.0, float(num_drafts), ratio)
-
-    def ratio(self, num_drafts: int) -> float:
-        """Return the estimate, at least 1."""
-        weight, x, y, xx, xy = self._sums
-        spread = weight * xx - x * x
-        slope = max(0.0, (weight * xy - x * y) / spread) if spread > 0 else 0.0
-        return max(1.0, (y - slope * x) / weight + slope * num_drafts)

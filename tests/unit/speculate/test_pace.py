@@ -8,7 +8,8 @@ import pytest
 from quire.speculate.account import MOST, SHARE, TRIAL, Account
 from quire.speculate.pooled_pace import PooledPace as Pace
 from quire.speculate.records import AcceptanceRecord
-from quire.speculate.step_times import DraftCost, StepTimes
+from quire.speculate.draft_cost import DraftCost
+from quire.speculate.step_times import StepTimes
 
 
 class World:
@@ -249,7 +250,7 @@ def test_steps_just_behind_drafts_do_not_tell_what_plain_ones_cost():
     world = World(1, 0.8, linear(0.25))
     world.live(300)
     world.live(6000, speed=lambda step: 1.0)
-    seen = world.pace._times
+    seen = world.pace._costs._times
     assert seen.usual_s(("drafts", 4)) / seen.usual_s(("plain", 1)) == pytest.approx(2.0, rel=0.04)
 
 
