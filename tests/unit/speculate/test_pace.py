@@ -6,9 +6,9 @@ from statistics import mean
 import pytest
 
 from quire.speculate.account import MOST, SHARE, TRIAL, Account
+from quire.speculate.draft_cost import DraftCost
 from quire.speculate.pooled_pace import PooledPace as Pace
 from quire.speculate.records import AcceptanceRecord
-from quire.speculate.draft_cost import DraftCost
 from quire.speculate.step_times import StepTimes
 
 
