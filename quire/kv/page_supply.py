@@ -1,4 +1,4 @@
-"""PageSupply: takes the memory of a KV pool from the system before its blocks are written."""
+"""PageSupply: takes the memory of KV pools from the system before their blocks are written."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ class PageSupply:
     The system finds and clears a page when it is first written. That is in the middle of a step, in every layer, and takes
     milliseconds for a huge page, more under a hypervisor. Blocks that were never used are given out in order, so that what
     is needed next is known. Under a load that never pauses steps take pages themselves.
+
+    others  pools whose blocks have the same ids, those of what drafts
     """
 
-    def __init__(self, pool: KvPool) -> None:
-        self._arrays = pool.arrays()
+    def __init__(self, pool: KvPool, *others: KvPool) -> None:
+        pools = (pool, *others)
+        self._arrays = [array for one in pools for array in one.arrays()]
         self._num_blocks = pool.num_blocks
         bytes_per_block = max(array.nbytes // pool.num_blocks for array in self._arrays)
         self._chunk = max(1, _CHUNK_BYTES // bytes_per_block)
-        ahead = min(_AHEAD_TOKENS // pool.spec.block_size, _AHEAD_BYTES // pool.spec.bytes_per_block)
+        ahead = min(_AHEAD_TOKENS // pool.spec.block_size, _AHEAD_BYTES // sum(one.spec.bytes_per_block for one in pools))
         self._ahead = max(self._chunk, ahead)
         self._num_ready = 0
         self._num_wanted = min(self._ahead, self._num_blocks)

@@ -63,6 +63,7 @@ class DraftModelProposer(Proposer):
         self._drafter, self._max_len, self._max_catch_up = drafter, max_len, max_catch_up
         self._block_size = drafter.kv.spec.block_size
         self._filled = FilledBlocks(drafter.kv)
+        self.pools = (drafter.kv,) if isinstance(drafter.kv, KvPool) else ()
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""

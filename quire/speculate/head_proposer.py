@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
 from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
 from quire.model.token_runs import BlockTable, TokenRuns, address_of
@@ -81,6 +82,7 @@ class HeadProposer(Proposer):
         self.leaves_out = isinstance(model, HeadDrafter)
         self.tap_layers: tuple[int, ...] | None = head.tap_layers
         self._model, self._kv, self._max_len = model, kv, max_len
+        self.pools = (kv,) if isinstance(kv, KvPool) else ()
         # Asked once: to hold a model against a protocol takes as long as a draft of a small head.
         self._drafter = model if isinstance(model, HeadDrafter) else None
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()

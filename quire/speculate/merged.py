@@ -37,6 +37,7 @@ class MergedProposer(Proposer):
     def __init__(self, proposers: Sequence[Proposer], max_tokens: int) -> None:
         self._proposers = tuple(proposers)
         self._max_tokens = max_tokens
+        self.pools = tuple(pool for proposer in proposers for pool in proposer.pools)
         # One of them at most reads the model: see SpeculativeConfig.
         reader = next((one for one in proposers if one.tap_layers is not None), None)
         self.tap_layers = None if reader is None else reader.tap_layers

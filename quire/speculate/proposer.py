@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from quire.contracts.step import StepPlan
+from quire.kv.pool import KvPool
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.records import AcceptanceRecord
 
@@ -55,6 +56,7 @@ class Proposer(ABC):
     leaves_out   of these: whether it computes all that it is asked for, and leaves the doubtful out afterwards, as on a GPU
     reads_last   whether it reads only what stands at the last token of a step that a sequence keeps
 
+    pools          those of its own whose blocks have the target's ids, on the CPU
     num_caught_up  tokens that the last call of `propose` computed beyond what a step brings: of prompts, or slept through
     """
 
@@ -64,6 +66,7 @@ class Proposer(ABC):
     reads_last: bool = False
     stops_early: bool = False
     leaves_out: bool = False
+    pools: Sequence[KvPool] = ()
     num_caught_up: int = 0
 
     def apply(self, plan: StepPlan) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
+from quire.kv.pool import KvPool
 from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, fit_draft
 from quire.speculate.pooled_pace import PooledPace
@@ -185,6 +186,11 @@ class Speculator:
         self._forced.clear()
         self._drafted.clear()
         self._num_wanted, self._drafts = {}, {}
+
+    @property
+    def pools(self) -> Sequence[KvPool]:
+        """Pools of what drafts, whose blocks have the target's ids."""
+        return () if self._proposer is None else self._proposer.pools
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

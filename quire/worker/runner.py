@@ -188,6 +188,14 @@ class ModelRunner(DraftingRunner):
         # Nothing asks for gradients here; torch is spared to look out for some, where it is what computes.
         self._inference = nullcontext() if isinstance(decoder, NativeDecoder) else torch.inference_mode()
 
+    def draft_with(self, speculator: Speculator) -> None:
+        """See DraftingRunner; what drafts finds pages in its pools, too."""
+        super().draft_with(speculator)
+        if speculator.pools:
+            self._pages.close()
+            self._pages = PageSupply(self._kv, *speculator.pools)
+            self._pages.start()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
         self._pages.begin_step(plan)

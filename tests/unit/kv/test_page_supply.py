@@ -57,6 +57,17 @@ def test_start_takes_pages_and_leaves_what_is_in_them(pool, supply):
     assert not pool.v[1].any()
 
 
+def test_pools_of_what_drafts_get_pages_for_the_same_blocks(pool):
+    other = KvPool(KvSpec(16, "bfloat16", ((2, 32),)), NUM_BLOCKS)
+    supply = PageSupply(pool, other)
+    supply.start()
+    finish(supply)
+    assert supply.num_ready >= 4096 // 16
+    for array in [*pool.arrays(), *other.arrays()]:
+        assert num_resident(array) >= array[: supply.num_ready].nbytes // PAGESIZE
+    supply.close()
+
+
 def test_pages_are_kept_ready_behind_the_last_block_that_is_used(supply):
     supply.start()
     finish(supply)
