@@ -7,6 +7,7 @@ from mmap import PAGESIZE
 import pytest
 import torch
 
+from quire import LLM
 from quire.base.ids import SequenceId
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.step import StepPlan
@@ -132,3 +133,16 @@ def test_no_array_is_held_when_the_pool_is_dropped_without_closing():
     finish(supply)
     assert not any(thread.name == "kv-pages" for thread in threading.enumerate())
     assert torch.equal(pool.k[0], torch.zeros_like(pool.k[0]))
+
+
+@pytest.mark.parametrize("config", [
+    {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3},
+    {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
+])  # fmt: skip
+def test_what_drafts_has_pages_in_its_pools_before_its_first_step(config):
+    llm = LLM("demo", speculative_config=config, num_kv_blocks=512)
+    runner = llm.llm_engine._runner
+    finish(runner._pages)
+    (pool,) = runner._speculator.pools
+    assert all(num_resident(array) >= array[:256].nbytes // PAGESIZE for array in pool.arrays())
+    llm.close()
