@@ -1,15 +1,19 @@
-"""Beam search on top of the engine: one token a step for every hypothesis, which share their KV by the prefix cache."""
+"""Beam search on top of the engine: one token a step for every hypothesis, which share their KV by the prefix cache.
+
+Where the grammar of a hypothesis forces tokens, one request tells what follows each of them: they are computed together.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import RequestId
 from quire.base.logging import get_logger
 from quire.contracts.constraint import GrammarMatcher
-from quire.contracts.outputs import BeamSearchOutput, BeamSearchSequence
+from quire.contracts.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 from quire.grammar.matcher import ForkedGrammar
@@ -20,13 +24,26 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+class _Told(NamedTuple):
+    """What a request told of a hypothesis: the token that it took next, and the log probabilities of all that may follow."""
+
+    token_id: int
+    entries: Mapping[int, Logprob]
+
+
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A hypothesis: prompt and output, the log probability of the output, and where it stands in its grammar."""
+    """A hypothesis: prompt and output, the log probability of the output, where it stands in its grammar, and what was told of
+    it and of what follows it."""
 
     token_ids: tuple[int, ...]
     logprob: float = 0.0
     matcher: GrammarMatcher | None = None
+    told: Sequence[_Told] = ()
+
+    def num_forced(self, most: int) -> int:
+        """Return how many tokens its grammar forces next, at most so many."""
+        return 0 if self.matcher is None or most <= 0 else min(most, len(self.matcher.forced_tokens()))
 
     def with_token(self, token_id: int, logprob: float) -> _Beam:
         """Return the hypothesis with one more token, and all of its log probability."""
@@ -34,7 +51,8 @@ class _Beam:
         error = None if matcher is None else matcher.advance(token_id)
         if error is not None:
             raise InvariantError(f"a token of the mask does not fit: {error}")
-        return _Beam((*self.token_ids, token_id), logprob, matcher)
+        told = self.told[1:] if self.told and self.told[0].token_id == token_id else ()
+        return _Beam((*self.token_ids, token_id), logprob, matcher, told)
 
 
 @dataclass(slots=True)
@@ -69,27 +87,35 @@ def search_beams(llm: LLM, requests: list[Request], params: BeamSearchParams) ->
         )
         for request in requests
     ]
-    for _ in range(params.max_tokens):
+    for num_left in range(params.max_tokens, 0, -1):
         if not any(search.live for search in searches):
             break
-        _extend(llm, searches, params)
+        _extend(llm, searches, params, num_left)
     return [_conclude(llm, search, params) for search in searches]
 
 
-def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams) -> None:
-    """Grow every live hypothesis by its best tokens and keep the best of each prompt."""
-    grown = [_one_step(search, index, beam, params) for search in searches for index, beam in enumerate(search.live)]
-    outputs = iter(llm.run(grown, use_tqdm=False))
+def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams, num_left: int) -> None:
+    """Grow every hypothesis by its best tokens and keep the best of each prompt. num_left: tokens that it may still get."""
+    asked = [
+        _next_steps(search, index, beam, params, 1 + beam.num_forced(num_left - 1))
+        for search in searches
+        for index, beam in enumerate(search.live)
+        if not beam.told
+    ]
+    outputs = iter(llm.run(asked, use_tqdm=False) if asked else ())
     for search in searches:
         eos = frozenset[int]() if params.ignore_eos else search.request.eos_token_ids
         extended: list[tuple[float, _Beam, int]] = []
         errors: list[str] = []
-        for beam in search.live:
-            output = next(outputs)
-            if output.error is not None:
-                errors.append(output.error)
-                continue
-            for token_id, entry in (output.outputs[0].logprobs or [{}])[0].items():
+        for known in search.live:
+            beam = known
+            if not known.told:
+                output = next(outputs)
+                beam = replace(known, told=_told(output))
+                if not beam.told:
+                    errors.append(output.error or "nothing follows")
+                    continue
+            for token_id, entry in beam.told[0].entries.items():
                 if token_id in eos:
                     search.ended.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
                 else:
@@ -103,12 +129,20 @@ def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams) -> None
         search.live = [beam for beam in kept if not _is_complete(beam)]
 
 
-def _one_step(search: _Search, index: int, beam: _Beam, params: BeamSearchParams) -> Request:
-    """Return a request for the best tokens behind a hypothesis."""
+def _told(output: RequestOutput) -> tuple[_Told, ...]:
+    """Return what a request told, of all tokens that it took before it ended or failed."""
+    if not output.outputs:
+        return ()
+    found = output.outputs[0]
+    return tuple(map(_Told, found.token_ids, found.logprobs or ()))
+
+
+def _next_steps(search: _Search, index: int, beam: _Beam, params: BeamSearchParams, count: int) -> Request:
+    """Return a request for the best tokens behind a hypothesis, and behind those that it takes; of so many in all."""
     ending = () if beam.matcher is None or params.ignore_eos else tuple(sorted(search.request.eos_token_ids))
     step = SamplingParams(
         temperature=0.0,
-        max_tokens=1,
+        max_tokens=count,
         logprobs=2 * params.beam_width,
         ignore_eos=True,
         stop_token_ids=ending,

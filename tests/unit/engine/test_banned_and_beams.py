@@ -10,6 +10,7 @@ pytest.importorskip("llguidance")
 
 from quire import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from quire.contracts.sampling_params import BeamSearchParams
+from quire.engine import beam_search
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
 
 OPTIONS = {"max_num_seqs": 8, "block_size": 4, "num_kv_blocks": 200}
@@ -103,6 +104,23 @@ def test_beams_end_where_the_grammar_lets_them(llm):
     for one in output:
         assert one.sequences
         assert all(sequence.text in ("ab", "abab", "ababab") for sequence in one.sequences)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 9, 30])
+def test_tokens_that_a_grammar_forces_are_computed_together_and_beams_are_those_of_a_token_a_step(llm, max_tokens, monkeypatch):
+    asked = StructuredOutputsParams(regex="(abcabcabcab|cabcabcab){1,2}d?")
+    params = BeamSearchParams(beam_width=3, max_tokens=max_tokens, structured_outputs=asked)
+    prompts = [[7, 8, 9], [5] * 9]
+    steps, found = [], []
+    for is_stepwise in (False, True):
+        if is_stepwise:
+            monkeypatch.setattr(beam_search._Beam, "num_forced", lambda beam, most: 0)
+        before = llm.llm_engine.stats.num_steps
+        output = llm.beam_search(prompts, params)
+        steps.append(llm.llm_engine.stats.num_steps - before)
+        found.append([(beam.tokens, beam.finish_reason) for one in output for beam in one.sequences])
+    assert found[0] == found[1]
+    assert steps[0] < 0.75 * steps[1]
 
 
 @pytest.mark.parametrize("config", [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "model": "ITSELF"}])
