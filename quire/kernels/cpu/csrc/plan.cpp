@@ -35,8 +35,8 @@ i32 Site::add(const Weight& weight) {
     return static_cast<i32>(forms.size()) - 1;
 }
 
-Plan::Plan(i32 hidden, i32 vocab, bool is_bf16, int threads)
-    : num_threads(threads), kernels_used(&kernels()), hidden_(hidden), vocab_(vocab), is_bf16_(is_bf16) {}
+Plan::Plan(const Kernels& table, i32 hidden, i32 vocab, bool is_bf16, int threads)
+    : num_threads(threads), kernels_used(&table), hidden_(hidden), vocab_(vocab), is_bf16_(is_bf16) {}
 
 void Plan::set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale) {
     embed_ = std::move(embed);

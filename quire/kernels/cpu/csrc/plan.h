@@ -107,7 +107,7 @@ void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 nu
 
 class Plan {
 public:
-    Plan(i32 hidden, i32 vocab, bool is_bf16, int num_threads);
+    Plan(const Kernels& table, i32 hidden, i32 vocab, bool is_bf16, int num_threads);
 
     void set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
