@@ -51,7 +51,7 @@ void Plan::set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float
 }
 
 i64 Plan::screen_head() {
-    if (!has_plain_logits() || !suits_screen(*head_)) return 0;
+    if (!suits_screen(*head_)) return 0;
     screen_ = std::make_unique<Screen>(*kernels_used, *head_, num_threads);
     if (!screen_->is_bounded) screen_ = nullptr;
     return screen_ == nullptr ? 0 : screen_->num_bytes();
