@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from quire.bench.attention_cases import attention_cases, store_cases
+from quire.bench.expert_cases import expert_cases
 from quire.bench.kernel_setup import KernelCase, ModelShapes, Setup
 from quire.bench.linear_cases import best_cases, linear_cases
+from quire.bench.quantize_cases import pack_cases, quantize_cases
 from quire.bench.row_cases import norm_cases, sampler_cases, turn_cases
 
 _MAKERS: dict[str, Callable[[Setup, ModelShapes], Iterator[KernelCase]]] = {
     "linear": linear_cases,
     "best": best_cases,
+    "experts": expert_cases,
+    "pack": pack_cases,
+    "quantize": quantize_cases,
     "attention": attention_cases,
     "store": store_cases,
     "norm": norm_cases,

@@ -18,10 +18,20 @@ _NOISE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """The experts of a layer, top_k of which a token meets; each has inner_size outputs of its gate."""
+
+    num_experts: int
+    top_k: int
+    inner_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShapes:
     """What of a model decides the sizes of its kernels' work.
 
     linears  name to (outputs, inputs)
+    mixture  None: there is no layer of gated experts
     """
 
     linears: dict[str, tuple[int, int]]
@@ -30,6 +40,7 @@ class ModelShapes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    mixture: MixtureShape | None = None
 
 
 QWEN3_0_6B = ModelShapes(
@@ -59,9 +70,15 @@ def shapes_of(spec: ModelSpec) -> ModelShapes:
     if mixtures:
         linears |= _mlp_shapes(mixtures[0], spec.hidden_size)
     linears["head"] = (spec.vocab_size, spec.hidden_size)
-    return ModelShapes(
-        linears, spec.hidden_size, spec.vocab_size, attention.num_heads, attention.num_kv_heads, attention.head_dim
-    )
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    return ModelShapes(linears, spec.hidden_size, spec.vocab_size, *heads, _mixture_shape(mixtures))
+
+
+def _mixture_shape(mixtures: list[LayerSpec]) -> MixtureShape | None:
+    for layer in mixtures:
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.is_gated:
+            return MixtureShape(layer.mlp.num_experts, layer.mlp.top_k, layer.mlp.expert.intermediate_size)
+    return None
 
 
 def _mlp_shapes(layer: LayerSpec, hidden_size: int) -> dict[str, tuple[int, int]]:

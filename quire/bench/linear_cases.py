@@ -9,7 +9,8 @@ import torch
 from quire.bench.kernel_setup import MAX_OUT_BYTES, KernelCase, ModelShapes, Setup, noise
 
 _ROWS_AT_ONCE = 4096
-_INT8_GROUP, _INT4_GROUP, _INPUT_GROUP = 256, 128, 256
+_INT8_GROUP, _INT4_GROUP, INPUT_GROUP = 256, 128, 256
+"""Columns that share a scale: of weights, and of inputs in bytes."""
 _UNITS = {"bf12": 8, "fp8": 4}
 """Columns of such a weight come in units of so many."""
 _FP8_BLOCK = 128
@@ -19,7 +20,8 @@ _LINEAR_FORMATS = {
     **{"int8": "u8", "int4": "u4", "fp8": "f8"},
 }
 _DTYPES = {"f32": torch.float32, "f16": torch.float16}
-_PEAKS = {"int8": "u8", "int4": "u8", "bf12": "bf16", "fp8": "bf16", "f16": "f32"}
+PEAKS = {"int8": "u8", "int4": "u8", "bf12": "bf16", "fp8": "bf16", "f16": "f32"}
+"""In what numbers formats multiply that are not multiplied in their own."""
 _MAX_SCREENED_ROWS = 128
 
 
@@ -29,8 +31,8 @@ def linear_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
             rows = [m for m in setup.rows if 4 * m * n <= MAX_OUT_BYTES]
             if not rows or k % _UNITS.get(number_format, 1):
                 continue
-            weights = [_pack(setup, number_format, n, k)]
-            weights += [_pack(setup, number_format, n, k) for _ in range(setup.copies_for(weights[0].num_bytes) - 1)]
+            weights = [pack_weight(setup, number_format, n, k)]
+            weights += [pack_weight(setup, number_format, n, k) for _ in range(setup.copies_for(weights[0].num_bytes) - 1)]
             for m in rows:
                 yield _linear_case(setup, number_format, f"{name} [{n}, {k}]", weights, m)
 
@@ -44,18 +46,18 @@ def _linear_case(setup: Setup, number_format: str, name: str, weights: list, m: 
             weights[copy], None, x.data_ptr(), k, m, out.data_ptr(), n, num_threads=setup.num_threads, isa=setup.isa
         )
 
-    kind = _PEAKS.get(number_format, number_format)
+    kind = PEAKS.get(number_format, number_format)
     num_bytes = weights[0].num_bytes + 4 * m * (n + k)
     return KernelCase("linear", number_format, f"M={m} {name}", num_bytes, 2 * m * n * k, kind, len(weights), run)
 
 
-def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
+def pack_weight(setup: Setup, number_format: str, n: int, k: int) -> object:
     """Return a packed weight as the engine makes it.
 
     bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 128 with uneven levels, fp8 blocks of 128 columns.
     """
     group = {"int8": min(_INT8_GROUP, k), "int4": min(_INT4_GROUP, k), "fp8": _FP8_BLOCK}.get(number_format, 0)
-    input_group = min(_INPUT_GROUP, k) if number_format.startswith("int") else 0
+    input_group = min(INPUT_GROUP, k) if number_format.startswith("int") else 0
     weight = setup.native.Weight(_LINEAR_FORMATS[number_format], n, k, group, input_group)
     levels = torch.tensor(_INT4_LEVELS, dtype=torch.int8)
     count = min(n, _ROWS_AT_ONCE)
@@ -88,10 +90,10 @@ def _pack(setup: Setup, number_format: str, n: int, k: int) -> object:
 def best_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     """Yield the search for the best outputs of a bfloat16 head: as many bytes and products as its copy has."""
     n, k = shapes.linears["head"]
-    heads = [_pack(setup, "bf16", n, k)]
+    heads = [pack_weight(setup, "bf16", n, k)]
     screens = [setup.native.Screen(heads[0], setup.num_threads, setup.isa)]
     for _ in range(setup.copies_for(screens[0].num_bytes) - 1):
-        heads.append(_pack(setup, "bf16", n, k))
+        heads.append(pack_weight(setup, "bf16", n, k))
         screens.append(setup.native.Screen(heads[-1], setup.num_threads, setup.isa))
     for m in (rows for rows in setup.rows if rows <= _MAX_SCREENED_ROWS):
         x, best = noise(m, k), torch.empty(m, dtype=torch.int32)

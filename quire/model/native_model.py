@@ -156,7 +156,7 @@ class NativeModelBuilder:
             return weight if self._quantize is None else self._quantize(name, weight)
         if not isinstance(weight, QuantizedWeight) or weight.is_token_quantized:
             return weight
-        is_exact = is_made_exact(self._spec.dtype, weight.is_token_quantized)
+        is_exact = is_made_exact(self._spec.dtype)
         self._say_inputs(is_exact)
         return weight.dequantize() if is_exact else weight
 

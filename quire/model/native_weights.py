@@ -208,19 +208,19 @@ def packed_bytes_of(weight: StoredWeight, float_bytes: int) -> int:
     return padded_rows * (code_bytes + scale_bytes + 4) + 4 * num_columns * codes.has_order
 
 
-def is_made_exact(dtype: str, is_token_quantized: bool) -> bool:
-    """Return whether integers of a checkpoint are run as the floats that they stand for: the kernels multiply integers by
-    integers, which rounds inputs to int8. In float32 they do so only where the checkpoint declares it.
+def is_made_exact(dtype: str) -> bool:
+    """Return whether integers of a checkpoint that declares no quantised inputs are run as the floats that they stand for: the
+    kernels multiply integers by integers, which rounds inputs to int8. In float32 they do so only where it is declared.
 
     dtype  of the model
     """
-    return dtype == "float32" and not is_token_quantized
+    return dtype == "float32"
 
 
 def is_stored_made_exact(weight: StoredWeight, dtype: str) -> bool:
     """Return whether a stored weight becomes floats for that reason."""
     codes = weight.codes
-    return codes is not None and codes.kind != "float8" and is_made_exact(dtype, codes.is_token_quantized)
+    return codes is not None and codes.kind != "float8" and not codes.is_token_quantized and is_made_exact(dtype)
 
 
 def _has_whole_steps(num_columns: int, group_size: int) -> bool:

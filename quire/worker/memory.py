@@ -114,7 +114,7 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
         return quantized_bytes(shapes, spec, policy) + has_dense_head * screen_bytes(spec)
     width, copy = DTYPE_BYTES[spec.dtype], screen_bytes(spec)
     if is_gguf(folder):
-        is_dense = is_made_exact(spec.dtype, is_token_quantized=False)
+        is_dense = is_made_exact(spec.dtype)
         return copy + (dense if is_dense else min(dense, packed_bytes(read_gguf(folder).tensors.values(), width)))
     if read_quantization_config(folder) is None or not stored_bytes(folder):
         return dense + copy

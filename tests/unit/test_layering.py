@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
-    "bench": {"base", "contracts", "kernels", "text", "grammar", "model", "speculate", "engine"},
+    "bench": {"base", "contracts", "kernels", "text", "grammar", "quant", "model", "speculate", "engine"},
     "cli": {"base", "contracts", "text", "model", "training", "engine", "serving", "bench"},
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}

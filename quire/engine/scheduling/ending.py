@@ -1,10 +1,14 @@
-"""When an output ends by its tokens alone; stop strings are found later, by whoever makes the text."""
+"""What a step computed of a sequence, and when an output ends by its tokens alone.
+
+Stop strings are found later, by whoever makes the text.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from quire.contracts.request import FinishReason
+from quire.contracts.step import StepResult
 from quire.engine.scheduling.sequence import Sequence
 
 
@@ -21,9 +25,21 @@ class Ending:
     is_by_token: bool = False
 
 
-def append_sampled(
-    sequence: Sequence, token_ids: tuple[int, ...], is_complete: bool = False
-) -> tuple[tuple[int, ...], Ending | None]:
+def take_computed(sequence: Sequence, num_tokens: int, result: StepResult) -> tuple[tuple[int, ...], Ending | None]:
+    """Record what a step of num_tokens tokens of a sequence came to; return the tokens that came and how they ended it."""
+    sequence.is_late = sequence.sequence_id in result.late
+    sequence.num_computed_tokens += num_tokens - sequence.is_late
+    if result.verified:
+        sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
+    sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
+    is_complete = sequence.sequence_id in result.completed
+    token_ids, ending = _append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
+    if ending is not None:  # drafts behind the end may have been accepted
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+    return token_ids, ending
+
+
+def _append_sampled(sequence: Sequence, token_ids: tuple[int, ...], is_complete: bool) -> tuple[tuple[int, ...], Ending | None]:
     """Append sampled tokens up to the one that ends the output; return what was appended and how it ended.
 
     is_complete: after the last of them nothing can follow, which ends it whatever min_tokens says.

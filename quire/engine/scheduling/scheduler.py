@@ -43,12 +43,13 @@ from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import check_servable, new_sequence
 from quire.engine.scheduling.draft_slots import give_draft_slots
-from quire.engine.scheduling.ending import append_sampled
+from quire.engine.scheduling.ending import take_computed
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.giving_way import find_victim, must_make_room
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.prompt_logprobs import take_prompt_logprobs
+from quire.engine.scheduling.remaining import find_remaining
 from quire.engine.scheduling.result_check import find_mistake
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
@@ -170,18 +171,7 @@ class Scheduler:
         """Return the step behind one that computes `launched` tokens of sequences."""
         draft = StepDraft(self.config.max_num_batched_tokens)
         num_preempted_before = self._num_preemptions
-        decoding: list[Sequence] = []
-        prefilling: list[tuple[Sequence, int]] = []
-        for sequence in self.running:
-            if sequence.is_late:
-                continue
-            num_left = len(sequence.token_ids) - sequence.num_computed_tokens
-            if launched:
-                num_left = sequence.num_tokens_behind(launched.get(sequence.sequence_id, 0))
-            if num_left == 1:
-                decoding.append(sequence)
-            elif num_left > 1:
-                prefilling.append((sequence, num_left))
+        decoding, prefilling = find_remaining(self.running, launched)
         for sequence in decoding:
             self._schedule_running(draft, sequence, 1, launched)
         for is_background in (False, True) if prefilling or len(self.waiting) > 0 else ():
@@ -319,15 +309,7 @@ class Scheduler:
         prompt_logprobs_start = 0
         if sequence.next_prompt_logprob < num_prompt:
             prompt_logprobs, prompt_logprobs_start = take_prompt_logprobs(sequence, result)
-        sequence.is_late = sequence.sequence_id in result.late
-        sequence.num_computed_tokens += num_tokens - sequence.is_late
-        if result.verified:
-            sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
-        sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
-        is_complete = sequence.sequence_id in result.completed
-        token_ids, ending = append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
-        if ending is not None:  # drafts behind the end may have been accepted
-            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+        token_ids, ending = take_computed(sequence, num_tokens, result)
         self.kv.publish(sequence)
         if sequence.choice == 0 and num_computed_before < num_prompt <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)

@@ -12,8 +12,9 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import LOG2_E
-from quire.kernels.triton.attention_kernels import attend_runs, merge_chunks
+from quire.kernels.triton.attention_kernels import attend_runs
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.merge_kernels import merge_chunks
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.split_kernels import attend_chunks, merge_items, plan_chunks
 from quire.kernels.triton.step import ChunkPlan, DeviceStep, Tiles

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import narrow
-from quire.kernels.triton.attention_kernels import attend_keys, find_run, merge_parts
+from quire.kernels.triton.attention_kernels import attend_keys, find_run
+from quire.kernels.triton.merge_kernels import merge_parts
 
 _DOUBLINGS = tl.constexpr(12)
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.bench.kernel_cases import make_cases
-from quire.bench.kernel_setup import ModelShapes, Setup, shapes_of
+from quire.bench.expert_cases import embed_experts
+from quire.bench.kernel_cases import KERNELS, make_cases
+from quire.bench.kernel_setup import MixtureShape, ModelShapes, Setup, shapes_of
 from quire.bench.kernels import KernelOptions, default_working_set, measure_kernels
 from quire.cli.main import main
 from quire.kernels.native import load_native
@@ -31,9 +32,7 @@ def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path,
     record = json.loads(file.read_text())
     assert (record["isa"], record["num_threads"], record["provenance"]["num_threads"]) == (isa, 1, 1)
     assert record["provenance"]["machine"]
-    assert {"linear", "best", "attention", "store", "norm", "turn", "sampler"} == {
-        result["kernel"] for result in record["results"]
-    }
+    assert set(KERNELS) - {"experts"} == {result["kernel"] for result in record["results"]}
     formats = {result["number_format"] for result in record["results"] if result["kernel"] == "linear"}
     assert formats == {"bf16", "bf12", "f32", "f16", "int8", "int4", "fp8"}
     for kernel in ("attention", "store"):
@@ -72,6 +71,11 @@ def test_cases_count_their_work_and_their_copies_fill_the_working_set(tiny_model
     decode, prefill = cases["attention", "bf16", "decode S=16 context 40"], cases["attention", "bf16", "prefill 40"]
     assert (decode.num_operations, prefill.num_operations) == (4 * 32 * 16 * 40, 4 * 32 * 40 * 41 // 2)
     assert decode.num_bytes == 16 * 40 * 2 * 16 * 2 + 2 * 4 * 16 * 32
+    to_bytes, to_bf16 = cases["pack", "int8", "M=3 [48]"], cases["pack", "bf16", "M=3 [48]"]
+    assert (to_bytes.num_bytes, to_bf16.num_bytes) == (3 * (48 * (4 + 1) + 12), 3 * 48 * (4 + 2))
+    int8, int4 = cases["quantize", "int8", "gate, up [48, 32]"], cases["quantize", "int4", "gate, up [48, 32]"]
+    assert (int8.num_bytes, int4.num_bytes) == (48 * (32 * 3 + 4), 48 * (32 * 3 + 4))
+    assert ("quantize", "int4", "down [32, 48]") not in cases
 
 
 def test_shapes_of_a_mixture_are_those_of_an_expert(tmp_path):
@@ -79,6 +83,28 @@ def test_shapes_of_a_mixture_are_those_of_an_expert(tmp_path):
     linears = shapes_of(spec).linears
     assert (linears["expert gate, up"], linears["expert down"]) == ((24, 32), (32, 24))
     assert "gate, up" not in linears
+
+
+@pytest.mark.parametrize("isa", native.supported_isas() if native else [])
+@pytest.mark.parametrize("number_format, size", [("bf16", 2), ("int8", 1)])
+def test_mixtures_count_the_experts_that_are_met(isa, number_format, size):
+    shapes = ModelShapes({}, 32, 64, 1, 1, 2, MixtureShape(num_experts=6, top_k=2, inner_size=16))
+    setup = Setup(native, isa, num_threads=2, working_set_bytes=100_000, rows=(1, 5), lengths=(40,))
+    one, five = (case for case in make_cases(setup, shapes, ("experts",)) if case.number_format == number_format)
+    assert (one.num_operations, five.num_operations) == (2 * 2 * 3 * 16 * 32, 5 * 2 * 2 * 3 * 16 * 32)
+    others = 4 * 6 * 32 + 2 * 4 * 32
+    assert 2 * 3 * 16 * 32 * size <= one.num_bytes - others < 2 * 3 * (16 * 32 * size + 32 * 4) + 1
+    assert five.num_bytes - others - 4 * 2 * 4 * 32 == 3 * (one.num_bytes - others)
+    assert one.num_copies == 3 * five.num_copies
+    for case in (one, five):
+        for copy in range(case.num_copies):
+            case.run(copy)
+
+
+def test_tokens_of_a_mixture_meet_the_experts_in_turn():
+    shapes, mixture = ModelShapes({}, 32, 64, 1, 1, 2), MixtureShape(num_experts=6, top_k=4, inner_size=16)
+    embedding = embed_experts(mixture, shapes.hidden_size)
+    assert [sorted(row.topk(4).indices.tolist()) for row in embedding] == [[0, 1, 2, 3], [0, 1, 4, 5], [2, 3, 4, 5]]
 
 
 def test_results_that_no_step_has_are_left_out():

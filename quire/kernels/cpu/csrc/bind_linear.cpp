@@ -110,20 +110,35 @@ struct LinearCall {
     int num_threads;  // that came, perhaps fewer than asked for
 };
 
+void pack_call(void* argument, Worker& worker) {
+    const LinearCall& call = *static_cast<LinearCall*>(argument);
+    const i32 rows = call.packed.m, tile = call.packed.tile_rows;
+    for (i64 row = next(worker, rows, tile); row < rows; row = next(worker, rows, tile))
+        call.kernels->linear->pack_rows(call.packed, static_cast<i32>(row), rows - row < tile ? rows - static_cast<i32>(row) : tile, call.x + row * call.x_stride,
+                                        call.x_stride, 0, call.packed.k);
+    barrier(worker);
+}
+
 void linear_call(void* argument, Worker& worker) {
     LinearCall& call = *static_cast<LinearCall*>(argument);
     const LinearTable& table = *call.kernels->linear;
     if (worker.rank == 0) call.num_threads = worker.size;
-    const i32 rows = call.packed.m, tile = call.packed.tile_rows;
-    for (i64 row = next(worker, rows, tile); row < rows; row = next(worker, rows, tile))
-        table.pack_rows(call.packed, static_cast<i32>(row), rows - row < tile ? rows - static_cast<i32>(row) : tile, call.x + row * call.x_stride,
-                        call.x_stride, 0, call.packed.k);
-    barrier(worker);
+    pack_call(&call, worker);
     table.linear(worker, &call.job, 1);
     barrier(worker);
     if (call.job.packed == nullptr) return;
     table.linear(worker, &call.following, 1);
     barrier(worker);
+}
+
+void pack_inputs(const NativeWeight& weight, uintptr_t x, i64 x_stride, i32 m, i32 num_threads, const std::string& isa) {
+    LinearCall call = {};
+    call.kernels = &kernels_for(isa);
+    call.x = reinterpret_cast<const float*>(x);
+    call.x_stride = x_stride;
+    PackedMemory memory(*call.kernels->linear, weight.weight, m);
+    call.packed = memory.packed;
+    run_team(num_threads, pack_call, &call);
 }
 
 void run_linear(const NativeWeight& weight, const NativeWeight* second, uintptr_t x, i64 x_stride, i32 m, uintptr_t out, i64 out_stride,
@@ -329,6 +344,8 @@ void bind_linear(nb::module_& m) {
     m.def("float8_divisor", [] { return FLOAT8_DIVISOR; }, "What codes of float8 are divided by when they are read: scales are multiplied by it.");
     m.def("suits_bf12", [](uintptr_t source, i64 stride, i32 count, i32 k) { return suits_bf12(reinterpret_cast<const u16*>(source), stride, count, k); },
           "source"_a, "stride"_a, "count"_a, "k"_a, "Whether bf16 rows [count, k] can be kept in 12 bits with few exceptions, judged by some of them.");
+    m.def("pack_inputs", &pack_inputs, "weight"_a, "x"_a, "x_stride"_a, "m"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
+          "Pack f32 rows [m, k] as the weight reads them and drop them again: what `linear` does first, to be measured.");
     m.def("linear", &run_linear, "weight"_a, "second"_a.none(), "x"_a, "x_stride"_a, "m"_a, "out"_a, "out_stride"_a, "finish"_a = 0, "activation"_a = 0,
           "factor"_a = 1.0f, "best_index"_a = 0, "following"_a = nb::none(), "num_threads"_a = 1, "isa"_a = nb::none(), "limit"_a = 0.0f,
           "slope"_a = 1.0f, nb::call_guard<nb::gil_scoped_release>(), "Run one linear layer over f32 rows [m, k], and `following` on what it packs; see LinearJob in weight.h.");

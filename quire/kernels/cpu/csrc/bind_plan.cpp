@@ -59,7 +59,9 @@ void bind_layer(nb::module_& m) {
 }
 
 void bind_setup(PlanClass& plan) {
-    plan.def(nb::init<i32, i32, bool, int>(), "hidden"_a, "vocab"_a, "is_bf16"_a, "num_threads"_a)
+    plan.def("__init__", [](Plan* self, i32 hidden, i32 vocab, bool is_bf16, int num_threads, const std::string& isa) {
+            new (self) Plan(kernels_for(isa), hidden, vocab, is_bf16, num_threads);
+        }, "hidden"_a, "vocab"_a, "is_bf16"_a, "num_threads"_a, "isa"_a = "")
         .def_rw("final_norm", &Plan::final_norm)
         .def_rw("embed_norm", &Plan::embed_norm)
         .def_rw("feature_norm", &Plan::feature_norm)

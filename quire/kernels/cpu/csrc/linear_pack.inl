@@ -11,7 +11,8 @@ QUIRE_INLINE F32 inputs_at(const Packed& x, const float* values, i32 j) {
 }
 
 // Quantise words [begin, end) of a row to data[0], data[apart] and so on: round(x * inverse), at most 127 in size also where 127 / peak
-// overflows. Return the sum of the codes.
+// overflows. Return the sum of the codes. None is -128, though formats that declare such inputs have 127.5 steps and that code: AVX2
+// multiplies bytes in pairs of 16 bits, which two products of -128 and -128 leave.
 i32 pack_group(const Packed& x, const float* values, u32* data, i64 apart, i32 begin, i32 end, float inverse) {
     I32 sum = set1(0);
     for (i32 j = 4 * begin; j < 4 * end; j += 16) {

@@ -35,8 +35,8 @@ i32 Site::add(const Weight& weight) {
     return static_cast<i32>(forms.size()) - 1;
 }
 
-Plan::Plan(i32 hidden, i32 vocab, bool is_bf16, int threads)
-    : num_threads(threads), kernels_used(&kernels()), hidden_(hidden), vocab_(vocab), is_bf16_(is_bf16) {}
+Plan::Plan(const Kernels& table, i32 hidden, i32 vocab, bool is_bf16, int threads)
+    : num_threads(threads), kernels_used(&table), hidden_(hidden), vocab_(vocab), is_bf16_(is_bf16) {}
 
 void Plan::set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale) {
     embed_ = std::move(embed);
@@ -51,7 +51,7 @@ void Plan::set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float
 }
 
 i64 Plan::screen_head() {
-    if (!has_plain_logits() || !suits_screen(*head_)) return 0;
+    if (!suits_screen(*head_)) return 0;
     screen_ = std::make_unique<Screen>(*kernels_used, *head_, num_threads);
     if (!screen_->is_bounded) screen_ = nullptr;
     return screen_ == nullptr ? 0 : screen_->num_bytes();

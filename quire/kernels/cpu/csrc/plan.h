@@ -107,11 +107,12 @@ void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 nu
 
 class Plan {
 public:
-    Plan(i32 hidden, i32 vocab, bool is_bf16, int num_threads);
+    Plan(const Kernels& table, i32 hidden, i32 vocab, bool is_bf16, int num_threads);
 
     void set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
     // Keep a copy of the head, where that can be, which tells most outputs that are not the best (screen.h); return what it takes.
+    // Only steps that ask for best tokens alone read it, so where logits are not plain it is of no use.
     i64 screen_head();
     void add_layer(std::shared_ptr<PlanLayer> layer);
     // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.

@@ -12,6 +12,8 @@ from torch import Tensor
 UNIT = 2.0**-24  # half of f32's step at 1: what one rounding changes at most, relatively
 SMALLEST = 2.0**-126  # what is smaller counts as 0 inside a kernel, in inputs and in results
 LINEAR_LEVELS = tuple(range(-8, 8))
+DENSE_DTYPES = {"bf16": torch.bfloat16, "bf12": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
+_ROWS_AT_ONCE = 48
 UNEVEN_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -138,14 +140,22 @@ def make_layer(native, format, n, k, group=0, *, seed=0, options=(), levels=None
     return Layer(packed, format, codes.double(), group, *doubles, None if columns is None else columns.long())
 
 
+def pack_dense(native, format: str, weight: Tensor, bias: Tensor | None = None):
+    """Return a packed weight [N, K] of a dense format, some rows at a time, as a loader packs them."""
+    n, k = weight.shape
+    rows = weight.to(DENSE_DTYPES[format]).contiguous()
+    packed = native.Weight(format, n, k)
+    for first in range(0, n, _ROWS_AT_ONCE):
+        packed.pack(rows[first].data_ptr(), k, first, min(_ROWS_AT_ONCE, n - first), num_threads=2)
+    padded = None if bias is None else pad_rows(bias)
+    packed.set_extras(bias=0 if padded is None else padded.data_ptr())
+    return packed
+
+
 def constant_layer(native, bias: Tensor) -> Layer:
     """Return a layer whose result is its bias."""
-    n, weight = len(bias), torch.zeros(len(bias), 8)
-    packed = native.Weight("f32", n, 8)
-    packed.pack(weight.data_ptr(), 8, 0, n)
-    padded = pad_rows(bias)
-    packed.set_extras(bias=padded.data_ptr())
-    return Layer(packed, "f32", weight.double(), 0, None, None, None, bias, None)
+    weight = torch.zeros(len(bias), 8)
+    return Layer(pack_dense(native, "f32", weight, bias), "f32", weight.double(), 0, None, None, None, bias, None)
 
 
 def to_panels(values: Tensor) -> Tensor:

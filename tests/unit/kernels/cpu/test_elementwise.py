@@ -23,11 +23,6 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(params=native.supported_isas())
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

@@ -101,11 +101,6 @@ def assert_within(got: Tensor, want: Tensor, error: Tensor) -> None:
     assert (difference <= error).all(), f"{(difference / error).nan_to_num().max().item():.3g} times the allowed error"
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(params=[False, True], ids=["bf16-inputs", "f32-inputs"])
 def is_wide(request: pytest.FixtureRequest) -> bool:
     return request.param

@@ -56,11 +56,6 @@ FORMATS = {
 SHAPES = [(1, 1), (15, 7), (16, 8), (17, 31), (33, 129), (65, 258), (130, 132), (200, 300)]
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(params=FORMATS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.kernels.cpu.packed_layers import make_inputs
+from tests.unit.kernels.cpu.packed_layers import DENSE_DTYPES, make_inputs, pack_dense
 
 native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
 if not hasattr(native, "Screen"):
@@ -16,27 +16,13 @@ if not hasattr(native, "Screen"):
 
 ISAS = native.supported_isas()
 BEST = 5
-DTYPES = {"bf16": torch.bfloat16, "bf12": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 LEAST_ROOM = 128
 """Panels that a thread keeps of a row at least."""
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(params=DENSE_DTYPES)
 def form(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def pack(form: str, w: Tensor):
-    rows = w.to(DTYPES[form]).contiguous()
-    packed = native.Weight(form, *rows.shape)
-    packed.pack(rows.data_ptr(), rows.shape[1], 0, len(rows), num_threads=2)
-    packed.set_extras()
-    return packed
 
 
 def dense_best(head, x: Tensor, isa: str) -> list[int]:
@@ -67,7 +53,7 @@ def best_of_copy(w: Tensor, x: Tensor) -> list[int]:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("n, k", [(1, 8), (15, 8), (17, 24), (333, 40), (1000, 264), (700, 1032)])
 def test_best_is_that_of_the_head_for_rows_of_every_size(isa, form, n, k, threads):
-    head = pack(form, random(n, k) * 0.02)
+    head = pack_dense(native, form, random(n, k) * 0.02)
     for m in (1, 2, 7, 16, 29, 50):
         x = make_inputs(m, k, seed=m)
         assert screened_best(head, x, isa, threads)[0] == dense_best(head, x, isa)
@@ -76,7 +62,7 @@ def test_best_is_that_of_the_head_for_rows_of_every_size(isa, form, n, k, thread
 @settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(ISAS),
-    st.sampled_from([*DTYPES]),
+    st.sampled_from([*DENSE_DTYPES]),
     st.integers(1, 600),
     st.integers(1, 70),
     st.integers(1, 20),
@@ -84,7 +70,7 @@ def test_best_is_that_of_the_head_for_rows_of_every_size(isa, form, n, k, thread
 )
 def test_best_is_that_of_the_head_for_any_shape(isa, form, n, k, m, seed):
     k = 8 * k if form == "bf12" else k
-    head = pack(form, random(n, k, seed=seed) * 0.02)
+    head = pack_dense(native, form, random(n, k, seed=seed) * 0.02)
     x = random(m, k, seed=seed + 1)
     assert screened_best(head, x, isa, 2)[0] == dense_best(head, x, isa)
 
@@ -92,8 +78,8 @@ def test_best_is_that_of_the_head_for_any_shape(isa, form, n, k, m, seed):
 def test_best_is_exact_where_the_copy_alone_is_wrong(isa, form):
     # Outputs of families of eight, which differ by less than a step of a byte.
     families = random(250, 1, 128).expand(-1, 8, -1) + 1e-3 * random(250, 8, 128, seed=1)
-    w = (families.reshape(2000, 128) * 0.02).to(DTYPES[form])
-    head, x = pack(form, w), random(64, 128, seed=2)
+    w = (families.reshape(2000, 128) * 0.02).to(DENSE_DTYPES[form])
+    head, x = pack_dense(native, form, w), random(64, 128, seed=2)
     found, num_redone = screened_best(head, x, isa, 2)
     assert found == dense_best(head, x, isa)
     assert num_redone == 0
@@ -107,13 +93,13 @@ def test_best_is_exact_where_the_error_of_the_copy_is_as_large_as_can_be(isa):
     scale = w.float().abs().amax(1, keepdim=True) / 127
     off = w.float() - scale * (w.float() / scale).round()
     x = off[:64] / off[:64].abs().amax(1, keepdim=True) + 0.2 * random(64, 64, seed=3)
-    head = pack("bf16", w)
+    head = pack_dense(native, "bf16", w)
     assert screened_best(head, x.contiguous(), isa, 2)[0] == dense_best(head, x.contiguous(), isa)
 
 
 def test_best_is_the_lowest_of_equal_outputs(isa, form):
     w = random(40, 64).repeat(30, 1)
-    head, x = pack(form, w), random(20, 64, seed=1)
+    head, x = pack_dense(native, form, w), random(20, 64, seed=1)
     found, _ = screened_best(head, x, isa, 2)
     assert found == dense_best(head, x, isa)
     assert max(found) < 40
@@ -122,19 +108,19 @@ def test_best_is_the_lowest_of_equal_outputs(isa, form):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_all_outputs_are_computed_where_all_may_be_the_best(isa, threads):
     num_panels = 2 * 1024 + LEAST_ROOM
-    head = pack("bf16", random(1, 16).expand(16 * num_panels, -1))
+    head = pack_dense(native, "bf16", random(1, 16).expand(16 * num_panels, -1))
     x = random(5, 16, seed=1)
     assert screened_best(head, x, isa, threads) == ([0] * 5, 5)
 
 
 def test_few_outputs_are_computed_of_a_random_head(isa):
-    head, x = pack("bf16", random(40_000, 256) * 0.02), random(16, 256, seed=1)
+    head, x = pack_dense(native, "bf16", random(40_000, 256) * 0.02), random(16, 256, seed=1)
     assert screened_best(head, x, isa, 2)[1] == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
 def test_a_row_that_is_not_finite_is_computed_as_a_whole_and_leaves_others_alone(isa, form, bad):
-    head, x = pack(form, random(500, 32)), random(9, 32, seed=1)
+    head, x = pack_dense(native, form, random(500, 32)), random(9, 32, seed=1)
     want = dense_best(head, x, isa)
     x[4, 7] = bad
     found, num_redone = screened_best(head, x, isa, 2)
@@ -144,7 +130,7 @@ def test_a_row_that_is_not_finite_is_computed_as_a_whole_and_leaves_others_alone
 
 
 def test_rows_of_zeros_have_the_first_output(isa, form):
-    head = pack(form, random(500, 32))
+    head = pack_dense(native, form, random(500, 32))
     assert screened_best(head, torch.zeros(3, 32), isa, 2)[0] == [0, 0, 0]
 
 
@@ -152,7 +138,7 @@ def test_rows_of_zeros_have_the_first_output(isa, form):
 def test_a_head_that_is_not_finite_or_huge_has_no_copy(isa, bad):
     w = random(100, 32)
     w[60, 3] = bad
-    assert not native.Screen(pack("bf16", w), 1, isa).is_bounded
+    assert not native.Screen(pack_dense(native, "bf16", w), 1, isa).is_bounded
 
 
 def test_a_head_of_integers_is_refused(isa):
@@ -164,5 +150,5 @@ def test_a_head_of_integers_is_refused(isa):
 
 
 def test_a_copy_takes_a_byte_a_weight_and_twelve_an_output():
-    screen = native.Screen(pack("bf16", random(1600, 256)), 1)
+    screen = native.Screen(pack_dense(native, "bf16", random(1600, 256)), 1)
     assert screen.num_bytes == 1600 * (256 + 12)

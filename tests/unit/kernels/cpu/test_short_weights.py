@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernels.cpu.packed_layers import run_apart
+from tests.unit.kernels.cpu.packed_layers import pack_dense, run_apart
 
 native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
 if not hasattr(native, "suits_bf12"):
@@ -42,17 +42,6 @@ def weights(kind: str, n: int, k: int, seed: int = 0) -> Tensor:
 KINDS = ("normal", "zeros", "wide", "ones", "large", "small", "special")
 
 
-def pack(format: str, w: Tensor, bias: Tensor | None = None):
-    n, k = w.shape
-    packed = native.Weight(format, n, k)
-    for first in range(0, n, 48):
-        rows = w[first : first + 48].contiguous()
-        packed.pack(rows.data_ptr(), k, first, len(rows), num_threads=2)
-    padded = None if bias is None else torch.cat((bias, torch.zeros(-n % 16)))
-    packed.set_extras(bias=0 if padded is None else padded.data_ptr())
-    return packed
-
-
 def run(packed, x: Tensor, n: int, isa: str, finish: int = STORE, second=None) -> Tensor:
     out = torch.full((len(x), n), float("nan") if finish != ADD else 0.5)
     native.linear(packed, second, x.data_ptr(), x.shape[1], len(x), out.data_ptr(), n, finish=finish, num_threads=2, isa=isa)
@@ -60,11 +49,10 @@ def run(packed, x: Tensor, n: int, isa: str, finish: int = STORE, second=None) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("isa", ISAS)
 def test_every_row_comes_out_as_it_went_in(isa, kind):
     for n, k in SHAPES:
         w, row = weights(kind, n, k), torch.empty(k)
-        packed = pack("bf12", w)
+        packed = pack_dense(native, "bf12", w)
         for index in range(n):
             packed.unpack_row(index, row.fill_(float("nan")).data_ptr(), isa)
             assert row.view(torch.int32).equal(w[index].float().view(torch.int32))
@@ -76,8 +64,8 @@ def test_results_have_the_bits_of_plain_bf16_at_any_number_of_rows(isa, kind):
     for n, k in SHAPES:
         bias = torch.arange(n) / 7.0
         gate, up = weights(kind, n, k), weights("normal", n, k, seed=1)
-        plain, short = (pack(format, gate, bias) for format in ("bf16", "bf12"))
-        plain_up, short_up = (pack(format, up) for format in ("bf16", "bf12"))
+        plain, short = (pack_dense(native, format, gate, bias) for format in ("bf16", "bf12"))
+        plain_up, short_up = (pack_dense(native, format, up) for format in ("bf16", "bf12"))
         for m in ROWS:
             x = torch.randn(m, k, generator=torch.Generator().manual_seed(m))
             for finish, a, b in ((STORE, None, None), (ADD, None, None), (GATE, plain_up, short_up)):
@@ -85,16 +73,14 @@ def test_results_have_the_bits_of_plain_bf16_at_any_number_of_rows(isa, kind):
                 assert got.nan_to_num(7.0).equal(want.nan_to_num(7.0)), (n, k, m, finish)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_best_column_is_that_of_plain_bf16_when_padding_lies_behind_it(isa):
     w = -weights("normal", 33, 64).abs()
     x = torch.rand(5, 64)
     found = []
     for format in ("bf16", "bf12"):
         index = torch.full((5,), -7, dtype=torch.int32)
-        native.linear(
-            pack(format, w), None, x.data_ptr(), 64, 5, 0, 0, finish=BEST, best_index=index.data_ptr(), num_threads=1, isa=isa
-        )
+        packed = pack_dense(native, format, w)
+        native.linear(packed, None, x.data_ptr(), 64, 5, 0, 0, finish=BEST, best_index=index.data_ptr(), num_threads=1, isa=isa)
         found.append(index.tolist())
     assert found[0] == found[1]
 
@@ -102,7 +88,7 @@ def test_best_column_is_that_of_plain_bf16_when_padding_lies_behind_it(isa):
 def test_ordinary_weights_take_three_quarters_of_the_bytes():
     w = weights("normal", 1024, 1024)
     assert native.suits_bf12(w.data_ptr(), 1024, 1024, 1024)
-    assert pack("bf12", w).num_bytes < 0.77 * pack("bf16", w).num_bytes
+    assert pack_dense(native, "bf12", w).num_bytes < 0.77 * pack_dense(native, "bf16", w).num_bytes
 
 
 @pytest.mark.parametrize("kind", ["zeros", "wide", "special"])
@@ -133,7 +119,8 @@ def test_packing_that_finds_no_memory_raises_and_leaves_a_weight_that_can_be_pac
 import resource
 import torch
 from quire.kernels.cpu import _native as native
-from tests.unit.kernels.cpu.test_short_weights import pack, weights
+from tests.unit.kernels.cpu.packed_layers import pack_dense
+from tests.unit.kernels.cpu.test_short_weights import weights
 n, k = 512, 8192
 w, few = weights("wide", n, k), weights("normal", n, k)
 packed = native.Weight("bf12", n, k)

@@ -8,12 +8,6 @@ import torch
 
 from tests.native_lanes import EDGES, ISAS, assert_same_bits, lanes, native, pairs, random_floats, run, ulps
 
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 # The polynomials are good to 1 ulp; the reduction of the argument and the last product round once each.
 MAX_ULPS = 2.0
 

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.native_lanes import EDGES, ISAS, assert_same_bits, lanes, native, random_floats, run
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
+from tests.native_lanes import EDGES, assert_same_bits, lanes, native, random_floats, run
 
 
 def all_masks() -> np.ndarray:
