@@ -200,10 +200,16 @@ class GrammarCompiler:
         left = without_phrases(constraint, _phrases_of(bad_words)) if bad_words else constraint
         if left is constraint:
             return self._compile_constraint(constraint)
+        is_for_other = constraint.backend == "xgrammar" != left.backend  # it shows only whether anything is left
         try:
-            return self._compile_constraint(left)
+            grammar = self._compile_constraint(left)
+            return self._compile_constraint(constraint) if is_for_other else grammar
         except PassingError:
             raise
+        except UnsupportedError:
+            if not is_for_other:
+                raise
+            return self._compile_constraint(constraint)
         except GrammarError as error:
             grammar = self._compile_constraint(constraint)
             if NOTHING_MATCHES in str(error):

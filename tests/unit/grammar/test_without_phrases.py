@@ -28,6 +28,21 @@ def regex(source):
     return Constraint(kind="regex", source=source)
 
 
+BANNED = {"enum": ["yes", "no"]}
+IMPOSSIBLE = (
+    closed(a=BANNED),
+    closed(a={"enum": [12, 120]}),
+    closed(a={"const": {"k": [1, "yes"]}}),
+    closed(a={"type": "boolean"}, notes={"type": "integer"}),
+    closed(a={"type": "string"}, b=closed(c=BANNED)),
+    closed(a={"anyOf": [BANNED, closed(b=BANNED)]}),
+    closed(a={"allOf": [{"type": "string"}, BANNED]}),
+    closed(a={"type": "array", "items": BANNED, "minItems": 1}),
+    {"$ref": "#/$defs/a", "$defs": {"a": closed(b={"$ref": "#/$defs/b"}), "b": closed(c=BANNED)}},
+    {"type": "object", "required": ["yes"]},
+)
+
+
 @pytest.mark.parametrize(
     ("constraint", "words", "first"),
     [
@@ -35,6 +50,10 @@ def regex(source):
         (choice("yes1", "yes2", "no"), ("es1", "es2"), "n"),
         (regex("yes|no"), (" es",), "n"),
         (regex("(aab|cad)z"), ("bz",), "c"),
+        (regex("a[0-9]{3,40}(bad|ba)|c"), ("ba",), "c"),
+        (regex("a.*/bad|c"), ("/bad",), "c"),
+        (schema({"anyOf": [closed(ab={}), {"const": 4}]}), ("ab",), "4"),
+        (schema({"enum": [{"a": ["yes"]}, 17, 5]}), ("yes", "17"), "5"),
         (schema({"enum": ["yes", 3]}), ("yes",), "3"),
         (schema({"anyOf": [{"const": "a"}, {"const": 4}]}), ("a",), "4"),
         (schema({"enum": ['a"b', 5]}), ('\\"b',), "5"),
@@ -76,6 +95,34 @@ def test_matcher_stands_where_it_stood_after_it_has_looked_ahead(compiler):
     assert allowed_ids(matcher, 257) == allowed_ids(other, 257)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "kept", "lost"),
+    [
+        ({**closed(a={"const": 1}, yes={}), "required": ["a"]}, ['{"a":1}'], ['{"a":1,"yes":2}']),
+        ({"type": ["object", "null"], "properties": {"a": BANNED}, "required": ["a"]}, ["null"], ['{"a":1}']),
+        ({"properties": {"a": BANNED}, "required": ["a"]}, ["1", "[{}]", '"a"', "null", "true", "0.5"], ['{"a":1}']),
+        ({"type": "object", "properties": {"a": BANNED}}, ['{"b":1}', "{}"], ['{"a":1}', '{"a":"yes"}']),
+        ({"type": "array", "items": BANNED}, ["[]"], ['["yes"]', "[1]"]),
+        ({"type": "array", "prefixItems": [{"const": 1}, BANNED]}, ["[]", "[1]"], ["[1,1]", "[1,"]),
+        ({"oneOf": [{"const": "yes"}, {"const": 7}]}, ["7"], ['"yes"']),
+    ],
+    ids=str,
+)
+def test_schema_keeps_what_can_be_written(compiler, wanted, kept, lost):
+    grammar = compiler.start(schema(wanted), ("yes", "no")).result()
+    assert all(accepts(grammar, text) for text in kept)
+    assert not any(accepts(grammar, text) for text in lost)
+
+
+def test_schema_that_is_no_schema_is_refused_as_without_phrases(compiler):
+    for wrong in ({"minItems": "3", "items": BANNED}, {"properties": [], "required": 1}, {"anyOf": {}}, {"type": 3}):
+        with pytest.raises(RequestError) as plain:
+            compiler.start(schema(wrong)).result()
+        with pytest.raises(RequestError) as caught:
+            compiler.start(schema(wrong), ("yes", "no")).result()
+        assert str(caught.value) == str(plain.value)
+
+
 def test_nothing_but_what_is_banned_is_lost(compiler):
     wanted = schema(closed(a={"enum": ["yes", "no", "yesterday"]}, b={"const": {"yes": 1}}))
     grammar = compiler.start(wanted, ("day",)).result()
@@ -88,9 +135,11 @@ def test_nothing_but_what_is_banned_is_lost(compiler):
     ("constraint", "words", "message"),
     [
         (choice("yes", "yesno"), ("yes",), "each of the texts has one of bad_words in it"),
-        (schema(closed(a={"enum": ["yes", "no"]})), ("yes", "no"), "bad_words leave nothing of it"),
+        *[(schema(impossible), ("yes", "no", "12"), "bad_words leave nothing of it") for impossible in IMPOSSIBLE],
+        (regex("a[0-9]{3}(bad|ba)"), ("ba",), "bad_words leave nothing of it"),
+        (regex("[a-z]{20}end"), ("end",), "bad_words leave nothing of it"),
     ],
-    ids=["choice", "schema"],
+    ids=lambda value: getattr(value, "source", ""),
 )
 def test_constraint_is_refused_when_nothing_is_left_of_it(compiler, constraint, words, message):
     with pytest.raises(RequestError, match=message):
@@ -98,5 +147,9 @@ def test_constraint_is_refused_when_nothing_is_left_of_it(compiler, constraint, 
 
 
 def test_constraint_is_itself_when_nothing_is_banned_in_it():
-    for constraint in (choice("a"), schema({"enum": ["a"]}), regex("a"), Constraint(kind="json_object")):
+    part = closed(
+        a={"$ref": "#/$defs/a"}, d={"type": "array", "items": {"type": "integer"}, "minItems": 1}, c={"enum": [1, True]}
+    )
+    whole = schema({**part, "$defs": {"a": {"anyOf": [{"const": "a"}, {"$ref": "#/$defs/a"}]}}})
+    for constraint in (choice("a"), schema({"enum": ["a"]}), whole, regex("a"), Constraint(kind="json_object")):
         assert without_phrases(constraint, ["b"]) is constraint
