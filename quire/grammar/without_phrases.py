@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -16,8 +17,11 @@ from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.schema_shape import check_shape
 from quire.grammar.thinned_schema import thin_schema
 
-_MAX_REGEX_PHRASES = 256
-"""Characters of phrases that are taken out of an expression: with each its states are more."""
+_MAX_FORCED = 8
+_MAX_FORCED_CHARACTERS = 128
+"""Phrases that are taken out of an expression, and what they have together: with each its states are more."""
+_WIDE_CLASS = re.compile(r"\[(?:\^[^\]]*|[^\]]*-[^\]]*)\]|\{[0-9,]*\}")
+"""What lets through many characters, and counts, which are none."""
 
 
 def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
@@ -47,11 +51,11 @@ def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constrain
 def _thin_regex(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
     """Return a grammar of what an expression matches that has no phrase in it, of those that it may force to be completed.
 
-    Where a phrase would be one way of several to go on, masks keep it out for less.
+    These end with a character that it spells. Where others go on too, masks keep a phrase out for less.
     """
-    spelled = constraint.source.replace("\\", "")
-    forced = [phrase for phrase in phrases if phrase[-2:] in spelled and phrase.isprintable()]
-    if not forced or sum(map(len, forced)) > _MAX_REGEX_PHRASES:
+    spelled = _WIDE_CLASS.sub("", constraint.source.replace("\\", ""))
+    forced = [phrase for phrase in phrases if phrase[-1] in spelled and phrase.isprintable()]
+    if not forced or len(forced) > _MAX_FORCED or sum(map(len, forced)) > _MAX_FORCED_CHARACTERS:
         return constraint
     text = regex_source(constraint.source).rstrip()
     source = f"{text} & ~({ANY_TEXT} ({' | '.join(map(quote, forced))}) {ANY_TEXT})\n"

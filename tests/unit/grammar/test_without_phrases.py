@@ -1,6 +1,7 @@
 """Constraints with banned phrases: what would be a dead end is not begun."""
 
 import json
+from itertools import count
 
 import pytest
 
@@ -8,6 +9,7 @@ pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
+from quire.grammar.rehearsal import can_go_on
 from quire.grammar.without_phrases import without_phrases
 from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids
 
@@ -52,6 +54,7 @@ IMPOSSIBLE = (
         (regex("(aab|cad)z"), ("bz",), "c"),
         (regex("a[0-9]{3,40}(bad|ba)|c"), ("ba",), "c"),
         (regex("a.*/bad|c"), ("/bad",), "c"),
+        (regex("(yes|no)[ab]"), ("esa", "esb"), "n"),
         (schema({"anyOf": [closed(ab={}), {"const": 4}]}), ("ab",), "4"),
         (schema({"enum": [{"a": ["yes"]}, 17, 5]}), ("yes", "17"), "5"),
         (schema({"enum": ["yes", 3]}), ("yes",), "3"),
@@ -63,6 +66,36 @@ IMPOSSIBLE = (
 def test_token_that_leads_to_a_phrase_alone_is_not_allowed(compiler, constraint, words, first):
     matcher = compiler.start(constraint, words).result().new_matcher()
     assert allowed_ids(matcher, 257) == {ord(first)}
+
+
+def test_expression_is_left_whole_when_it_could_not_go_on_without_phrases(compiler, monkeypatch):
+    monkeypatch.setattr("quire.grammar.compiler.can_go_on", lambda grammar: False)
+    matcher = compiler.start(regex("a[0-9]{9}(bad|ba)|d"), ("ba",)).result().new_matcher()
+    assert allowed_ids(matcher, 257) == {ord("a"), ord("d")}
+
+
+def test_grammar_cannot_go_on_when_a_mask_cannot_be_filled(compiler, monkeypatch):
+    grammar = compiler.start(regex("[ab]{3}|c*")).result()
+    assert can_go_on(grammar)
+    masks = type(grammar.new_matcher().source)
+    fill, num_filled = masks.fill, count()
+
+    def fill_some(self, matcher, words):
+        return "it is too complex" if next(num_filled) == 2 else fill(self, matcher, words)
+
+    monkeypatch.setattr(masks, "fill", fill_some)
+    assert not can_go_on(grammar)
+    assert can_go_on(grammar)
+
+
+def test_expression_is_itself_when_phrases_are_many_or_forced_by_nothing():
+    for source, phrases in (
+        ("[a-z]{3,9}[^0-9]", ["bad"]),
+        ("a{3}", ["3"]),
+        ("bad", [f"{number}d" for number in range(9)]),
+        ("bad", ["d" * 200]),
+    ):
+        assert without_phrases(regex(source), phrases) == regex(source)
 
 
 def test_property_is_not_begun_when_its_name_is_banned(compiler):
