@@ -30,6 +30,10 @@ def regex(source):
     return Constraint(kind="regex", source=source)
 
 
+def lark(body):
+    return Constraint(kind="grammar", source=f"start: {body}\n")
+
+
 BANNED = {"enum": ["yes", "no"]}
 IMPOSSIBLE = (
     closed(a=BANNED),
@@ -55,6 +59,8 @@ IMPOSSIBLE = (
         (regex("a[0-9]{3,40}(bad|ba)|c"), ("ba",), "c"),
         (regex("a.*/bad|c"), ("/bad",), "c"),
         (regex("(yes|no)[ab]"), ("esa", "esb"), "n"),
+        (lark('("yes" | "no") /[ab]/'), ("ea", "esa", "esb"), "n"),
+        (lark('"b" /[ab]/ /[cd]/ | "c"'), ("bac", "bad", "bbc", "bbd"), "c"),
         (schema({"anyOf": [closed(ab={}), {"const": 4}]}), ("ab",), "4"),
         (schema({"enum": [{"a": ["yes"]}, 17, 5]}), ("yes", "17"), "5"),
         (schema({"enum": ["yes", 3]}), ("yes",), "3"),
@@ -117,7 +123,7 @@ def test_alternative_of_a_structural_tag_is_not_begun_when_it_is_banned(compiler
 
 
 def test_matcher_stands_where_it_stood_after_it_has_looked_ahead(compiler):
-    grammar = compiler.start(regex("(ab{0,3}c|ad)e"), ("ce",)).result()
+    grammar = compiler.start(lark('("a" /b{0,3}c/ | "ad") "e"'), ("ce", "bc", "dd")).result()
     matcher, other = grammar.new_matcher(), grammar.new_matcher()
     for letter in "ade":
         assert ord(letter) in allowed_ids(matcher, 257)
