@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,8 @@ from quire.grammar.phrases import BannedPhrases
 
 _MAX_LOOKED_BEHIND = 16
 """Tokens of a mask that are looked behind; where more are allowed, it is free text as a rule, and nothing is forced."""
+_MAX_MASKS_BEHIND = 16
+"""Masks that are filled in one look, behind tokens with which a phrase has begun."""
 
 
 class BannedGrammar:
@@ -35,6 +38,11 @@ class BannedGrammar:
         return BannedMatcher(cast("MaskedMatcher", self._grammar.new_matcher()), self._phrases, [self._start])
 
 
+@dataclass(slots=True)
+class _Look:
+    num_masks: int = 0
+
+
 class BannedMatcher(WrappingMatcher):
     """See MaskedMatcher."""
 
@@ -50,19 +58,38 @@ class BannedMatcher(WrappingMatcher):
         self._inner.narrow(words)
         mask = self._phrases.mask(self._states[-1])
         words[: len(mask)] &= mask
+        look = _Look()
         for token_id in _few_tokens(words):
-            if token_id != self.end_token_id and self._runs_into_phrase(token_id):
+            if token_id != self.end_token_id and self._runs_into_phrase(token_id, self._states[-1], look):
                 words.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
-    def _runs_into_phrase(self, token_id: int) -> bool:
-        """Whether what the grammar forces behind a token has a phrase in it."""
+    def _runs_into_phrase(self, token_id: int, state: int, look: _Look) -> bool:
+        """Whether all that the grammar allows behind a token, as far as the look goes, has a phrase in it."""
         if self._inner.advance(token_id) is not None:
             return False
-        is_met = self._phrases.is_met(self._phrases.after(self._states[-1], token_id), self._inner.forced_bytes())
+        state = self._phrases.after(state, token_id)
+        behind = self._phrases.through(state, self._inner.forced_bytes())
+        is_met = behind is None or (behind != 0 and self._is_dead_end(state, look))
         error = self._inner.retreat(1)
         if error is not None:
             raise RuntimeError(error)
         return is_met
+
+    def _is_dead_end(self, state: int, look: _Look) -> bool:
+        if look.num_masks == _MAX_MASKS_BEHIND or self._inner.is_complete:
+            return False
+        look.num_masks += 1
+        mask = self._phrases.mask(state)
+        words = np.zeros_like(mask)
+        if self.source.fill(self._inner, words) is not None:
+            return False
+        words &= mask
+        if not words.any():
+            return True
+        following = _few_tokens(words)
+        return bool(following) and all(
+            token_id != self.end_token_id and self._runs_into_phrase(token_id, state, look) for token_id in following
+        )
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""

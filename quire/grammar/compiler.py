@@ -19,6 +19,7 @@ from quire.grammar.free_text import FreeGrammar
 from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.probing import Prober
+from quire.grammar.rehearsal import can_go_on
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.text_before import TextBefore, text_before
@@ -200,10 +201,17 @@ class GrammarCompiler:
         left = without_phrases(constraint, _phrases_of(bad_words)) if bad_words else constraint
         if left is constraint:
             return self._compile_constraint(constraint)
+        is_for_other = constraint.backend == "xgrammar" != left.backend  # it shows only whether anything is left
         try:
-            return self._compile_constraint(left)
+            grammar = self._compile_constraint(left)
+            is_kept = not is_for_other and (left.kind == constraint.kind or can_go_on(grammar))
+            return grammar if is_kept else self._compile_constraint(constraint)
         except PassingError:
             raise
+        except UnsupportedError:
+            if not is_for_other:
+                raise
+            return self._compile_constraint(constraint)
         except GrammarError as error:
             grammar = self._compile_constraint(constraint)
             if NOTHING_MATCHES in str(error):

@@ -230,23 +230,23 @@ class FittedMatcher(WrappingMatcher):
         return error
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
-        """See GrammarMatcher. Only as far as it has looked."""
+        """See GrammarMatcher. As if a look had nothing to say that is still to come: masks are filled behind drafts."""
         count = super().num_fitting(token_ids)
+        last = self._looks[-1]
         if count is None:
             return None
-        last = self._looks[-1]
-        if last.forced is not None:
-            ahead = last.forced[self._count - last.count :]
-            pairs = zip(token_ids[:count], ahead, strict=False)
-            return next((index for index, (one, other) in enumerate(pairs) if one != other), min(count, len(ahead)))
-        return 0 if last.is_closing else min(count, max(0, last.until - self._count))
+        if last.forced is None:
+            return 0 if last.is_closing else count
+        ahead = last.forced[self._count - last.count :]
+        pairs = zip(token_ids[:count], ahead, strict=False)
+        return next((index for index, (one, other) in enumerate(pairs) if one != other), min(count, len(ahead)))
 
     def forced_tokens(self) -> Sequence[int]:
-        """See GrammarMatcher."""
+        """See GrammarMatcher. Only as far as it has looked."""
         last = self._looks[-1]
         if last.forced is not None:
             return last.forced[self._count - last.count :]
-        return super().forced_tokens()
+        return super().forced_tokens()[: max(0, last.until - self._count)]
 
     def fork(self) -> FittedMatcher:
         """See GrammarMatcher."""

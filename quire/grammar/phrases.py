@@ -131,13 +131,13 @@ class BannedPhrases:
             state = self._step(state, byte)
         return state
 
-    def is_met(self, state: int, text: bytes) -> bool:
-        """Return whether a phrase is complete within a text, which may be the end of one that has begun."""
+    def through(self, state: int, text: bytes) -> int | None:
+        """Return the state behind a text, None where a phrase is complete within it, which may have begun before."""
         for byte in text:
             state = self._step(state, byte)
             if state in self._whole:
-                return True
-        return False
+                return None
+        return state
 
     def start_behind(self, token_ids: Sequence[int]) -> int:
         """Return the state behind a prompt."""

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
+from quire.grammar.lark import quote, regex_source
+from quire.grammar.rules import ANY_TEXT
 from quire.grammar.schema_check import iter_schemas
+from quire.grammar.schema_faults import NOTHING_MATCHES
+from quire.grammar.schema_shape import check_shape
+from quire.grammar.thinned_schema import thin_schema
+
+_MAX_FORCED = 8
+_MAX_FORCED_CHARACTERS = 128
+"""Phrases that are taken out of an expression, and what they have together: with each its states are more."""
+_WIDE_CLASS = re.compile(r"\[(?:\^[^\]]*|[^\]]*-[^\]]*)\]|\{[0-9,]*\}")
+"""What lets through many characters, and counts, which are none."""
 
 
 def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
-    """Return a constraint of whose choices, and texts of enum and const, none has a phrase; itself where none has.
+    """Return a constraint without what has a phrase in it: choices, texts of an expression, values and names of a schema.
 
-    Whatever the result allows, the constraint does: a text stands in an output as it is, or as JSON writes it. Raises
-    GrammarError where no choice is left.
+    Whatever the result allows, the constraint does: a text stands in an output as it is, or as JSON writes it. It is itself
+    where nothing has to be left out. Raises GrammarError where nothing is left.
     """
-    if constraint.kind not in ("choice", "json_schema", "structural_tag"):
+    if constraint.kind not in ("choice", "json_schema", "structural_tag", "regex"):
         return constraint
+    if constraint.kind == "regex":
+        return _thin_regex(constraint, phrases)
     value = constraint.parsed()
     if constraint.kind == "choice":
         found: object = [choice for choice in value if not _has_phrase(choice, phrases)]
@@ -27,9 +41,25 @@ def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constrain
             raise GrammarError("each of the texts has one of bad_words in it")
     elif constraint.kind == "json_schema":
         found = _thin_schema(constraint.parsed(), phrases)
+        if found is False and value is not False:
+            raise GrammarError(f"bad_words leave nothing of it: {NOTHING_MATCHES}")
     else:
         found = _thin_tag(constraint.parsed(), phrases)
     return constraint if found == value else replace(constraint, source=json.dumps(found, ensure_ascii=False))
+
+
+def _thin_regex(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
+    """Return a grammar of what an expression matches that has no phrase in it, of those that it may force to be completed.
+
+    These end with a character that it spells. Where others go on too, masks keep a phrase out for less.
+    """
+    spelled = _WIDE_CLASS.sub("", constraint.source.replace("\\", ""))
+    forced = [phrase for phrase in phrases if phrase[-1] in spelled and phrase.isprintable()]
+    if not forced or len(forced) > _MAX_FORCED or sum(map(len, forced)) > _MAX_FORCED_CHARACTERS:
+        return constraint
+    text = regex_source(constraint.source).rstrip()
+    source = f"{text} & ~({ANY_TEXT} ({' | '.join(map(quote, forced))}) {ANY_TEXT})\n"
+    return replace(constraint, kind="grammar", source=source, backend="llguidance")
 
 
 def _has_phrase(text: str, phrases: Sequence[str]) -> bool:
@@ -37,24 +67,10 @@ def _has_phrase(text: str, phrases: Sequence[str]) -> bool:
 
 
 def _thin_schema(schema: object, phrases: Sequence[str]) -> object:
-    """Return the schema, changed, without texts that have a phrase; what has no value left allows nothing."""
-    for _, inner in list(iter_schemas(schema)):
-        for key in ("enum", "const"):
-            if key not in inner:
-                continue
-            values = cast("list[object]", inner[key]) if key == "enum" and isinstance(inner[key], list) else [inner[key]]
-            left = [value for value in values if not _is_banned(value, phrases)]
-            if key == "enum" and left:
-                inner[key] = left
-            elif values and not left:
-                inner.pop(key)
-                inner["allOf"] = [*cast("list[object]", inner.get("allOf") or []), False]
-    return schema
-
-
-def _is_banned(value: object, phrases: Sequence[str]) -> bool:
-    """Whether a value has a phrase in it; of texts alone, as numbers and objects can be written in several ways."""
-    return isinstance(value, str) and _has_phrase(json.dumps(value, ensure_ascii=False), phrases)
+    """Return the schema, changed, without what JSON cannot write but with a phrase; False where nothing is left."""
+    for pointer, inner in iter_schemas(schema):
+        check_shape(inner, pointer)
+    return thin_schema(schema, lambda value: _has_phrase(json.dumps(value, ensure_ascii=False), phrases))
 
 
 def _thin_tag(part: Any, phrases: Sequence[str]) -> Any:
@@ -65,7 +81,8 @@ def _thin_tag(part: Any, phrases: Sequence[str]) -> Any:
         return part
     fields = cast("dict[str, Any]", part)
     if fields.get("type") == "json_schema" and fields.get("style", "json") == "json" and "json_schema" in fields:
-        return {**fields, "json_schema": _thin_schema(fields["json_schema"], phrases)}
+        schema = _thin_schema(fields["json_schema"], phrases)
+        return {**fields, "json_schema": {"allOf": [False]} if schema is False else schema}
     elements = fields.get("elements")
     if fields.get("type") == "or" and isinstance(elements, list):
         options = cast("list[Any]", elements)

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.occurrences import OccurrenceIndex
@@ -29,30 +30,52 @@ class _Memo:
 
 
 class _Responses:
-    """The past responses of one salt, one after the other, and where their runs of tokens are."""
+    """The past responses of one salt, one after the other, and where their runs of tokens are.
+
+    Places are those of the index, but for what was cut from its beginning.
+    """
 
     def __init__(self, width: int) -> None:
         self.text: list[int] = []
         self.index = OccurrenceIndex(width)
-        self._sizes: deque[int] = deque()
+        self._num_cut = 0
+        self._gone: set[int] = set()
 
-    def add(self, token_ids: list[int]) -> None:
-        self._sizes.append(len(token_ids))
+    def add(self, token_ids: list[int]) -> range:
+        """Return the places of the response, which stay what they are."""
+        first = self._num_cut + len(self.text) + 1
         self.text += token_ids
         self.text.append(_END)
         self.index.extend(self.text)
+        return range(first, first + len(token_ids))
 
-    def drop_first(self) -> int:
-        """Forget the oldest response; return how many tokens it had."""
-        size = self._sizes.popleft()
-        if self._sizes:
-            self.index.cut(self.text, size + 1)
-            del self.text[: size + 1]
-        return size
+    def leave_out(self, places: range) -> None:
+        """Find a response no more, though its tokens stay until it is the oldest."""
+        self._gone.update(places)
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._sizes)
+    def drop_first(self, places: range) -> None:
+        """Forget the oldest response, which is not the only one."""
+        size = len(places) + 1
+        self.index.cut(self.text, size)
+        del self.text[:size]
+        self._num_cut += size
+        self._gone.difference_update(places)
+
+    def find(self, context: Sequence[int], max_match: int) -> tuple[int, list[int]]:
+        """See OccurrenceIndex.find; what is left out stands, as long, where the whole response does."""
+        length, places = self.index.find(context, self.text, max_match, _MAX_PLACES)
+        if self._gone:
+            places = [place for place in places if self._num_cut + place not in self._gone]
+        return length, places
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A response: whose it is, and where it stands among those of its salt."""
+
+    salt: str
+    sequence_id: SequenceId
+    places: range
 
 
 class SuffixProposer(Proposer):
@@ -61,7 +84,8 @@ class SuffixProposer(Proposer):
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._by_salt: dict[str, _Responses] = {}
-        self._order: deque[str] = deque()  # salts of the responses, the oldest first
+        self._order: deque[_Kept] = deque()  # the oldest first, those that are left out among them
+        self._kept: dict[SequenceId, _Kept] = {}
         self._num_kept_tokens = 0
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
@@ -71,18 +95,19 @@ class SuffixProposer(Proposer):
             sequence.memo = _Memo(OccurrenceIndex(width))
         memo, tokens = sequence.memo, sequence.token_ids
         memo.index.extend(tokens)
-        memo.found, score = self._vote(memo.index, tokens, tokens, limit)
+        max_match = self._config.suffix_decoding_max_tree_depth
+        memo.found, score = self._vote(tokens, memo.index.find(tokens, tokens, max_match, _MAX_PLACES), limit)
         past = self._by_salt.get(sequence.request.cache_salt)
         if past is not None:
-            other, other_score = self._vote(past.index, past.text, tokens, limit)
+            other, other_score = self._vote(past.text, past.find(tokens, max_match), limit)
             if other_score > score:
                 memo.found = other
         return len(memo.found)
 
-    def _vote(self, index: OccurrenceIndex, text: list[int], context: list[int], limit: int) -> tuple[tuple[int, ...], float]:
-        """Return the draft and the sum of its tokens' estimated probabilities."""
+    def _vote(self, text: list[int], match: tuple[int, list[int]], limit: int) -> tuple[tuple[int, ...], float]:
+        """Return the draft and the sum of its tokens' estimated probabilities; match: see OccurrenceIndex.find."""
         config = self._config
-        length, places = index.find(context, text, config.suffix_decoding_max_tree_depth, _MAX_PLACES)
+        length, places = match
         limit = min(limit, int(config.suffix_decoding_max_spec_factor * length))
         found: list[int] = []
         score, num_places = 0.0, len(places)
@@ -104,17 +129,29 @@ class SuffixProposer(Proposer):
         return [Draft.chain(sequence.memo.found[:limit]) for sequence, limit in wanted]
 
     def release(self, sequence: DraftedSequence) -> None:
-        """Keep the response of a sequence that ended."""
+        """Keep the response of a sequence that ended, or what there is of one that was preempted, until it is there in full."""
         most = self._config.suffix_decoding_max_cached_requests
         response = sequence.token_ids[sequence.num_prompt_tokens :]
         if most == 0 or len(response) <= self._config.prompt_lookup_min:
             return
-        salt = sequence.request.cache_salt
-        self._by_salt.setdefault(salt, _Responses(self._config.prompt_lookup_min)).add(response)
-        self._order.append(salt)
+        salt, sequence_id = sequence.request.cache_salt, sequence.sequence_id
+        past = self._by_salt.setdefault(salt, _Responses(self._config.prompt_lookup_min))
+        part = self._kept.get(sequence_id)
+        if part is not None:
+            past.leave_out(part.places)
+        kept = self._kept[sequence_id] = _Kept(salt, sequence_id, past.add(response))
+        self._order.append(kept)
         self._num_kept_tokens += len(response)
-        while len(self._order) > most or self._num_kept_tokens > _MAX_KEPT_TOKENS:
-            oldest = self._order.popleft()
-            self._num_kept_tokens -= self._by_salt[oldest].drop_first()
-            if self._by_salt[oldest].num_kept == 0:
-                del self._by_salt[oldest]
+        while len(self._kept) > most or self._num_kept_tokens > _MAX_KEPT_TOKENS:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        oldest = self._order.popleft()
+        self._num_kept_tokens -= len(oldest.places)
+        if self._kept[oldest.sequence_id] is oldest:
+            del self._kept[oldest.sequence_id]
+        past = self._by_salt[oldest.salt]
+        if len(past.text) > len(oldest.places) + 1:
+            past.drop_first(oldest.places)
+        else:
+            del self._by_salt[oldest.salt]

@@ -169,6 +169,28 @@ def test_request_ends_with_an_error_that_says_why_when_nothing_is_left(llm):
     assert generate(llm, {"regex": "a{2}"}, bad_words=["b"]).outputs[0].text == "aa"
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"json": SCHEMA, "disable_any_whitespace": True}, ["}"]),
+        ({"json": {"type": "string", "pattern": "^[0-9]{2}bad$"}}, ["bad"]),
+        ({"grammar": 'start: "a" /[0-9]{3}/ ("bad" | "ba")'}, ["ba"]),
+    ],
+    ids=["brace", "pattern", "grammar"],
+)
+def test_output_never_ends_as_if_it_were_complete_when_banned_words_let_nothing_follow(llm, asked, words):
+    for seed in range(4):
+        output = generate(llm, asked, seed=seed, bad_words=words)
+        assert output.outputs[0].finish_reason == "error"
+        assert "bad_words" in output.error
+
+
+def test_request_is_refused_when_banned_words_leave_nothing_of_its_constraint(llm):
+    for asked in ({"json": SCHEMA}, {"regex": "a[0-9]{3}(xa|ya)"}, {"choice": ["ax", "yya"]}):
+        with pytest.raises(RequestError, match="bad_words"):
+            generate(llm, asked, bad_words=["x", "yy", "zzz", "ya"])
+
+
 def test_request_is_refused_before_anything_runs_when_its_constraint_is_wrong(llm):
     with pytest.raises(RequestError, match="not cannot be enforced") as caught:
         generate(llm, {"json": {"properties": {"a": {"not": {}}}}})

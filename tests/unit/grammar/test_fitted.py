@@ -127,6 +127,12 @@ def test_matcher_depends_on_its_tokens_alone(compiler):
             assert matcher.advance(tokens[-1]) is None
 
 
+def test_draft_is_not_cut_where_the_matcher_has_yet_to_look(compiler):
+    grammar = grammar_of(compiler, PERSON, 80)
+    tokens = draw(grammar.new_matcher(), random.Random(1), 80)
+    assert grammar.new_matcher().num_fitting(tokens[:9]) == 9
+
+
 def test_fitting_is_left_to_the_constraint_when_what_is_needed_does_not_fit(compiler):
     schema = {"type": "array", "minItems": 50}
     matcher = grammar_of(compiler, schema, 20).new_matcher()

@@ -97,6 +97,43 @@ def test_constraint_is_refused_when_it_would_be_weakened(compiler, kind, source,
         compile_one(compiler, kind, source)
 
 
+def compile_without(compiler, kind, source, *words):
+    text = source if isinstance(source, str) else json.dumps(source)
+    constraint = Constraint(kind=kind, source=text, backend="xgrammar", disable_any_whitespace=kind == "json_schema")
+    return compiler.start(constraint, words).result()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("choice", ["yes", "no"]),
+        ("json_schema", {"enum": ["yes", "no"]}),
+        ("json_schema", {**PERSON, "properties": {**PERSON["properties"], "name": {"enum": ["yes", "no"]}}}),
+        ("regex", "a[0-9]{3}(yes|no)"),
+    ],
+)
+def test_constraint_is_refused_when_banned_words_leave_nothing_of_it(compiler, kind, source):
+    compile_one(compiler, kind, source)
+    with pytest.raises(RequestError, match="bad_words"):
+        compile_without(compiler, kind, source, "yes", "no")
+
+
+def test_values_and_names_that_are_banned_are_not_begun(compiler):
+    alternatives = {"anyOf": [{"enum": ["yes", "no"]}, {**PERSON, "required": ["age"]}]}
+    grammar = compile_without(compiler, "json_schema", alternatives, "yes", "no", "name")
+    assert accepts(grammar, '{"age":7}')
+    assert not accepts(grammar, '"yes"')
+    matcher = grammar.new_matcher()
+    assert allowed_ids(matcher, 257) == {ord("{")}
+    assert matcher.advance(ord("{")) is None
+    assert matcher.advance(ord('"')) is None
+    assert allowed_ids(matcher, 257) == {ord("a")}
+    still_open = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}, "b": {"const": 1}}, "required": ["b"]}
+    grammar = compile_without(compiler, "json_schema", still_open, "yes", "no")
+    assert accepts(grammar, '{"b":1}')
+    assert not accepts(grammar, '{"a":1,"b":1}')
+
+
 def test_backends_stand_side_by_side_in_one_batch(tiny_model):
     llm = LLM(str(tiny_model), max_num_seqs=8, num_kv_blocks=100)
     try:

@@ -1,6 +1,7 @@
 """What the table proposers find."""
 
 import random
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,18 @@ from quire.speculate.ngram import NgramProposer
 from quire.speculate.occurrences import OccurrenceIndex
 from quire.speculate.suffix import SuffixProposer
 
+SEQUENCE_IDS = count(100)
 
-def sequence(tokens, num_prompt=1, salt=""):
+
+def sequence(tokens, num_prompt=1, salt="", sequence_id=None):
     request = SimpleNamespace(cache_salt=salt, prompt_token_ids=tuple(tokens[:num_prompt]))
-    return SimpleNamespace(token_ids=list(tokens), num_prompt_tokens=num_prompt, request=request, memo=None)
+    return SimpleNamespace(
+        sequence_id=next(SEQUENCE_IDS) if sequence_id is None else sequence_id,
+        token_ids=list(tokens),
+        num_prompt_tokens=num_prompt,
+        request=request,
+        memo=None,
+    )
 
 
 def draft(proposer, one, limit=5):
@@ -95,6 +104,30 @@ def test_suffix_finds_past_responses_of_the_same_salt_alone():
     assert draft(proposer, sequence([2, 15, 16], salt="a")) == []  # where a response ends, nothing follows
 
 
+def test_suffix_counts_a_response_once_when_its_sequence_was_preempted():
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix"))
+    proposer.release(sequence([1, 11, 12, 13, 14, 15]))
+    proposer.release(sequence([1, 11, 12, 13, 14, 16]))
+    for size in (5, 6, 7, 8):
+        proposer.release(sequence([1, 11, 12, 17, 18, 19, 20, 21][:size], sequence_id=7))
+    assert draft(proposer, sequence([2, 11, 12]))[:2] == [13, 14]
+    assert draft(proposer, sequence([2, 17, 18])) == [19, 20, 21]  # the parts had ended behind 18, 19 and 20
+
+
+def test_suffix_keeps_as_many_responses_when_a_sequence_was_preempted():
+    proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=2))
+    proposer.release(sequence([1, 31, 32, 33, 34, 35]))
+    for size in (5, 6, 7, 8):
+        proposer.release(sequence([1, 11, 12, 17, 18, 19, 20, 21][:size], sequence_id=7))
+    assert draft(proposer, sequence([2, 31, 32])) == [33, 34, 35]
+    proposer.release(sequence([1, 41, 42, 43, 44]))
+    assert draft(proposer, sequence([2, 31, 32])) == []
+    proposer.release(sequence([1, 51, 52, 53, 54]))
+    assert draft(proposer, sequence([2, 11, 12])) == []
+    assert draft(proposer, sequence([2, 41, 42])) == [43, 44]
+    assert sum(len(one.text) for one in proposer._by_salt.values()) == 2 * 5
+
+
 def test_suffix_forgets_the_oldest_responses():
     proposer = SuffixProposer(SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=3))
     for first in (10, 20, 30, 40, 50, 60, 70):
@@ -127,7 +160,7 @@ def test_an_oldest_response_is_forgotten_without_a_look_at_the_others():
         (kept,) = proposer._by_salt.values()
         places.append(id(kept.index))
     assert len(set(places)) == 1
-    assert kept.num_kept == 50
+    assert len(proposer._kept) == 50
     assert len(kept.text) == 50 * 41
 
 
