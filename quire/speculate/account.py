@@ -76,6 +76,10 @@ class Account:
         self.balance, self.debt, self._invested, self._steps_to_invest = self.trial, 0.0, 0.0, _STEPS_TO_INVEST
         return True
 
+    def fall_to(self, balance: float) -> None:
+        """Take in that it is lower, if it is: drafts end with the next step if nothing is left."""
+        self.balance = min(self.balance, balance)
+
     def sleep(self, num_steps: int = 1) -> None:
         """Take in steps that were slept through."""
         self.sleep_left = max(0, self.sleep_left - num_steps)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from quire.speculate.account import Account, account_for, lone_account
+from quire.speculate.account import SHARE, Account, account_for, lone_account
 from quire.speculate.best_count import best_count
 from quire.speculate.records import EVER_FADING, AcceptanceRecord
 from quire.speculate.step_costs import StepCosts, is_warm
@@ -41,10 +41,10 @@ _STEPS_TO_SETTLE, STEPS_TO_SETTLE_AWAKE = 10, 3
 _FED_STEPS = 2
 """Steps in which the proposer is fed, before it is asked again: what it needs of the others it guesses."""
 _DEAF_STEPS, _PROBE_STEPS = _STEPS_TO_SETTLE + 6 + _FED_STEPS, 4
-_FIRST_CONTRAST, _CONTRAST_GROWTH = 48, 4
-"""Steps of several sequences with drafts after which some without are taken, and how much longer it is every time to the next:
-a machine that changed its speed in the first trials made drafts seem cheaper than they are, and nothing else would tell."""
-_STRAY_PART = 0.5
+_FIRST_CONTRAST, _LAST_CONTRAST = 48, 768
+"""Steps of several sequences with drafts after which some without are taken, and how much longer it is to the next, each time
+that what was believed of plain ones proves true: drafts may have made it go astray, and nothing else would tell."""
+_MOST_STRAY = 0.15
 _STEPS_BETWEEN_NOTES = 4
 """While asleep: what a step takes is then noted less often, for that costs time too."""
 _STEPS_OF_NAP, _NAPS_END = 32, 96
@@ -82,7 +82,8 @@ class Pace:
         self._will_explore: _Exploring = None
         self._probes_left, self._num_probes = 0, 0
         self._probe: _Probe = _PROBES[0]  # the one that goes on
-        self._charged = 0.0  # steps of several sequences with drafts since some without were noted
+        # Of steps of several sequences with drafts since some without were noted: the balance before, and what it was made of.
+        self._balance_then = self._gained = self._charged = 0.0
         self._contrast_due = _FIRST_CONTRAST  # after so many steps of several sequences with drafts
         self._deaf_left = 0  # steps of a probe without drafts
         self._num_accepted = self._num_caught_up = 0  # in the step that is computed
@@ -142,7 +143,7 @@ class Pace:
 
     def _note(self, num_sequences: int, num_drafts: int, duration_s: float, num_made: int, deciding_s: float) -> None:
         if num_drafts > 0 and num_sequences > 1:
-            self._take_back(self._costs.pin())
+            self._judge_again(self._costs.pin())
         # While awake every step ends with a look for what could be drafted, which plain decoding would not need.
         kind = self._costs.kind(num_sequences, num_drafts, num_made, looks=self._was_awake)
         took = self._costs.took(num_sequences, num_drafts, kind, duration_s)
@@ -158,14 +159,23 @@ class Pace:
             charged = _MARGIN_OF_SEVERAL * took if num_sequences > 1 and num_drafts > 0 else took
             self._earn(1.0 + self._num_accepted / num_sequences, charged)
             if num_drafts > 0:
+                self._gained += 1.0 + self._num_accepted / num_sequences
                 self._charged += charged
 
-    def _take_back(self, slower: float) -> None:
-        """Charge or credit several sequences for steps whose times were told beside plain ones that take so many times as long
-        as was believed: little by little what was believed went astray, as nothing contradicted it."""
-        charged, self._charged = self._charged, 0.0
-        if slower != 1.0 and self._was_awake:
-            self._earn(0.0, _STRAY_PART * charged * (1.0 / slower - 1.0), 0)
+    def _judge_again(self, slower: float | None) -> None:
+        """Judge steps of several sequences with drafts, which were told beside plain ones, now that such a plain one takes so
+        many times as long as was believed: little by little that went astray, as nothing contradicted it. None: go on."""
+        if slower is None:
+            return
+        if slower < 1.0:
+            took = self._charged * (1.0 + 1.0 / slower) / 2
+            self._account.fall_to(self._balance_then + self._gained - took + SHARE * took)
+        due = self._contrast_due // 2 if abs(slower - 1.0) > _MOST_STRAY else self._contrast_due * 2
+        self._contrast_due = min(max(due, _FIRST_CONTRAST), _LAST_CONTRAST)
+        self._begin_period()
+
+    def _begin_period(self) -> None:
+        self._balance_then, self._gained, self._charged = self._account.balance, 0.0, 0.0
 
     def doze(self, num_sequences: int) -> bool:
         """Take in the step that ends, if it need not be noted and nothing is to be chosen; return whether that is so."""
@@ -202,6 +212,7 @@ class Pace:
         if magnitude != self._magnitude:
             self._magnitude, self._account = magnitude, self._accounts.setdefault(magnitude, account_for(num_sequences))
             self._lone = lone_account()
+            self._begin_period()
 
     def _go_on(self, num_drafts: int, num_steps: int = 1) -> None:
         """Turn to the next step, behind one or several like it."""
@@ -227,7 +238,7 @@ class Pace:
             self._best = self._probes_left = 0
             self._trials_left = self._num_trials
             self._contrast_due = _FIRST_CONTRAST
-            self._charged = 0.0
+            self._begin_period()
 
     def note_verified(
         self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int], num_made: int | None = None
@@ -261,7 +272,6 @@ class Pace:
             # Nobody to compare with: what its shares are in this very step says little.
             return [min(offers[0][1], self._best)]
         if num_sequences > 1 and self._costs.num_drafted >= self._contrast_due:
-            self._contrast_due *= _CONTRAST_GROWTH
             self._deaf_left = 1 + _DEAF_STEPS
             return [0] * num_sequences
         prior = self._ever.rates()

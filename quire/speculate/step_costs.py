@@ -103,7 +103,7 @@ class StepCosts:
         self._pinned_size, self._believed_s = num_sequences, plain_s or 0.0
         # Beside steps without it shows what drafts cost; later, when steps are alike, how fast the machine is.
         self.num_drafted += 1
-        if plain_s is not None and (self.num_drafted <= _STEPS_IN_CONTRAST or cost.num_noted < _FEW_NOTED):
+        if plain_s is not None and (self.num_drafted <= _STEPS_IN_CONTRAST or not cost.is_known(num_drafts)):
             cost.note(num_drafts, duration_s / plain_s)
         elif plain_s is not None:
             self._times.follow(_plain(num_sequences), duration_s / cost.ratio(num_drafts))
@@ -114,12 +114,12 @@ class StepCosts:
         else:
             self._pinning.append(duration_s)
 
-    def pin(self) -> float:
+    def pin(self) -> float | None:
         """Take in what the plain steps say that were noted since the last step with drafts, which is over; return how many
-        times as long as was believed before them such a step takes; 1 where there are too few to say."""
+        times as long as was believed before them such a step takes; None where there are too few to say."""
         if len(self._pinning) < _FEW_PINNING:
             self._pinning.clear()
-            return 1.0
+            return None
         found_s = median(self._pinning)
         self._pinning.clear()
         self._times.pin(_plain(self._pinned_size), found_s)

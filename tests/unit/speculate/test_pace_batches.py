@@ -162,7 +162,7 @@ def test_plain_steps_tell_how_far_what_was_believed_of_them_had_gone_astray():
     note(costs, 16, 0, 1.0, times=6)
     assert costs.pin() == pytest.approx(1.0 / 1.25, rel=0.02)
     assert costs.plain_s(16) == pytest.approx(1.0, rel=0.02)
-    assert costs.pin() == 1.0
+    assert costs.pin() is None
 
 
 def test_too_few_plain_steps_tell_nothing():
@@ -170,4 +170,14 @@ def test_too_few_plain_steps_tell_nothing():
     note(costs, 16, 0, 1.0, times=8)
     note(costs, 16, 8, 1.2, times=12)
     note(costs, 16, 0, 2.0, times=3)
-    assert costs.pin() == 1.0
+    assert costs.pin() is None
+
+
+def test_a_balance_that_was_believed_too_high_falls_and_never_rises():
+    account = Account()
+    account.fall_to(3.0)
+    account.fall_to(20.0)
+    assert account.balance == 3.0
+    account.fall_to(-5.0)
+    assert account.earn(gained=1.0, took=1.0)
+    assert account.sleep_left > 0
