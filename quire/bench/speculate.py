@@ -40,6 +40,8 @@ class Trial:
                  those left do not fill one
     num_rounds   pairs of runs that are counted
     warm_up_len  tokens that a sequence gets with drafts before, at least: as many runs as that takes are not counted
+    num_waves    requests of each place in a batch of several, one after the other: sequences with drafts do not end together,
+                 and a batch that is not filled again would be measured while it is a smaller one
     """
 
     methods: tuple[str, ...]
@@ -51,6 +53,11 @@ class Trial:
     num_rounds: int
     is_adaptive: bool
     warm_up_len: int = 0
+    num_waves: int = 1
+
+    def num_requests(self, size: int) -> int:
+        """Return how many requests a run of a batch of that size has."""
+        return size if size == 1 else size * self.num_waves
 
     @property
     def num_warm_up(self) -> int:
@@ -64,15 +71,17 @@ class Trial:
         return len(self.methods) * (num_batches + len(self.batch_sizes) * (self.num_warm_up + 2 * self.num_rounds))
 
     def batches(self, size: int) -> list[list[dict[str, Any]]]:
-        """Return the batches of so many prompts that the rounds take in turn."""
-        count = min(self.num_rounds, len(self.prompts) // size)
-        prompts = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in self.prompts[: count * size]]
-        return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+        """Return the prompts of the runs that the rounds take in turn."""
+        each = self.num_requests(size)
+        chosen = self.prompts[: min(self.num_rounds, len(self.prompts) // each) * each]
+        prompts = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in chosen]
+        return [prompts[first : first + each] for first in range(0, len(prompts), each)]
 
     def __post_init__(self) -> None:
         for name, value, least in (
             ("output_len", self.output_len, 2),  # of one token nothing is decoded
             ("num_iters", self.num_rounds, 1),
+            ("waves", self.num_waves, 1),
             ("batch sizes", min(self.batch_sizes), 1),
         ):
             if value < least:
@@ -82,8 +91,9 @@ class Trial:
                 _share_of(method)
             else:
                 SpeculativeConfig.read(method)  # the last one must not fail after the others have run
-        if max(self.batch_sizes) > len(self.prompts):
-            raise ConfigError(f"there are {len(self.prompts)} prompts, too few for a batch of {max(self.batch_sizes)}")
+        most = self.num_requests(max(self.batch_sizes))
+        if most > len(self.prompts):
+            raise ConfigError(f"there are {len(self.prompts)} prompts, too few for a batch of {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +178,11 @@ def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool 
             is_replay = method.startswith(_REPLAY)
             text = json.dumps({"method": "ngram", "num_speculative_tokens": trial.num_tokens}) if is_replay else method
             wanted = replace(SpeculativeConfig.read(text), adaptive=trial.is_adaptive)
-            llm = LLM(replace(config, speculative_config=wanted))
             for size in trial.batch_sizes:
                 bar.set_description(f"{method[:40]}, batch {size}")
+                llm = LLM(replace(config, speculative_config=wanted, max_num_seqs=min(size, config.max_num_seqs)))
                 lines.append(_measure(llm, method, size, trial, bar))
-            llm.close()
+                llm.close()
     return SpeculationRecord(lines, config.model, trial.output_len, trial.temperature, find_provenance())
 
 
@@ -213,6 +223,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     plain: list[_Took] = []
     speculative: list[_Took] = []
     counts, num_tokens, num_same = _Counts(), 0, 0
+    num_requests = trial.num_requests(batch_size)
     is_exact = engine.report.device == "cpu" or engine.config.deterministic
     for index in range(trial.num_rounds):
         chosen = index % len(batches)
@@ -229,7 +240,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
             num_same += sum(
                 a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(found, expected[chosen], strict=True)
             )
-            if is_exact and num_same < len(speculative) * batch_size:
+            if is_exact and num_same < len(speculative) * num_requests:
                 raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
     ratios = [one.whole_s / other.whole_s for one, other in zip(plain, speculative, strict=True)]
     quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -246,7 +257,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         tokens_per_step=num_tokens / (counts.num_steps * batch_size),
         drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
         acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
-        same_outputs=num_same / (trial.num_rounds * batch_size),
+        same_outputs=num_same / (trial.num_rounds * num_requests),
     )
 
 
@@ -258,7 +269,7 @@ class _Took(NamedTuple):
 
 
 def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_drafts: bool) -> tuple[list[Any], _Took]:
-    """Run the batch once; return its outputs and what it took, in which every sequence went to its full length."""
+    """Run the requests once; return their outputs and what they took, in which every sequence went to its full length."""
     llm.llm_engine.pause_drafts(not with_drafts)
     params = [
         SamplingParams(temperature=trial.temperature, seed=index, max_tokens=trial.output_len, ignore_eos=True)

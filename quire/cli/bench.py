@@ -107,6 +107,9 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=4, help="drafts of replay:P")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 4, 16), help="requests at once")
+    parser.add_argument(
+        "--waves", type=int, default=4, help="requests of each place in a batch of several, so that it is filled again"
+    )
     parser.add_argument("--output-len", type=int, default=128, help="tokens of an output")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--num-iters", type=int, default=15, help="pairs of runs, with drafts and without, that are counted")
@@ -215,7 +218,7 @@ def run_speculate(args: argparse.Namespace) -> int:
     from quire.bench.speculate import Trial, continuing_prompts, count_passages, measure_speculation, quoting_prompts
 
     make = quoting_prompts if args.task == "quote" else continuing_prompts
-    largest = max(args.batch_sizes)
+    largest = max(args.batch_sizes) * (args.waves if max(args.batch_sizes) > 1 else 1)
     num_prompts = max(largest, min(largest * args.num_iters, count_passages(text, args.words)))
     trial = Trial(
         methods=tuple(args.methods),
@@ -227,6 +230,7 @@ def run_speculate(args: argparse.Namespace) -> int:
         num_rounds=args.num_iters,
         is_adaptive=args.adaptive,
         warm_up_len=args.warm_up_len,
+        num_waves=args.waves,
     )
     record = measure_speculation(config, trial, args.progress)
     return report(record.describe(), record.to_json(), args.output_json)

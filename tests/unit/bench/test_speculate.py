@@ -94,3 +94,18 @@ def test_each_round_takes_the_next_batch_until_the_prompts_end():
     assert shown.batches(1) == [[{"prompt_token_ids": [n]}] for n in (1, 2, 3)]
     assert [len(batch) for batch in shown.batches(2)] == [2, 2]
     assert len(shown.batches(5)) == 1
+
+
+def test_a_batch_of_several_is_filled_again_by_the_next_wave(tiny_model):
+    prompts = tuple((n, n + 1) for n in range(5, 13))
+    waved = trial(("replay:1",), prompts=prompts, batch_sizes=(1, 2), num_rounds=2, num_waves=3)
+    assert [len(batch) for batch in waved.batches(2)] == [6]
+    assert [len(batch) for batch in waved.batches(1)] == [1, 1]
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
+    one, two = measure_speculation(config, waved).lines
+    assert one.same_outputs == two.same_outputs == 1.0
+    assert two.tokens_per_step > 2.0  # of each of two places: no more than two ran
+    with pytest.raises(ConfigError, match="8 prompts, too few for a batch of 9"):
+        trial(("replay:1",), prompts=prompts, batch_sizes=(3,), num_waves=3)
+    with pytest.raises(ConfigError, match="waves must be at least 1"):
+        trial(("replay:1",), num_waves=0)
