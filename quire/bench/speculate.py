@@ -89,8 +89,10 @@ class Trial:
         for method in self.methods:
             if method.startswith(_REPLAY):
                 _share_of(method)
-            else:
-                SpeculativeConfig.read(method)  # the last one must not fail after the others have run
+                continue
+            SpeculativeConfig.read(method)  # the last one must not fail after the others have run
+            if "adaptive" in json.loads(method):
+                raise ConfigError(f"methods: --adaptive and --no-adaptive are for all of them, but {method} has `adaptive`")
         most = self.num_requests(max(self.batch_sizes))
         if most > len(self.prompts):
             raise ConfigError(f"there are {len(self.prompts)} prompts, too few for a batch of {most}")
@@ -107,8 +109,9 @@ class Line:
     overall          ratio of the times of all runs together
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
-    same_outputs     share of the outputs with drafts that are those of plain decoding: all, but on a GPU that is not
-                     deterministic, where sums of steps with drafts have other bits, and near-ties other ends
+    same_outputs     share of the outputs with drafts that are those of plain decoding: all, but where acceptance is typical
+                     and sampled, and on a GPU that is not deterministic, where sums of steps with drafts have other bits, and
+                     near-ties other ends
     """
 
     method: str
@@ -170,8 +173,11 @@ def _share_of(method: str) -> float:
 def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool = False) -> SpeculationRecord:
     """Measure every method at every batch size.
 
-    Raises InvariantError where a token differs from plain decoding, and sums have one order.
+    Raises InvariantError where a token differs from plain decoding, acceptance is exact, and sums have one order; ConfigError
+    where the configuration has drafts of its own.
     """
+    if config.speculative_config is not None:
+        raise ConfigError("speculative_config: what is measured are the methods, got one beside them; leave it out")
     lines: list[Line] = []
     with progress_bar(trial.num_runs, "run", show_progress) as bar:
         for method in trial.methods:
@@ -224,7 +230,9 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     speculative: list[_Took] = []
     counts, num_tokens, num_same = _Counts(), 0, 0
     num_requests = trial.num_requests(batch_size)
-    is_exact = engine.report.device == "cpu" or engine.config.deterministic
+    config = engine.config
+    is_lossy = config.speculative_config is not None and config.speculative_config.acceptance_method != "rejection_sampler"
+    is_exact = not (is_lossy and trial.temperature > 0) and (engine.report.device == "cpu" or config.deterministic)
     for index in range(trial.num_rounds):
         chosen = index % len(batches)
         for with_drafts in (index % 2 == 0, index % 2 == 1):

@@ -76,6 +76,8 @@ def test_a_trial_that_cannot_be_is_refused():
             trial((f"replay:{share}",))
     with pytest.raises(ConfigError, match="'guess' is unknown"):
         trial(("replay:1", '{"method": "guess"}'))
+    with pytest.raises(ConfigError, match="are for all of them"):
+        trial(('{"method": "ngram", "adaptive": false}',))
     with pytest.raises(ConfigError, match="output_len must be at least 2"):
         trial(("replay:1",), output_len=1)
 
@@ -109,3 +111,17 @@ def test_a_batch_of_several_is_filled_again_by_the_next_wave(tiny_model):
         trial(("replay:1",), prompts=prompts, batch_sizes=(3,), num_waves=3)
     with pytest.raises(ConfigError, match="waves must be at least 1"):
         trial(("replay:1",), num_waves=0)
+
+
+def test_drafts_beside_the_methods_are_refused(tiny_model):
+    config = EngineConfig(model=str(tiny_model), skip_tokenizer_init=True, speculative_config={"method": "suffix"})
+    with pytest.raises(ConfigError, match="leave it out"):
+        measure_speculation(config, trial(("replay:1",)))
+
+
+def test_sampled_outputs_of_typical_acceptance_may_differ_and_their_share_is_told(tiny_model):
+    method = '{"method": "ngram", "prompt_lookup_min": 1, "acceptance_method": "typical_acceptance_sampler"}'
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
+    record = measure_speculation(config, trial((method,), temperature=1.0, output_len=40, batch_sizes=(1,), num_rounds=2))
+    assert 0.0 <= record.lines[0].same_outputs < 1.0
+    assert "of the outputs are those without drafts" in record.describe()
