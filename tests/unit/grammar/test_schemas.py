@@ -99,4 +99,4 @@ def test_outputs_of_the_demo_model_are_valid_when_they_end_by_themselves(options
                 ended += 1
                 validator.validate(json.loads(choice.text))
     print(f"{options}: {ended} of {num_outputs} outputs of {len(schemas)} schemas ended by themselves")
-    assert ended > 0
+    assert ended >= 0.85 * num_outputs  # 0.90 and 0.91 as this is written
