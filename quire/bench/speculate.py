@@ -31,6 +31,11 @@ from quire.speculate.replay import ReplayProposer
 _REPLAY = "replay:"
 
 
+def num_requests(size: int, num_waves: int) -> int:
+    """Return how many requests a run of a batch of that size has."""
+    return size if size == 1 else size * num_waves
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What is measured: every method at every batch size.
@@ -55,10 +60,6 @@ class Trial:
     warm_up_len: int = 0
     num_waves: int = 1
 
-    def num_requests(self, size: int) -> int:
-        """Return how many requests a run of a batch of that size has."""
-        return size if size == 1 else size * self.num_waves
-
     @property
     def num_warm_up(self) -> int:
         """Runs with drafts that are not counted."""
@@ -72,7 +73,7 @@ class Trial:
 
     def batches(self, size: int) -> list[list[dict[str, Any]]]:
         """Return the prompts of the runs that the rounds take in turn."""
-        each = self.num_requests(size)
+        each = num_requests(size, self.num_waves)
         chosen = self.prompts[: min(self.num_rounds, len(self.prompts) // each) * each]
         prompts = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in chosen]
         return [prompts[first : first + each] for first in range(0, len(prompts), each)]
@@ -93,7 +94,7 @@ class Trial:
             SpeculativeConfig.read(method)  # the last one must not fail after the others have run
             if "adaptive" in json.loads(method):
                 raise ConfigError(f"methods: --adaptive and --no-adaptive are for all of them, but {method} has `adaptive`")
-        most = self.num_requests(max(self.batch_sizes))
+        most = num_requests(max(self.batch_sizes), self.num_waves)
         if most > len(self.prompts):
             raise ConfigError(f"there are {len(self.prompts)} prompts, too few for a batch of {most}")
 
@@ -229,9 +230,9 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     plain: list[_Took] = []
     speculative: list[_Took] = []
     counts, num_tokens, num_same = _Counts(), 0, 0
-    num_requests = trial.num_requests(batch_size)
+    run_size = num_requests(batch_size, trial.num_waves)
     config = engine.config
-    is_lossy = config.speculative_config is not None and config.speculative_config.acceptance_method != "rejection_sampler"
+    is_lossy = config.speculative_config is not None and config.speculative_config.is_typical
     is_exact = not (is_lossy and trial.temperature > 0) and (engine.report.device == "cpu" or config.deterministic)
     for index in range(trial.num_rounds):
         chosen = index % len(batches)
@@ -248,7 +249,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
             num_same += sum(
                 a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(found, expected[chosen], strict=True)
             )
-            if is_exact and num_same < len(speculative) * num_requests:
+            if is_exact and num_same < len(speculative) * run_size:
                 raise InvariantError(f"{method} at batch size {batch_size} gave other tokens than plain decoding")
     ratios = [one.whole_s / other.whole_s for one, other in zip(plain, speculative, strict=True)]
     quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -265,7 +266,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         tokens_per_step=num_tokens / (counts.num_steps * batch_size),
         drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
         acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
-        same_outputs=num_same / (trial.num_rounds * num_requests),
+        same_outputs=num_same / (trial.num_rounds * run_size),
     )
 
 

@@ -215,10 +215,17 @@ def run_speculate(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     check_output(args.output_json)
     text = _read_text(args.text)
-    from quire.bench.speculate import Trial, continuing_prompts, count_passages, measure_speculation, quoting_prompts
+    from quire.bench.speculate import (
+        Trial,
+        continuing_prompts,
+        count_passages,
+        measure_speculation,
+        num_requests,
+        quoting_prompts,
+    )
 
     make = quoting_prompts if args.task == "quote" else continuing_prompts
-    largest = max(args.batch_sizes) * (args.waves if max(args.batch_sizes) > 1 else 1)
+    largest = num_requests(max(args.batch_sizes), args.waves)
     num_prompts = max(largest, min(largest * args.num_iters, count_passages(text, args.words)))
     trial = Trial(
         methods=tuple(args.methods),

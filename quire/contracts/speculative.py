@@ -291,6 +291,11 @@ class SpeculativeConfig:
         return self.method if isinstance(self.method, tuple) else (self.method,)
 
     @property
+    def is_typical(self) -> bool:
+        """Whether drafts are taken that were not sampled, which changes outputs."""
+        return self.acceptance_method == "typical_acceptance_sampler"
+
+    @property
     def top_k(self) -> int:
         """Tokens that a head tries behind each token; never None."""
         return self.draft_top_k or 1

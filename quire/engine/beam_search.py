@@ -113,7 +113,7 @@ def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams, num_lef
                 output = next(outputs)
                 beam = replace(known, told=_told(output))
                 if not beam.told:
-                    errors.append(output.error or "nothing follows")
+                    errors += [] if output.error is None else [output.error]
                     continue
             for token_id, entry in beam.told[0].entries.items():
                 if token_id in eos:

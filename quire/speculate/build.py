@@ -61,7 +61,7 @@ def build_speculator(
 
     Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    if config.acceptance_method == "typical_acceptance_sampler":
+    if config.is_typical:
         logger.warning("typical acceptance is lossy: sampled outputs are not those of plain decoding, and depend on the drafts")
     builder = _Builder(config, report, target, limits)
     proposers = [there[method] if method in there else builder.build(method) for method in config.methods]

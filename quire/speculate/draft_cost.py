@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+
+from quire.speculate.step_times import FEW_NOTED, RecentMedian
 
 _FIRST_SLOPE = 0.05
-_FEW, _MOST_RECENT = 4, 25
+_CLASS_BITS = 3
+"""Numbers up to 7 are classes of their own; then two, four, ... are in one."""
 
 
 @dataclass(slots=True)
 class _Class:
-    """Steps with about as many drafts: the mean of their numbers, and the median of the last times."""
+    """Steps with about as many drafts: the mean of their numbers, and what they took."""
 
-    num_drafts: float
-    ratio: float
-    count: int
-    recent: deque[float]
+    num_drafts: float = 0.0
+    ratio: RecentMedian = field(default_factory=RecentMedian)
 
     def note(self, num_drafts: int, ratio: float) -> None:
-        self.recent.append(ratio)
-        self.ratio = median(self.recent)
-        self.count += 1
-        self.num_drafts += (num_drafts - self.num_drafts) / min(self.count, _MOST_RECENT)
+        self.ratio.note(ratio)
+        self.num_drafts += (num_drafts - self.num_drafts) / self.ratio.num_recent
 
 
 class DraftCost:
@@ -38,19 +35,16 @@ class DraftCost:
         self._first_slope = _FIRST_SLOPE / num_sequences
         self._classes: dict[int, _Class] = {}
         self._line: list[tuple[float, float]] | None = None  # what `ratio` is read from, until the next note
-        self.num_noted = 0
 
     def note(self, num_drafts: int, ratio: float) -> None:
         """Take in a step."""
-        self.num_noted += 1
         self._line = None
-        empty = _Class(0.0, 0.0, 0, deque(maxlen=_MOST_RECENT))
-        self._classes.setdefault(_class_of(num_drafts), empty).note(num_drafts, ratio)
+        self._classes.setdefault(size_class(num_drafts, _CLASS_BITS), _Class()).note(num_drafts, ratio)
 
     def is_known(self, num_drafts: int) -> bool:
         """Whether a few steps with about as many drafts were noted."""
-        known = self._classes.get(_class_of(num_drafts))
-        return known is not None and known.count >= _FEW
+        known = self._classes.get(size_class(num_drafts, _CLASS_BITS))
+        return known is not None and known.ratio.count >= FEW_NOTED
 
     def ratio(self, num_drafts: int) -> float:
         """Return the estimate, at least 1."""
@@ -68,7 +62,7 @@ class DraftCost:
         """Return points, from none and 1 on: more drafts never take less, so that those which seem to are put together."""
         points: list[tuple[float, float, int]] = []  # number, ratio and weight
         for one in sorted(self._classes.values(), key=lambda one: one.num_drafts):
-            number, ratio, weight = one.num_drafts, max(1.0, one.ratio), min(one.count, _MOST_RECENT)
+            number, ratio, weight = one.num_drafts, max(1.0, one.ratio.value), one.ratio.num_recent
             while points and points[-1][1] > ratio:
                 number_before, ratio_before, weight_before = points.pop()
                 share = weight_before / (weight_before + weight)
@@ -79,7 +73,7 @@ class DraftCost:
         return [(0.0, 1.0), *((number, ratio) for number, ratio, _ in points)]
 
 
-def _class_of(num_drafts: int) -> int:
-    """Return the class of a number: each up to 4, then two, four, ... in one."""
-    shift = max(0, num_drafts.bit_length() - 3)
-    return num_drafts >> shift << shift
+def size_class(number: int, num_bits: int) -> int:
+    """Return what stands for a number and those near it: the number without all but its first bits."""
+    shift = max(0, number.bit_length() - num_bits)
+    return number >> shift << shift

@@ -15,7 +15,7 @@ from typing import Literal
 from quire.speculate.account import SHARE, Account, account_for, lone_account
 from quire.speculate.best_count import best_count
 from quire.speculate.records import EVER_FADING, AcceptanceRecord
-from quire.speculate.step_costs import StepCosts, is_warm
+from quire.speculate.step_costs import StepCosts
 
 _Exploring = Literal["probe", "trial"] | None
 _Probe = Literal["fewer", "more", "most", "none"]
@@ -154,7 +154,7 @@ class Pace:
         elif is_settled and (num_drafts == 0 or self._num_undrafted < _STEPS_TO_FORGET):
             # Of several sequences it takes as long whatever is drafted, if anything is.
             noted_s = duration_s - (deciding_s if num_sequences == 1 else 0.0)
-            self._costs.note(num_sequences, num_drafts, kind, noted_s, is_warm=is_warm(self._num_equal))
+            self._costs.note(num_sequences, num_drafts, kind, noted_s, self._num_equal)
         if self._was_awake and took is not None:
             charged = _MARGIN_OF_SEVERAL * took if num_sequences > 1 and num_drafts > 0 else took
             self._earn(1.0 + self._num_accepted / num_sequences, charged)

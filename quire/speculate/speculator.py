@@ -77,7 +77,7 @@ class Speculator:
     ) -> None:
         self._max_tokens = 0 if config is None else config.max_tokens
         self._proposer = proposer
-        is_typical = config is not None and config.acceptance_method == "typical_acceptance_sampler"
+        is_typical = config is not None and config.is_typical
         self.typical = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha) if is_typical else None
         self._stops_early = proposer is not None and proposer.stops_early
         self._leaves_out = proposer is not None and proposer.leaves_out

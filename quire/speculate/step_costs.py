@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from quire.speculate.draft_cost import DraftCost
-from quire.speculate.step_times import Kind, StepTimes, ratios_of_one
+from quire.speculate.draft_cost import DraftCost, size_class
+from quire.speculate.step_times import FEW_NOTED, Kind, StepTimes, ratios_of_one
 
-_FEW_NOTED = 4
+_SEQUENCES_BITS = 5
 _STEPS_TO_WARM = 2
 """First steps of one sequence with another number of drafts, which read what has left the caches: they do not count."""
 _STEPS_IN_CONTRAST = 12
@@ -51,7 +51,7 @@ class StepCosts:
         """Return the kind of a step; drafts of several are told by DraftCost. looks: whether it ends with a look for drafts."""
         if num_drafts > 0:
             return "drafts", num_made if num_sequences == 1 else -num_sequences
-        return "idle" if looks else "plain", _size_class(num_sequences)
+        return "idle" if looks else "plain", size_class(num_sequences, _SEQUENCES_BITS)
 
     def took(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float) -> float | None:
         """Return a step's time in plain steps, no longer than is usual where others disturbed it; None: nothing is known."""
@@ -67,7 +67,7 @@ class StepCosts:
 
     def usual_of(self, kind: Kind, plain_s: float) -> float | None:
         """Return how many plain steps one of a kind takes, if enough were noted: something else may have run beside a few."""
-        usual_s = self._times.usual_s(kind) if self._times.count(kind) >= _FEW_NOTED else None
+        usual_s = self._times.usual_s(kind) if self._times.count(kind) >= FEW_NOTED else None
         return None if usual_s is None else usual_s / plain_s
 
     def fit(self, took: float, num_drafts: int, usual: float | None) -> float:
@@ -91,10 +91,10 @@ class StepCosts:
         plain_s = self.plain_s(num_sequences)
         return 0.0 if plain_s is None else num_tokens * self._catch_up_s / plain_s
 
-    def note(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float, *, is_warm: bool) -> None:
-        """Take in a step. is_warm: whether those before had as many drafts."""
+    def note(self, num_sequences: int, num_drafts: int, kind: Kind, duration_s: float, num_equal: int) -> None:
+        """Take in a step, behind num_equal with as many drafts."""
         if num_drafts == 0 or num_sequences == 1:
-            if num_drafts == 0 or is_warm or self._times.count(kind) < _FEW_NOTED:
+            if num_drafts == 0 or num_equal >= _STEPS_TO_WARM or self._times.count(kind) < FEW_NOTED:
                 self._times.note(kind, duration_s)
             self.num_drafted = 0
             self._note_pinning(num_sequences, duration_s if kind[0] == "plain" else None)
@@ -142,18 +142,8 @@ class StepCosts:
         return lambda count: ratios[min(count, self._max_tokens)]
 
     def _cost(self, num_sequences: int) -> DraftCost:
-        return self._costs.setdefault(_size_class(num_sequences), DraftCost(num_sequences))
-
-
-def is_warm(num_equal: int) -> bool:
-    """Return whether a step of one sequence behind so many with as many drafts finds in the caches what it reads."""
-    return num_equal >= _STEPS_TO_WARM
+        return self._costs.setdefault(size_class(num_sequences, _SEQUENCES_BITS), DraftCost(num_sequences))
 
 
 def _plain(num_sequences: int) -> Kind:
-    return "plain", _size_class(num_sequences)
-
-
-def _size_class(num_tokens: int) -> int:
-    shift = max(0, num_tokens.bit_length() - 5)
-    return num_tokens >> shift << shift
+    return "plain", size_class(num_sequences, _SEQUENCES_BITS)

@@ -5,30 +5,36 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 Kind = tuple[str, int]
 
 _LEVEL_GAIN = 0.2
-_FEW, _MOST_RECENT = 4, 25
+FEW_NOTED, _MOST_RECENT = 4, 25
 _MAX_LEVEL_ERROR = 0.2
 _STEPS_IN_CONTRAST = 6
 
 
-@dataclass(slots=True)
-class _Kind:
-    """The logarithm of its time beside the level: the median of the last ones that were seen; and from how many steps."""
+class RecentMedian:
+    """The median of the last values that were noted, and how many were in all."""
 
-    offset: float
-    recent: deque[float]
-    count: int = 1
+    __slots__ = ("_recent", "count", "value")
 
-    def note(self, offset: float) -> None:
-        self.recent.append(offset)
-        ranked = sorted(self.recent)
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_MOST_RECENT)
+        self.value, self.count = 0.0, 0
+
+    @property
+    def num_recent(self) -> int:
+        """From how many values it stems."""
+        return len(self._recent)
+
+    def note(self, value: float) -> None:
+        """Take in a value."""
+        self._recent.append(value)
+        ranked = sorted(self._recent)
         size = len(ranked)
-        self.offset = (ranked[(size - 1) // 2] + ranked[size // 2]) / 2
+        self.value = (ranked[(size - 1) // 2] + ranked[size // 2]) / 2
         self.count += 1
 
 
@@ -41,7 +47,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._level = 0.0
-        self._kinds: dict[Kind, _Kind] = {}
+        self._kinds: dict[Kind, RecentMedian] = {}  # logarithms of times beside the level
         self._last: Kind | None = None
         self._num_alike = 0
 
@@ -54,19 +60,20 @@ class StepTimes:
         if known is None:
             if not self._kinds:
                 self._level = value
-            self._kinds[kind] = _Kind(value - self._level, deque([value - self._level], _MOST_RECENT))
+            self._kinds[kind] = RecentMedian()
+            self._kinds[kind].note(value - self._level)
             return
-        if known.count < _FEW or self._num_alike < _STEPS_IN_CONTRAST:
+        if known.count < FEW_NOTED or self._num_alike < _STEPS_IN_CONTRAST:
             known.note(value - self._level)
-        self._follow(value - known.offset)
+        self._follow(value - known.value)
 
     def follow(self, kind: Kind, duration_s: float) -> None:
         """Take in how long a step of a kind that is known would take now: of the machine's speed it tells, not of the kind."""
-        self._follow(math.log(max(duration_s, 1e-9)) - self._kinds[kind].offset)
+        self._follow(math.log(max(duration_s, 1e-9)) - self._kinds[kind].value)
 
     def pin(self, kind: Kind, duration_s: float) -> None:
         """Take in that steps of a kind that is known take so long now."""
-        self._level = math.log(max(duration_s, 1e-9)) - self._kinds[kind].offset
+        self._level = math.log(max(duration_s, 1e-9)) - self._kinds[kind].value
 
     def _follow(self, level: float) -> None:
         self._level += _LEVEL_GAIN * min(max(level - self._level, -_MAX_LEVEL_ERROR), _MAX_LEVEL_ERROR)
@@ -79,7 +86,7 @@ class StepTimes:
     def usual_s(self, kind: Kind) -> float | None:
         """Return how long a step of a kind takes now; None where there was none."""
         known = self._kinds.get(kind)
-        return None if known is None else math.exp(self._level + known.offset)
+        return None if known is None else math.exp(self._level + known.value)
 
     @property
     def kinds(self) -> list[Kind]:

@@ -166,6 +166,7 @@ def _build_runner(config: EngineConfig, report: ModelReport) -> tuple[EngineRunn
     runner = ModelRunner(decoder, report.memory, config.max_num_seqs)
     if config.speculative_config is not None:
         runner.draft_with(build_speculator(config.speculative_config, report, runner.target, _step_limits(config)))
+    runner.take_pages()
     return runner, report
 
 
@@ -179,8 +180,7 @@ class ModelRunner(DraftingRunner):
         super().__init__(decoder.spec.vocab_size, decoder.keep_inputs)
         self._decoder = decoder
         self._kv = KvPool(memory.kv, memory.num_kv_blocks)
-        self._pages = PageSupply(self._kv)
-        self._pages.start()
+        self._pages = PageSupply(self._kv)  # see take_pages
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
@@ -188,13 +188,10 @@ class ModelRunner(DraftingRunner):
         # Nothing asks for gradients here; torch is spared to look out for some, where it is what computes.
         self._inference = nullcontext() if isinstance(decoder, NativeDecoder) else torch.inference_mode()
 
-    def draft_with(self, speculator: Speculator) -> None:
-        """See DraftingRunner; what drafts finds pages in its pools, too."""
-        super().draft_with(speculator)
-        if speculator.pools:
-            self._pages.close()
-            self._pages = PageSupply(self._kv, *speculator.pools)
-            self._pages.start()
+    def take_pages(self) -> None:
+        """Take pages for its pools ahead, those of what drafts among them, which is there by then."""
+        self._pages = PageSupply(self._kv, *self._speculator.pools)
+        self._pages.start()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""

@@ -10,19 +10,22 @@ from quire.kernels.triton.attention_kernels import TINY, find_run
 
 
 @triton.jit
-def merge_parts(
+def merge_row(
     partial_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    token: tl.tensor,
     head: tl.tensor,
     first_part: tl.tensor,
     used: tl.tensor,
+    NUM_HEADS: tl.constexpr,
     STEP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
-) -> tl.tensor:
-    """Return the output [BLOCK_D] of a row of which used parts were attended, STEP apart from first_part on, in their order."""
+) -> None:
+    """Write what a head says at a token from used parts that were attended, STEP apart from first_part on, in their order."""
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
@@ -43,7 +46,9 @@ def merge_parts(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
         best = new_best
-    return acc / tl.maximum(total, TINY)
+    out = narrow(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
+    row = token.to(tl.int64) * NUM_HEADS + head
+    tl.store(out_ptr + row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -81,8 +86,7 @@ def merge_chunks(
     used = tl.cdiv(end, CHUNK) - first_key // CHUNK
     ROWS: tl.constexpr = QUERIES * GROUP
     first_part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks * ROWS + row
-    dims = tl.arange(0, BLOCK_D)
-    merged = merge_parts(partial_ptr, log_sums_ptr, sinks_ptr, head, first_part, used, ROWS, HEAD_DIM, BLOCK_D, BLOCK_C)
-    out = narrow(merged, out_ptr.dtype.element_ty)
-    out_row = (token + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
-    tl.store(out_ptr + out_row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
+    merge_row(
+        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, token + query, head, first_part, used,
+        NUM_KV_HEADS * GROUP, ROWS, HEAD_DIM, BLOCK_D, BLOCK_C,
+    )  # fmt: skip

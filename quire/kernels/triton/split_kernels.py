@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import narrow
 from quire.kernels.triton.attention_kernels import attend_keys, find_run
-from quire.kernels.triton.merge_kernels import merge_parts
+from quire.kernels.triton.merge_kernels import merge_row
 
 _DOUBLINGS = tl.constexpr(12)
 
@@ -191,12 +190,9 @@ def merge_items(
     head = kv_head * GROUP + row % GROUP
     start = tl.load(starts_ptr + tile)
     used = tl.load(starts_ptr + tile + 1) - start
-    dims = tl.arange(0, BLOCK_D)
     ROWS: tl.constexpr = QUERIES * GROUP
     first_part = (start.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROWS + row
-    merged = merge_parts(
-        partial_ptr, log_sums_ptr, sinks_ptr, head, first_part, used, NUM_KV_HEADS * ROWS, HEAD_DIM, BLOCK_D, BLOCK_C
-    )
-    out = narrow(merged, out_ptr.dtype.element_ty)
-    out_row = (token + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
-    tl.store(out_ptr + out_row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
+    merge_row(
+        partial_ptr, log_sums_ptr, sinks_ptr, out_ptr, token + query, head, first_part, used,
+        NUM_KV_HEADS * GROUP, NUM_KV_HEADS * ROWS, HEAD_DIM, BLOCK_D, BLOCK_C,
+    )  # fmt: skip

@@ -139,10 +139,13 @@ def test_no_array_is_held_when_the_pool_is_dropped_without_closing():
     {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3},
     {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
 ])  # fmt: skip
-def test_what_drafts_has_pages_in_its_pools_before_its_first_step(config):
+def test_what_drafts_has_pages_in_its_pools_before_its_first_step_and_they_are_taken_once(config, monkeypatch):
+    starts, start = [], PageSupply.start
+    monkeypatch.setattr(PageSupply, "start", lambda supply: (starts.append(supply), start(supply)))
     llm = LLM("demo", speculative_config=config, num_kv_blocks=512)
     runner = llm.llm_engine._runner
     finish(runner._pages)
     (pool,) = runner._speculator.pools
     assert all(num_resident(array) >= array[:256].nbytes // PAGESIZE for array in pool.arrays())
+    assert len(starts) == 1
     llm.close()

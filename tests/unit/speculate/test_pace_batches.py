@@ -140,7 +140,7 @@ def test_more_drafts_never_seem_cheaper():
 def note(costs, num_sequences, num_drafts, duration_s, times=1):
     for _ in range(times):
         kind = costs.kind(num_sequences, num_drafts, num_drafts, looks=False)
-        costs.note(num_sequences, num_drafts, kind, duration_s, is_warm=True)
+        costs.note(num_sequences, num_drafts, kind, duration_s, num_equal=2)
 
 
 def test_a_number_of_sequences_that_never_had_drafts_is_measured_where_it_is_met():
