@@ -45,6 +45,7 @@ class Trial:
                  those left do not fill one
     num_rounds   pairs of runs that are counted
     warm_up_len  tokens that a sequence gets with drafts before, at least: as many runs as that takes are not counted
+    forced_share  drafts of the methods are replaced, after they have been made, by some of which this share is right; None: not
     num_waves    requests of each place in a batch of several, one after the other: sequences with drafts do not end together,
                  and a batch that is not filled again would be measured while it is a smaller one
     """
@@ -59,6 +60,7 @@ class Trial:
     is_adaptive: bool
     warm_up_len: int = 0
     num_waves: int = 1
+    forced_share: float | None = None
 
     @property
     def num_warm_up(self) -> int:
@@ -87,8 +89,12 @@ class Trial:
         ):
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if self.forced_share is not None and not 0 <= self.forced_share <= 1:
+            raise ConfigError(f"force_acceptance must be from 0 to 1, got {self.forced_share}")
         for method in self.methods:
             if method.startswith(_REPLAY):
+                if self.forced_share is not None:
+                    raise ConfigError(f"methods: {method!r} says its share of right drafts itself; leave out force_acceptance")
                 _share_of(method)
                 continue
             SpeculativeConfig.read(method)  # the last one must not fail after the others have run
@@ -104,6 +110,7 @@ class Line:
     """One method at one batch size; times are medians of whole runs.
 
     num_batches      different batches of prompts that were run
+    forced_share     see Trial
     speed_up         median of the ratios of runs that followed each other, prompts included
     spread           lower and upper quartile of these ratios
     decoding         median of the ratios of what came behind the first token of each run: of time per output token
@@ -128,6 +135,7 @@ class Line:
     drafts_per_step: float
     acceptance: list[float]
     same_outputs: float = 1.0
+    forced_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,7 @@ class SpeculationRecord:
                 f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.decoding:>9.2f}"
                 f"{line.overall:>9.2f}"
                 f"{line.tokens_per_step:>10.2f}{line.drafts_per_step:>8.2f}  {shares}"
+                + (f"  (forced: {line.forced_share:g})" if line.forced_share is not None else "")
                 + (f"  ({line.same_outputs:.0%} of the outputs are those without drafts)" if line.same_outputs < 1 else "")
             )
         return "\n".join(text)
@@ -220,10 +229,13 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
     for prompts in batches:
         expected.append(_run(llm, prompts, trial, with_drafts=False)[0])
         bar.update()
-    if method.startswith(_REPLAY):
+    is_replay = method.startswith(_REPLAY)
+    share = _share_of(method) if is_replay else trial.forced_share
+    if share is not None:
         outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for batch in expected for output in batch}
+        vocab_size = engine.report.spec.vocab_size
         engine.pause_drafts(False)
-        engine.draft_with(ReplayProposer(outputs, _share_of(method), engine.report.spec.vocab_size))
+        engine.replace_proposer(lambda drafter: ReplayProposer(outputs, share, vocab_size, None if is_replay else drafter))
     for index in range(trial.num_warm_up):
         _run(llm, batches[index % len(batches)], trial, with_drafts=True)
         bar.update()
@@ -267,6 +279,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         drafts_per_step=counts.num_draft_tokens / (counts.num_steps * batch_size),
         acceptance=[count / max(1, counts.num_drafts) for count in counts.accepted_per_pos],
         same_outputs=num_same / (trial.num_rounds * run_size),
+        forced_share=trial.forced_share,
     )
 
 

@@ -106,6 +106,12 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
         help="speculative_config of each, or replay:P, drafts of which a share P is right",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=4, help="drafts of replay:P")
+    parser.add_argument(
+        "--force-acceptance",
+        type=float,
+        metavar="P",
+        help="replace what the methods draft, after they have drafted it, by tokens of which a share P is right",
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 4, 16), help="requests at once")
     parser.add_argument(
         "--waves", type=int, default=4, help="requests of each place in a batch of several, so that it is filled again"
@@ -238,6 +244,7 @@ def run_speculate(args: argparse.Namespace) -> int:
         is_adaptive=args.adaptive,
         warm_up_len=args.warm_up_len,
         num_waves=args.waves,
+        forced_share=args.force_acceptance,
     )
     record = measure_speculation(config, trial, args.progress)
     return report(record.describe(), record.to_json(), args.output_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,6 @@ from quire.engine.scheduling.step_record import StepRecord
 from quire.grammar.compiler import Compilation, GrammarCompiler, Use
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.proposer import Proposer
-from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.runner import build_runner, max_num_batched_tokens, settle_drafts
 
@@ -326,12 +325,13 @@ class LLMEngine:
             raise ConfigError("pause_drafts needs an engine without unfinished requests")
         self._runner.pause_drafts(is_wanted)
 
-    def draft_with(self, proposer: Proposer) -> None:
-        """Let another proposer draft, with the options of speculative_config; for measurements, between requests."""
+    def replace_proposer(self, make: Callable[[Proposer | None], Proposer]) -> None:
+        """Let another proposer draft, made of the one that did, with the options of speculative_config; for measurements,
+        between requests."""
         config = self.config.speculative_config
         if config is None or self.has_unfinished_requests():
-            raise ConfigError("draft_with needs an engine with a speculative_config, and without unfinished requests")
-        self._runner.draft_with(Speculator(config, proposer, self.report.spec.vocab_size))
+            raise ConfigError("replace_proposer needs an engine with a speculative_config, and without unfinished requests")
+        self._runner.replace_proposer(config, make)
 
     def measure_peaks(self) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""

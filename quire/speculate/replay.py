@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
+from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.proposer import Proposer
+from quire.speculate.proposer import Outcome, Proposer
 
 Outputs = Mapping[tuple[int, ...], Sequence[int]]
 """Prompt -> the tokens that plain decoding gave."""
@@ -16,21 +19,59 @@ class ReplayProposer(Proposer):
     """Drafts what plain decoding gave, each token right with probability `share`; what is behind a wrong one does not matter.
 
     outputs  of prompts that have one choice
+    drafter  a proposer that drafts, too, so that a step costs what it costs with it: as many tokens as it drafts are replaced,
+             those of a tree by a chain. A draft model computes again what it drafted, as if that had been wrong
     """
 
-    def __init__(self, outputs: Outputs, share: float, vocab_size: int, seed: int = 0) -> None:
-        self._outputs, self._share, self._vocab_size = outputs, share, vocab_size
+    def __init__(self, outputs: Outputs, share: float, vocab_size: int, drafter: Proposer | None = None, seed: int = 0) -> None:
+        self._outputs, self._share, self._vocab_size, self._drafter = outputs, share, vocab_size, drafter
         self._random = random.Random(seed)
+        if drafter is not None:
+            self.observes, self.tap_layers, self.reads_last = drafter.observes, drafter.tap_layers, drafter.reads_last
+            self.stops_early, self.leaves_out, self.pools = drafter.stops_early, drafter.leaves_out, drafter.pools
+
+    def _replay(self, sequence: DraftedSequence, count: int) -> Draft:
+        num_done = len(sequence.token_ids) - sequence.num_prompt_tokens
+        tokens = self._outputs[sequence.request.prompt_token_ids][num_done : num_done + count]
+        share, size = self._share, self._vocab_size
+        return Draft(tuple(token if self._random.random() < share else (token + 1) % size for token in tokens))
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
+        if self._drafter is not None:
+            return self._drafter.look(sequence, limit)
         num_done = len(sequence.token_ids) - sequence.num_prompt_tokens
-        tokens = self._outputs[sequence.request.prompt_token_ids][num_done : num_done + limit]
-        sequence.memo = tuple(
-            token_id if self._random.random() < self._share else (token_id + 1) % self._vocab_size for token_id in tokens
-        )
-        return len(sequence.memo)
+        return min(limit, max(0, len(self._outputs[sequence.request.prompt_token_ids]) - num_done))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        return [Draft.chain(sequence.memo[:limit]) for sequence, limit in wanted]
+        if self._drafter is None:
+            return [self._replay(sequence, limit) for sequence, limit in wanted]
+        drafts = self._drafter.propose(wanted)
+        self.num_caught_up = self._drafter.num_caught_up
+        return [self._replay(sequence, len(draft)) for (sequence, _), draft in zip(wanted, drafts, strict=True)]
+
+    def apply(self, plan: StepPlan) -> None:
+        """See Proposer."""
+        if self._drafter is not None:
+            self._drafter.apply(plan)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """See Proposer."""
+        if self._drafter is not None:
+            self._drafter.observe(outcomes)
+
+    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+        """See Proposer."""
+        if self._drafter is not None:
+            self._drafter.feed_all(fed, features)
+
+    def forget_blocks(self) -> None:
+        """See Proposer."""
+        if self._drafter is not None:
+            self._drafter.forget_blocks()
+
+    def release(self, sequence: DraftedSequence) -> None:
+        """See Proposer."""
+        if self._drafter is not None:
+            self._drafter.release(sequence)

@@ -122,6 +122,11 @@ class Speculator:
         self._nap_left = self._num_napped = 0
 
     @property
+    def proposer(self) -> Proposer | None:
+        """What drafts, beside constraints."""
+        return self._proposer
+
+    @property
     def lets_next_begin(self) -> bool:
         """Whether the next step may begin before the one that runs has ended, of which nothing else is called then: nothing
         is drafted in the next one. To be asked once the one that runs has begun."""

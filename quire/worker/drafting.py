@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 
 from quire.base.ids import SequenceId
+from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
+from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Candidate
 from quire.worker.constrained import StepMasks
@@ -28,6 +30,10 @@ class DraftingRunner:
         """Draft with a speculator from now on; the one that was there before must follow no sequence."""
         speculator.drafts_forced = self._speculator.drafts_forced
         self._speculator, self._paused = speculator, None
+
+    def replace_proposer(self, config: SpeculativeConfig, make: Callable[[Proposer | None], Proposer]) -> None:
+        """Let another proposer draft, made of the one that did; no sequence may be followed."""
+        self.draft_with(Speculator(config, make(self._speculator.proposer), self._vocab_size))
 
     def pause_drafts(self, is_wanted: bool) -> None:
         """Draft nothing at all, as if there never had been a speculator, or go on; no sequence may be followed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import ModelSpec
+from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import Runner, StepPlan, StepResult, TokenLogprobs
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
@@ -33,9 +34,8 @@ from quire.quant.policy import POLICIES
 from quire.sampling.sampler import sample
 from quire.speculate.build import build_speculator, count_drafts
 from quire.speculate.memory import StepLimits
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import Proposer, Reads
 from quire.speculate.sources import check_device_sources, settle_method
-from quire.speculate.speculator import Speculator
 from quire.speculate.target import Target
 from quire.speculate.verifier import verify
 from quire.worker.constrained import LATE_WAIT_S, ConstrainedRows
@@ -53,8 +53,8 @@ logger = get_logger(__name__)
 class EngineRunner(Runner, Protocol):
     """What the engine asks of a runner beside its steps."""
 
-    def draft_with(self, speculator: Speculator) -> None:
-        """Draft with a speculator from now on; the one that was there before must follow no sequence."""
+    def replace_proposer(self, config: SpeculativeConfig, make: Callable[[Proposer | None], Proposer]) -> None:
+        """Let another proposer draft, made of the one that did; no sequence may be followed."""
         ...
 
     def pause_drafts(self, is_wanted: bool) -> None:

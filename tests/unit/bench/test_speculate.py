@@ -35,6 +35,17 @@ def test_forced_shares_are_found_in_the_figures(tiny_model):
     assert json.loads(record.to_json())["lines"][0]["batch_size"] == 1
 
 
+def test_methods_draft_what_is_forced_as_often_as_they_would(tiny_model):
+    config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
+    draft = json.dumps({"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 3})
+    never = measure_speculation(config, trial((draft,), forced_share=0.0))
+    assert [line.tokens_per_step for line in never.lines] == [1.0, 1.0]  # the same model would be right
+    assert all(line.drafts_per_step > 1.5 and line.acceptance == [] for line in never.lines)
+    always = measure_speculation(config, trial((draft,), forced_share=1.0))
+    assert always.lines[0].tokens_per_step > 2.5
+    assert "(forced: 1)" in always.describe()
+
+
 class Bar:
     """What was told of a run's progress."""
 
@@ -78,6 +89,10 @@ def test_a_trial_that_cannot_be_is_refused():
         trial(("replay:1", '{"method": "guess"}'))
     with pytest.raises(ConfigError, match="are for all of them"):
         trial(('{"method": "ngram", "adaptive": false}',))
+    with pytest.raises(ConfigError, match="force_acceptance must be from 0 to 1, got 2"):
+        trial(('{"method": "ngram"}',), forced_share=2)
+    with pytest.raises(ConfigError, match="says its share of right drafts itself"):
+        trial(("replay:1",), forced_share=0.5)
     with pytest.raises(ConfigError, match="output_len must be at least 2"):
         trial(("replay:1",), output_len=1)
 
