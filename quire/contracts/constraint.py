@@ -299,6 +299,11 @@ class GrammarMatcher(Protocol):
         """Whether the output matches, and nothing can follow."""
         ...
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether it can never go on, as its grammar is too complex here or lets nothing follow: the request's own fault."""
+        ...
+
 
 class Grammar(Protocol):
     """A compiled constraint, bound to one vocabulary; may be shared between threads and requests."""

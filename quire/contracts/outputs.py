@@ -94,7 +94,7 @@ class RequestOutput:
     prompt_logprobs  per prompt token a dict of token id -> Logprob; the first token has None. None until the whole prompt
                      is computed; of deltas only the first one after that has them
     error            what went wrong, when a choice has finish_reason "error"
-    error_param      the field at fault, where the request itself was: its constraint could not be compiled, say
+    error_param      the field at fault, where the request itself was: its constraint could not be compiled or cannot go on
     """
 
     request_id: str

@@ -97,6 +97,7 @@ class StepResult:
     late             sequences that got no token although it was due, as the worker does not know yet what their constraints
                      allow: their last known token counts as not computed, and they are to be left out of plans
     caught_up        sequences that were late in an earlier step, and are to be in plans again
+    error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
     """
 
     step_id: int
@@ -110,6 +111,7 @@ class StepResult:
     completed: frozenset[SequenceId] = frozenset()
     late: frozenset[SequenceId] = frozenset()
     caught_up: tuple[SequenceId, ...] = ()
+    error_params: dict[SequenceId, str] = field(default_factory=lambda: {})
 
 
 class Runner(Protocol):

@@ -106,14 +106,15 @@ def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams, num_lef
     for search in searches:
         eos = frozenset[int]() if params.ignore_eos else search.request.eos_token_ids
         extended: list[tuple[float, _Beam, int]] = []
-        errors: list[str] = []
+        errors: list[RequestError] = []
         for known in search.live:
             beam = known
             if not known.told:
                 output = next(outputs)
                 beam = replace(known, told=_told(output))
                 if not beam.told:
-                    errors += [] if output.error is None else [output.error]
+                    if output.error is not None:
+                        errors.append(RequestError(output.error, output.error_param or "prompt"))
                     continue
             for token_id, entry in beam.told[0].entries.items():
                 if token_id in eos:
@@ -122,7 +123,7 @@ def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams, num_lef
                     extended.append((beam.logprob + entry.logprob, beam, token_id))
         # A hypothesis that no token of its grammar can follow is given up, as long as there is another.
         if errors and (search.request.grammar is None or not (extended or search.ended)):
-            raise RequestError(errors[0], "prompt")
+            raise errors[0]
         extended.sort(key=lambda candidate: -candidate[0])
         kept = [beam.with_token(token_id, total) for total, beam, token_id in extended[: params.beam_width]]
         search.ended += [beam for beam in kept if _is_complete(beam)]

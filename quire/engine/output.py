@@ -110,11 +110,15 @@ class OutputStream:
 
     def fail(self, error: str, param: str | None = None) -> None:
         """End every choice that has not ended with finish_reason "error"; param: the field of the request that is at fault."""
-        self._error = self._error or error
-        self._error_param = param
+        self._note_error(error, param)
         for choice in self._choices:
             if choice.finish_reason is None:
                 self._finish(choice, "error")
+
+    def _note_error(self, error: str | None, param: str | None) -> None:
+        """Note what went wrong first."""
+        if self._error is None:
+            self._error, self._error_param = error, param
 
     def abort(self) -> None:
         """End every choice that has not ended with finish_reason "abort"."""
@@ -167,7 +171,7 @@ class OutputStream:
 
     def _end(self, choice: _Choice, update: SequenceUpdate) -> None:
         self._finish(choice, update.finish_reason, update.stop_reason)
-        self._error = self._error or update.error
+        self._note_error(update.error, update.error_param)
         if choice.detokenizer is None:
             return
         rest = choice.detokenizer.finish()

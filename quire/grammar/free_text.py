@@ -75,6 +75,11 @@ class FreeMatcher(StateMatcher):
         return True
 
     @property
+    def has_given_up(self) -> bool:
+        """See GrammarMatcher."""
+        return False
+
+    @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
         return False

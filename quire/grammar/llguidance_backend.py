@@ -22,6 +22,9 @@ _WAYS = ('{["' + string.ascii_letters + string.digits + ":,}] ", string.ascii_le
 """What outputs that are tried consist of, what is tried first before the rest: into objects and lists, or along names."""
 _WAY_BYTES = 24
 _MAX_WAYS_S = 0.8
+_GIVEN_UP = "the grammar cannot go on"
+_NOT_TAKEN = "doesn't satisfy the grammar"
+"""What is said of a token that masks do not let through; every other error is the grammar's own."""
 _SLOW_S = 2e-3
 """What a mask takes whose output gets a grammar of its own: copies of one share a lock, for which a step would wait."""
 
@@ -119,24 +122,32 @@ def check_ways(matcher: Any, vocabulary: Vocabulary) -> None:
     vocabulary  has all single bytes as tokens
     """
     until = time.thread_time() + _MAX_WAYS_S
-    for preferred in _WAYS:
+    for preferred, is_varied in (*((way, False) for way in _WAYS), (_WAYS[0], True)):
         walker = matcher.deep_copy()
-        num_bytes = _walk(walker, vocabulary.encode(preferred), vocabulary.num_mask_words, until)
+        num_bytes = _walk(walker, vocabulary.encode(preferred), vocabulary.num_mask_words, until, is_varied)
         message = _message(walker) if walker.is_error() else ""
         if message and (num_bytes == 0 or message != NOTHING_MATCHES):  # of a single way, that does no harm
             raise GrammarError(f"no output can {'go on' if num_bytes else 'begin'}: {message}")
 
 
-def _walk(walker: Any, preferred: Sequence[int], num_words: int, until: float) -> int:
-    """Take a matcher along the first of some tokens that are allowed, as far as it goes; return how many that were."""
+def _walk(walker: Any, preferred: Sequence[int], num_words: int, until: float, is_varied: bool) -> int:
+    """Take a matcher along the first of some tokens that are allowed, as far as it goes; return how many that were.
+
+    is_varied  the first of those that were taken least: an output that leaves what it could repeat
+    """
     words = np.zeros(num_words, dtype=np.int32)
+    num_taken = dict.fromkeys(preferred, 0)
     for count in range(_WAY_BYTES):
         walker.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if walker.is_error() or time.thread_time() > until:
             return count
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        token_id = next((token_id for token_id in preferred if bits[token_id]), None)
-        if token_id is None or not walker.consume_token(token_id):
+        allowed = [token_id for token_id in num_taken if bits[token_id]]
+        if not allowed:
+            return count + 1
+        token_id = min(allowed, key=num_taken.__getitem__) if is_varied else allowed[0]
+        num_taken[token_id] += 1
+        if not walker.consume_token(token_id):
             return count + 1
     return _WAY_BYTES
 
@@ -191,7 +202,7 @@ class _Masks:
         if not state.matcher.is_error():
             state.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if state.matcher.is_error():
-            return f"the grammar cannot go on: {_message(state.matcher)}"
+            return f"{_GIVEN_UP}: {_message(state.matcher)}"
         if not state.is_alone and time.thread_time() - begin_s > _SLOW_S:
             state.leave_copies(self._compile_anew)
         return None
@@ -208,6 +219,8 @@ class LlguidanceMatcher(StateMatcher):
         if matcher.consume_token(token_id):
             self.state.token_ids.append(token_id)
             return None
+        if self.has_given_up:
+            return f"{_GIVEN_UP}: {_message(matcher)}"
         return f"the grammar does not take token {token_id}: {_message(matcher)}"
 
     def retreat(self, num_tokens: int) -> str | None:
@@ -250,3 +263,9 @@ class LlguidanceMatcher(StateMatcher):
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
         return self.state.matcher.is_stopped() and not self.state.matcher.is_error()
+
+    @property
+    def has_given_up(self) -> bool:
+        """See GrammarMatcher."""
+        matcher = self.state.matcher
+        return matcher.is_error() and _NOT_TAKEN not in matcher.get_error()

@@ -114,6 +114,11 @@ class WrappingMatcher:
         """See GrammarMatcher."""
         return self._inner.is_complete
 
+    @property
+    def has_given_up(self) -> bool:
+        """See GrammarMatcher."""
+        return self._inner.has_given_up
+
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
         """See GrammarMatcher."""
         return self._inner.num_fitting(token_ids)

@@ -81,6 +81,11 @@ _SAYINGS = (
         (),
         r"it is too complex: it goes on in \1 ways at one place, and may in \2; use fewer optional properties and alternatives",
     ),
+    _saying(
+        r".*(?:too many states|too many expressions|fuel exhausted).*",
+        (),
+        "it is too complex: its expressions have too many states; use smaller counts, and alternatives that differ early",
+    ),
     _saying("Value for 'multipleOf' has too many digits.*", ("multipleOf",), "multipleOf may have 15 digits"),
     _saying(r".*NoExtensionBias.*", (), NOTHING_MATCHES),
     _saying(r"(.*?) *<non-verbose/>", (), r"\1"),

@@ -280,6 +280,11 @@ class XgrammarMatcher(StateMatcher):
         return self.state.is_completed()
 
     @property
+    def has_given_up(self) -> bool:
+        """See GrammarMatcher."""
+        return False
+
+    @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""
         if not self.state.is_completed():

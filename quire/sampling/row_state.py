@@ -165,6 +165,13 @@ class SamplingRow:
         """Whether the output matches its grammar, and nothing but an end can follow."""
         return self.matcher is not None and self.grammar_error is None and self.matcher.is_complete
 
+    @property
+    def param_at_fault(self) -> str | None:
+        """The field of the request whose constraint cannot go on by its own fault, None where there is none such."""
+        if self.grammar_error is None or self.matcher is None or not self.matcher.has_given_up:
+            return None
+        return "structured_outputs" if self.params.constraint is None else self.params.constraint.param
+
     def forced_tokens(self) -> Sequence[int]:
         """Return the tokens that the constraint forces next, as far as it sees; nothing else can be sampled there."""
         if self.matcher is None or self.grammar_error is not None or self.is_grammar_complete:

@@ -58,27 +58,30 @@ def take_expected(
 
 def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], prompt_logprobs: PromptLogprobs) -> StepResult:
     """Give every row its token, or return why it has none; constraints go on with the tokens."""
-    sampled: dict[SequenceId, tuple[int, ...]] = {}
-    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
-    errors: dict[SequenceId, str] = {}
+    result = StepResult(step_id, {}, {}, dict(prompt_logprobs), {})
     completed: list[SequenceId] = []
     for row, outcome in zip(rows, found, strict=True):
         sequence_id = row.start.sequence_id
         row.sampling.token_mask = None
-        if row.sampling.grammar_error is not None:
-            errors[sequence_id] = row.sampling.grammar_error
-            continue
-        if outcome.token_id is None:
-            errors[sequence_id] = outcome.error or "no token could be sampled"
+        if row.sampling.grammar_error is not None or outcome.token_id is None:
+            _note_error(result, row, row.sampling.grammar_error or outcome.error or "no token could be sampled")
             continue
         row.token_ids.append(outcome.token_id)
         row.sampling.append(outcome.token_id)
-        sampled[sequence_id] = (outcome.token_id,)
+        result.sampled[sequence_id] = (outcome.token_id,)
         if row.sampling.is_grammar_complete:
             completed.append(sequence_id)
         if outcome.logprobs is not None:
-            logprobs[sequence_id] = (outcome.logprobs,)
-    return StepResult(step_id, sampled, logprobs, dict(prompt_logprobs), errors, completed=frozenset(completed))
+            result.logprobs[sequence_id] = (outcome.logprobs,)
+    return replace(result, completed=frozenset(completed)) if completed else result
+
+
+def _note_error(result: StepResult, row: Row, error: str) -> None:
+    """Note why a row has no token, and the field of its request where that is at fault."""
+    sequence_id, param = row.start.sequence_id, row.sampling.param_at_fault
+    result.errors[sequence_id] = error if param is None else f"{param}: {error}"
+    if param is not None:
+        result.error_params[sequence_id] = param
 
 
 def take_matches(
@@ -130,7 +133,7 @@ def take_walks(
     for row, walk in zip(rows, walks, strict=True):
         sequence_id = row.start.sequence_id
         if walk.error is not None:
-            result.errors[sequence_id] = walk.error
+            _note_error(result, row, walk.error)
             continue
         row.token_ids += walk.tokens
         batch.accept(row, walk.path)

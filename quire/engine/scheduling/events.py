@@ -50,7 +50,7 @@ class SequenceUpdate(NamedTuple):
     pooled                 the vector of a request with pooling params, with finish_reason "stop"
     stop_reason            the stop token id or stop string; None for end of sequence
     is_ended_by_token      with finish_reason "stop": its last token ended it, and is no part of the text
-    error                  why it ended with "error"
+    error                  why it ended with "error"; error_param: the field at fault, where the request is
     start                  with the first new token, None otherwise
     stats                  with the finish_reason, None before
     """
@@ -67,5 +67,6 @@ class SequenceUpdate(NamedTuple):
     stop_reason: int | str | None = None
     is_ended_by_token: bool = False
     error: str | None = None
+    error_param: str | None = None
     start: SequenceStats | None = None
     stats: SequenceStats | None = None

@@ -213,7 +213,7 @@ class Scheduler:
                 num_slots = plan.num_draft_slots.get(sequence_id, 0) if plan.num_draft_slots else 0
                 error = find_mistake(sequence, num_tokens, num_slots, result, goes_on=sequence_id in launched)
             if error is not None:
-                updates.append(self._end(sequence, "error", error=error))
+                updates.append(self._end(sequence, "error", error=error, error_param=result.error_params.get(sequence_id)))
                 continue
             update = self._commit_sequence(sequence, num_tokens, result, now)
             if update is not None:
@@ -356,6 +356,7 @@ class Scheduler:
         *,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        error_param: str | None = None,
         pooled: tuple[float, ...] | None = None,
     ) -> SequenceUpdate:
         return SequenceUpdate(
@@ -366,6 +367,7 @@ class Scheduler:
             finish_reason=reason,
             stop_reason=stop_reason,
             error=error,
+            error_param=error_param,
             stats=self._drop(sequence),
         )
 

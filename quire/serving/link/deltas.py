@@ -20,7 +20,7 @@ class DeltaWriter:
         """Return what is new in a request."""
         if isinstance(output, EmbeddingRequestOutput):
             return self._embedding(output)
-        if output.error_param is not None:
+        if output.error_param is not None and output.finished:
             self.forget(output.request_id)
             return RequestDelta(
                 output.request_id, [], True, error=output.error, error_param=output.error_param, is_refused=True
@@ -36,7 +36,8 @@ class DeltaWriter:
             output.metrics if has_metrics else None,
             None if output.prompt_logprobs is None else [_position(entry) for entry in output.prompt_logprobs],
             output.error,
-            is_refused=output.error in CONTRADICTIONS,
+            output.error_param,
+            is_refused=output.error_param is not None or output.error in CONTRADICTIONS,
         )
 
     def _embedding(self, output: EmbeddingRequestOutput) -> RequestDelta:

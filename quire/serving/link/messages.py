@@ -320,7 +320,7 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
     metrics          on the first delta that has tokens and on the last one
     prompt_logprobs  once, when the whole prompt is computed, where they were asked for; None for the first token
     error            what went wrong, when a choice has finish_reason "error"
-    error_param      the field at fault, when the engine refused the request; then no choice follows
+    error_param      the field at fault, when the request was refused or its constraint cannot go on; then no choice follows
     embedding        of a request with PoolingParams, on its only delta, where its one choice ended with "stop"
     is_refused       the request is at fault: it is invalid, can never be served here, or excludes every token that could follow
     """

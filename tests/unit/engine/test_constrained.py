@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from quire import LLM, AsyncLLM, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
+from quire.contracts.sampling_params import BeamSearchParams
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
@@ -183,6 +184,26 @@ def test_output_never_ends_as_if_it_were_complete_when_banned_words_let_nothing_
         output = generate(llm, asked, seed=seed, bad_words=words)
         assert output.outputs[0].finish_reason == "error"
         assert "bad_words" in output.error
+
+
+TOO_COMPLEX = "[a-z]{30}(a|aa)+(b?){30}c{1000}{1000}"
+"""Masks show that it has too many states, but only behind more than is looked at when it is compiled."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_output_ends_with_its_field_when_its_constraint_turns_out_too_complex(llm, n):
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(regex=TOO_COMPLEX), n=n, max_tokens=60, seed=1)
+    bad, good = llm.generate([[7, 8, 9], PROMPTS[1]], [asked, params(1)], use_tqdm=False)
+    assert (bad.error_param, bad.outputs[0].finish_reason) == ("structured_outputs.regex", "error")
+    assert bad.error.startswith("structured_outputs.regex: the grammar cannot go on: ")
+    assert (good.error, good.outputs[0].finish_reason) == (None, "stop")
+
+
+def test_beam_search_names_the_field_when_its_constraint_turns_out_too_complex(llm):
+    asked = BeamSearchParams(beam_width=2, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=TOO_COMPLEX))
+    with pytest.raises(RequestError, match="cannot go on") as caught:
+        llm.beam_search([{"prompt_token_ids": [7, 8, 9]}], asked)
+    assert caught.value.param == "structured_outputs"
 
 
 def test_request_is_refused_when_banned_words_leave_nothing_of_its_constraint(llm):

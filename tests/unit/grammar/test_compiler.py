@@ -376,6 +376,12 @@ def test_hostile_constraint_ends_in_a_refusal_or_a_grammar_whose_masks_come(comp
     assert masks.error is None or "cannot go on" in masks.error
 
 
+@pytest.mark.parametrize("pattern", ["(a|aa)+(b?){30}c{1000}{1000}", "x(a|aa)+(b?){30}c{1000}{1000}"])
+def test_constraint_is_refused_when_one_of_its_ways_becomes_too_complex_soon(compiler, pattern):
+    with pytest.raises(RequestError, match="too complex"):
+        compile_one(compiler, "regex", pattern)
+
+
 def test_constraint_is_refused_when_its_first_mask_fails(compiler):
     """Else the request would fail in a step, as if that were the engine's fault."""
     endless = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}

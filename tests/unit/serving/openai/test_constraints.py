@@ -14,6 +14,7 @@ from quire.api.decode import decode_body
 from quire.api.openai.completions import CompletionRequest
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
+from quire.serving.errors import ApiError
 from quire.serving.generation.served_model import load_served_model
 from quire.serving.link.engine_info import describe_engine
 from quire.serving.openai.requests import constraint_of
@@ -231,6 +232,16 @@ def test_request_is_refused_by_the_field_when_its_constraint_cannot_be_enforced(
         ask_chat(context, max_tokens=10, **body)
     assert getattr(caught.value, "param", None) == param
     assert re.search(re.escape(words), str(caught.value))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_client_is_at_fault_when_its_constraint_turns_out_too_complex_in_the_midst_of_an_output(context, is_streaming, n):
+    """Two choices come to that in different steps, so that the request has not ended with the first of them."""
+    pattern = "([a-z]{30}|[a-z]{36})(a|aa)+(b?){30}c{1000}{1000}"
+    with pytest.raises(ApiError, match="guided_regex: the grammar cannot go on: ") as caught:
+        ask_completion(context, guided_regex=pattern, max_tokens=90, temperature=2.0, seed=1, n=n, stream=is_streaming)
+    assert (caught.value.status, caught.value.param) == (400, "guided_regex")
 
 
 @pytest.mark.parametrize(
