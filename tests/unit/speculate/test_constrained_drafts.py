@@ -44,7 +44,7 @@ ASKED = [
     {"regex": "(ab|cd){2,5}-end of it"},
     {"choice": ["a rather long choice", "a rather short one", "b"]},
     {"structural_tag": REASONED},
-    {"json": SCHEMA, "backend": "xgrammar" if find_spec("xgrammar") else "llguidance"},
+    {"grammar": 'root ::= word ("," word)+\nword ::= "on" | "off"'},
     None,
     None,
 ]
@@ -58,12 +58,15 @@ PROMPTS = [[7, 8, 9], list(range(20, 60)), [5] * 17, [*range(20, 52), 1], [250, 
 ALL = tuple(range(len(PROMPTS)))
 COUNT = 5
 OPTIONS = {"max_num_seqs": 8, "block_size": 16, "num_kv_blocks": 100}
+NO_XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed; a stage of .ci/run has it")
+BACKENDS = ("llguidance", pytest.param("xgrammar", marks=NO_XGRAMMAR))
 
 
-def params(index, seed=0, **more):
+def params(index, seed=0, backend="llguidance", **more):
     asked = ASKED[index]
     fields = {"max_tokens": 70, "seed": 10 * seed + index, **KINDS[(index + seed) % len(KINDS)], **more}
-    return SamplingParams(structured_outputs=None if asked is None else StructuredOutputsParams(**asked), **fields)
+    wanted = None if asked is None else StructuredOutputsParams(**asked, backend=backend)
+    return SamplingParams(structured_outputs=wanted, **fields)
 
 
 def start(model, **options):
@@ -101,15 +104,29 @@ def test_forced_tokens_stay_undrafted_when_drafts_pause_and_go_on(tiny_model):
     llm.close()
 
 
-@pytest.fixture(scope="module")
-def plain(tiny_model):
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def generate_plain(model, backend, **options):
     """Each request by itself, without drafts, those that are forced included."""
-    llm = start(tiny_model, enable_prefix_caching=False)
+    llm = start(model, enable_prefix_caching=False, **options)
     llm.llm_engine.draft_forced(False)
-    found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
+    found = [[generate(llm, seed, [i], backend=backend)[0][0] for i in range(len(PROMPTS))] for seed in range(2)]
     assert llm.llm_engine.stats.num_drafts == 0
     llm.close()
     return found
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    return generate_plain(tiny_model, "llguidance")
+
+
+@pytest.fixture(scope="module")
+def plain_of_backend(tiny_model, backend, plain):
+    return plain if backend == "llguidance" else generate_plain(tiny_model, backend)
 
 
 def speculating(model, kind, outputs, **options):
@@ -160,11 +177,12 @@ CASES += [
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
-def test_same_outputs_when_drafts_meet_constraints(tiny_model, plain, kind, seed):
+def test_same_outputs_when_drafts_meet_constraints(tiny_model, backend, plain_of_backend, kind, seed):
+    plain = plain_of_backend
     llm = speculating(tiny_model, kind, plain[seed])
     # Cold, then some with cached prefixes, as all in the slow test below and, free, in test_drafts_change_no_token.py.
     for _ in range(2 if kind in ("oracle", "fickle", "ngram", "draft_model", "eagle3 tree") else 1):
-        assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in plain[seed]]
+        assert [said(choice) for choice in generate(llm, seed, backend=backend)[0]] == [said(choice) for choice in plain[seed]]
     llm.close()
 
 
@@ -172,9 +190,10 @@ SELDOM = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*TREES, "mtp",
 
 
 @pytest.mark.parametrize("kind", ["oracle", "fickle", "eagle3 tree", *SELDOM])
-def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, plain, kind):
+def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, backend, plain_of_backend, kind):
+    plain = plain_of_backend
     llm = speculating(tiny_model, kind, plain[0], num_kv_blocks=12)
-    found, outputs = generate(llm, 0)
+    found, outputs = generate(llm, 0, backend=backend)
     assert [said(choice) for choice in found] == [said(choice) for choice in plain[0]]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     llm.close()
@@ -190,12 +209,7 @@ def cache(request):
 
 @pytest.fixture(scope="module")
 def plain_in_cache(tiny_model, cache):
-    """Each request by itself, without drafts, those that are forced included."""
-    llm = start(tiny_model, enable_prefix_caching=False, **cache)
-    llm.llm_engine.draft_forced(False)
-    found = [[generate(llm, seed, [index])[0][0] for index in range(len(PROMPTS))] for seed in range(2)]
-    llm.close()
-    return found
+    return generate_plain(tiny_model, "llguidance", **cache)
 
 
 @pytest.mark.slow
