@@ -7,9 +7,11 @@ annotation, or refused.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, cast
 
 from quire.contracts.argument_types import find_reference, has_lone_references
@@ -29,6 +31,8 @@ _NOT_ENFORCED = (
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
     "extends", "divisibleBy",
 )  # fmt: skip
+_MAX_STEP_ERROR = Fraction(1, 2**54)
+"""What the float of a step may be off: a quotient by it that is an integer is rounded to that."""
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"))
 KNOWN_KEYWORDS = frozenset(
     (
@@ -186,6 +190,7 @@ def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool, reach: 
         allowed = ", ".join(sorted(reach.formats))
         raise GrammarError(f"format {known_format!r} cannot be enforced; allowed are {allowed}", f"{pointer}/format")
     _check_bounds(schema, pointer)
+    _check_multiple(schema, pointer)
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         _check_pattern(pattern, f"{pointer}/pattern")
@@ -227,6 +232,25 @@ def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
             raise GrammarError(
                 f"{exclusive} {bound} cannot be enforced with another bound less than 1 away", f"{pointer}/{exclusive}"
             )
+
+
+def _check_multiple(schema: dict[str, Any], pointer: str) -> None:
+    """Refuse a step of which validators that divide floats take some multiples for none: 0.3 is none of 0.1 to them.
+
+    They are right of a step that is a float, and where it nearly is one, of multiples that are integers.
+    """
+    step = schema.get("multipleOf")
+    if not isinstance(step, float):
+        return
+    kinds = schema.get("type", ("number",))
+    names: set[object] = {kinds} if isinstance(kinds, str) else set(kinds)
+    error = 1 if math.isinf(step) else abs(Fraction(step) / Fraction(repr(step)) - 1)
+    if error and (("number" in names) or ("integer" in names and error > _MAX_STEP_ERROR)):
+        raise GrammarError(
+            f"multipleOf {step} cannot be enforced so that validators which divide floats agree: leave it out, or write a sum "
+            "of powers of two, such as 0.5 or 0.25",
+            f"{pointer}/multipleOf",
+        )
 
 
 def _is_new_draft(root: object) -> bool:
