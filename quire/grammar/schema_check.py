@@ -86,9 +86,11 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
     has_ids = _has_ids(cleaned)
     is_new_draft = _is_new_draft(cleaned)
     is_lone = has_lone_references(cleaned)
+    is_draft4 = _is_draft4(cleaned)
     for pointer, inner in iter_schemas(cleaned, ""):
         check_shape(inner, pointer)
         _check_draft(inner, pointer, is_lone)
+        _write_bounds(inner, pointer, is_draft4)
         _drop_idle(inner, is_lone)
         _check_one(inner, pointer, is_new_draft, reach)
         _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
@@ -251,6 +253,28 @@ def _check_multiple(schema: dict[str, Any], pointer: str) -> None:
             "of powers of two, such as 0.5 or 0.25",
             f"{pointer}/multipleOf",
         )
+
+
+def _write_bounds(schema: dict[str, Any], pointer: str, is_draft4: bool) -> None:
+    """Write exclusive bounds of draft 4, which are true or false, as the numbers of later drafts; refuse them in those."""
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        flag = schema.get(exclusive)
+        if not isinstance(flag, bool):
+            continue
+        if not is_draft4:
+            raise GrammarError(
+                f"{exclusive} is a number, and true or false in draft 4 alone, which $schema has to name: "
+                f"write the number in place of {bound}",
+                f"{pointer}/{exclusive}",
+            )
+        del schema[exclusive]
+        if flag and bound in schema:
+            schema[exclusive] = schema.pop(bound)
+
+
+def _is_draft4(root: object) -> bool:
+    draft = cast("dict[str, Any]", root).get("$schema") if isinstance(root, dict) else None
+    return isinstance(draft, str) and _DRAFTS.fullmatch(draft) is not None and "draft-04" in draft
 
 
 def _is_new_draft(root: object) -> bool:

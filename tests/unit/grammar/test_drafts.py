@@ -67,6 +67,30 @@ def test_what_stands_beside_a_reference_counts_as_the_draft_has_it(compiler, dra
     assert num_refused == 0 if draft in OLDER else num_refused < len(started) / 3
 
 
+BOUNDS = (
+    {"minimum": 1, "exclusiveMinimum": True},
+    {"minimum": 1, "exclusiveMinimum": False},
+    {"maximum": 2.5, "exclusiveMaximum": True, "minimum": -1},
+    {"minimum": 1, "exclusiveMinimum": True, "maximum": 3, "exclusiveMaximum": True},
+    {"exclusiveMinimum": True},
+    {"minimum": 0.5, "exclusiveMinimum": True, "type": "integer"},
+)
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_exclusive_bound_is_a_flag_in_draft_4_and_a_number_since(compiler, bounds):
+    schema = {"$schema": DRAFT4, "type": "number", **bounds}
+    grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(schema))).result()
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    for value in (-1, 0, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4):
+        assert accepts(grammar, json.dumps(value)) == validator.is_valid(value), value
+    keyword = next(key for key in bounds if key.startswith("exclusive"))
+    for draft in (None, DRAFT6, DRAFT7, NEWEST, UNKNOWN[0]):
+        with pytest.raises(GrammarError, match="draft 4 alone") as caught:
+            check_schema({"items": schema | {"$schema": DRAFT4}, **({} if draft is None else {"$schema": draft})})
+        assert caught.value.pointer == f"/items/{keyword}"
+
+
 @pytest.mark.parametrize("draft", [*UNKNOWN, 7])
 def test_draft_that_is_not_known_is_left_out_at_any_depth(draft):
     schema = {"$schema": draft, "properties": {"a": {"$schema": draft, "type": "string"}}}

@@ -37,6 +37,7 @@ DRAFT7 = "http://json-schema.org/draft-07/schema#"
         ({"multipleOf": 0.01, "minimum": 0}, "/multipleOf"),
         ({"type": ["null", "integer"], "multipleOf": 0.7}, "/multipleOf"),
         ({"multipleOf": float("inf")}, "/multipleOf"),
+        ({"minimum": 0, "exclusiveMinimum": True}, "/exclusiveMinimum"),
     ],
 )
 def test_keyword_is_refused_by_its_pointer_when_it_cannot_be_enforced(schema, pointer):
