@@ -169,6 +169,7 @@ def test_beginning_of_a_call_is_no_content_when_the_tokens_end_within_it(context
 
 
 UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {}}}}
+UNIQUE = {"name": "x", "schema": {"uniqueItems": True}}
 BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "parameters": UNENFORCEABLE, "strict": True}}]
 
 
@@ -210,10 +211,13 @@ def test_answer_follows_reasoning_within_one_grammar_when_the_model_reasons(engi
     ("body", "param", "words"),
     [
         ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", "/properties/a/not"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
-            "response_format.json_schema.schema",
-            "uniqueItems",
+        *(
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {**UNIQUE, **more}}},
+                "response_format.json_schema.schema",
+                "uniqueItems",
+            )
+            for more in ({}, {"strict": True}, {"strict": False})
         ),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
