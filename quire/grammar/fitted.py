@@ -246,7 +246,7 @@ class FittedMatcher(WrappingMatcher):
         last = self._looks[-1]
         if last.forced is not None:
             return last.forced[self._count - last.count :]
-        return super().forced_tokens()[: max(0, last.until - self._count)]
+        return () if last.is_closing else self._inner.forced_tokens()[: max(0, last.until - self._count)]
 
     def fork(self) -> FittedMatcher:
         """See GrammarMatcher."""

@@ -169,14 +169,16 @@ class _State:
     """Where an output stands in llguidance's eyes.
 
     token_ids  of the output
+    forced     tokens that have to come next, None where that was not asked yet
     is_alone   no other was copied from it, nor was it: copies wait for each other's masks
     """
 
-    __slots__ = ("is_alone", "matcher", "token_ids")
+    __slots__ = ("forced", "is_alone", "matcher", "token_ids")
 
-    def __init__(self, matcher: Any, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, matcher: Any, token_ids: Sequence[int] = (), forced: Sequence[int] | None = None) -> None:
         self.matcher = matcher
         self.token_ids = list(token_ids)
+        self.forced = forced
         self.is_alone = False
 
     def leave_copies(self, compile_anew: Callable[[], Any]) -> None:
@@ -216,6 +218,7 @@ class LlguidanceMatcher(StateMatcher):
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
         matcher = self.state.matcher
+        self.state.forced = None
         if matcher.consume_token(token_id):
             self.state.token_ids.append(token_id)
             return None
@@ -226,6 +229,7 @@ class LlguidanceMatcher(StateMatcher):
     def retreat(self, num_tokens: int) -> str | None:
         """See GrammarMatcher."""
         matcher, token_ids = self.state.matcher, self.state.token_ids
+        self.state.forced = None
         if matcher.rollback(num_tokens):
             del token_ids[len(token_ids) - num_tokens :]
             return None
@@ -238,7 +242,9 @@ class LlguidanceMatcher(StateMatcher):
 
     def forced_tokens(self) -> Sequence[int]:
         """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
-        return self.state.matcher.compute_ff_tokens()
+        if self.state.forced is None:
+            self.state.forced = self.state.matcher.compute_ff_tokens()
+        return self.state.forced
 
     def forced_bytes(self) -> bytes:
         """See MaskedMatcher."""
@@ -251,7 +257,7 @@ class LlguidanceMatcher(StateMatcher):
     def fork(self) -> LlguidanceMatcher:
         """See GrammarMatcher."""
         self.state.is_alone = False
-        state = _State(self.state.matcher.deep_copy(), self.state.token_ids)
+        state = _State(self.state.matcher.deep_copy(), self.state.token_ids, self.state.forced)
         return LlguidanceMatcher(state, self._masks, self.end_token_id)
 
     @property

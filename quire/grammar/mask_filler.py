@@ -87,7 +87,7 @@ class MaskFiller:
                 fill.is_begun = True
             begin_s = self._clock()
             fill.run()
-            fill.cost.note((self._clock() - begin_s) / max(1, sum(fill.is_known)))
+            fill.cost.note((self._clock() - begin_s) / max(1, fill.num_filled))
             with self._news:
                 fill.is_done = True
                 if self._is_asked_for_any:

@@ -50,7 +50,8 @@ class MaskFill:
     words       numpy [1 + drafted tokens, at least ceil(vocabulary / 32)] i32: a bit per token, the lowest first: what may come
                 next, and then what may follow each drafted token
     error       why the matcher cannot go on; the masks then mean nothing
-    is_known    per row whether it was filled: not behind a draft that its grammar does not take, where nothing can follow, or
+    num_filled  masks that the matcher was asked for: not those of forced tokens
+    is_known    per row whether it is there: not behind a draft that its grammar does not take, where nothing can follow, or
                 where there was no time
     is_broken   whether the matcher got lost behind the drafts, and has to be made anew
     is_done     whether all of that is there; set last, by who fills
@@ -70,6 +71,7 @@ class MaskFill:
         "is_hurried",
         "is_known",
         "is_slow",
+        "num_filled",
         "words",
     )
 
@@ -87,6 +89,7 @@ class MaskFill:
         self.words: Any = np.zeros((1 + len(draft.tokens), self._matcher.end_token_id // 32 + 1), dtype=np.int32)
         self.error: str | None = None
         self.is_known = [False] * len(self.words)
+        self.num_filled = 0
         self.is_broken = self.is_done = self.is_begun = self.is_slow = self.is_hurried = False
 
     @property
@@ -112,15 +115,34 @@ class MaskFill:
 
     def _run(self) -> None:
         matcher, words = self._matcher, self.words
-        self.error = fill_mask(matcher, words[0])
+        if self.draft.tokens:
+            self._allow_forced()
+        self.error = self._fill(0)
         if self.error is not None:
             return
-        self.is_known[0] = True
         if self.draft.tokens:
             self.is_broken = not self._walk(set(self.ending_ids))
         for row, is_known in enumerate(self.is_known):
             if is_known:
                 _open_ending(words[row], matcher.end_token_id, self.ending_ids)
+
+    def _allow_forced(self) -> None:
+        """Write the masks where the grammar forces a token, from the first one on and as far as those tokens are drafted."""
+        tokens, parents = self.draft.tokens, self.draft.parents
+        for row, token_id in enumerate(self._matcher.forced_tokens()):
+            self.words[row].view(np.uint32)[token_id // 32] = np.uint32(1 << token_id % 32)
+            self.is_known[row] = True
+            if row == len(tokens) or tokens[row] != token_id or parents[row] != row - 1:
+                return
+
+    def _fill(self, row: int) -> str | None:
+        """Fill the mask of a row, where the matcher stands, unless it is known; return what went wrong."""
+        if self.is_known[row]:
+            return None
+        error = fill_mask(self._matcher, self.words[row])
+        self.is_known[row] = error is None
+        self.num_filled += 1
+        return error
 
     def _walk(self, ending_ids: set[int]) -> bool:
         """Take the matcher along the drafts and back, and fill the masks behind them; return False where it is lost."""
@@ -143,9 +165,8 @@ class MaskFill:
             path.append(node)
             if matcher.is_complete:
                 continue
-            if fill_mask(matcher, self.words[1 + node]) is not None:
+            if self._fill(1 + node) is not None:
                 return False
-            self.is_known[1 + node] = True
             waiting += children.get(node, [])[::-1]
         return len(path) == 1 or matcher.retreat(len(path) - 1) is None
 

@@ -273,7 +273,7 @@ def live(model, expected, seed, install_in=lambda engine: None, **options):
     ids=["batched", "chunked", "small-steps", "preempted", "ngram"],
 )
 def test_same_outputs_when_masks_come_at_any_time(tiny_model, expected, options):
-    assert live(tiny_model, expected, 1, **options) > 20
+    assert live(tiny_model, expected, 1, **options) > 10
 
 
 @pytest.mark.parametrize("kind", ["oracle", "fickle"])

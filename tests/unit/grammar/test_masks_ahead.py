@@ -156,6 +156,20 @@ def test_forced_tokens_are_the_only_ones_that_masks_allow(grammar, vocabulary):
     assert num_forced > 0 or "Xgrammar" in type(grammar.new_matcher()).__name__
 
 
+def test_matcher_is_not_asked_for_masks_of_tokens_that_it_forces(compiler):
+    grammar = compiler.start(Constraint(kind="regex", source="x?forced[ab]")).result()
+    matcher = after(grammar, b"x")
+    forced = tuple(matcher.forced_tokens())
+    assert forced[:4] == tuple(b"forc")
+    for drafted, num_filled in ((forced, 1), (forced[:2], 0), ((*forced[:2], 99, *forced[3:]), 0), ((120,), 0)):
+        masks = filled(matcher, [ENDING], DraftedTokens(drafted, range(-1, len(drafted) - 1)))
+        assert (masks.error, masks.is_broken, masks.num_filled) == (None, False, num_filled)
+        for row, is_known in enumerate(masks.is_known):
+            assert is_known == (row == 0 or drafted[:row] == forced[:row])
+            behind = (*b"x", *forced[:row])
+            assert not is_known or bits(masks.words[row], 300) == allowed_ids(after(grammar, behind), 300, [ENDING])
+
+
 def test_fitting_tokens_are_counted_and_the_matcher_stays_where_it_is(grammar, vocabulary):
     rng = random.Random(9)
     for _ in range(20):
@@ -185,6 +199,9 @@ class Fragile:
     def narrow(self, words):
         pass
 
+    def forced_tokens(self):
+        return ()
+
     def advance(self, token_id):
         return "it is too much"
 
@@ -207,7 +224,7 @@ def test_masks_are_the_same_when_an_output_gets_a_grammar_of_its_own(compiler, v
             matcher = matcher.fork()
             assert not matcher.state.is_alone
         found = filled(matcher, (), DraftedTokens([97, 34], [-1, -1]))
-        assert matcher.state.is_alone
+        assert matcher.state.is_alone or found.num_filled == 0
         assert bits(found.words[0], vocabulary.size) == allowed_ids(after(grammar, tokens), vocabulary.size)
         tokens += (rng.choice(sorted(allowed_ids(matcher, vocabulary.size) - {257})),)
         assert matcher.advance(tokens[-1]) is None
