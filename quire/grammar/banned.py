@@ -121,6 +121,10 @@ class BannedMatcher(WrappingMatcher):
         """See GrammarMatcher."""
         return BannedMatcher(self._inner.fork(), self._phrases, self._states[-1:])
 
+    def fork_ahead(self) -> BannedMatcher:
+        """See MaskedMatcher."""
+        return BannedMatcher(self._inner.fork_ahead(), self._phrases, self._states[-1:])
+
 
 def _few_tokens(words: Any) -> list[int]:
     """Return the tokens of a mask, none where they are many."""

@@ -131,7 +131,7 @@ class JsonEndings:
 
     def find_further(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
         """Return how an output that may end could go on and end then; None where no way is found within `limit` tokens."""
-        fork, words = matcher.fork(), np.zeros((1, self.num_words), dtype=np.int32)
+        fork, words = matcher.fork_ahead(), np.zeros((1, self.num_words), dtype=np.int32)
         if fill_mask(fork, words[0]) is not None:
             return None
         words[0].view(np.uint32)[matcher.end_token_id // 32] &= ~np.uint32(1 << matcher.end_token_id % 32)
@@ -156,9 +156,12 @@ class JsonEndings:
         is_next: dict[int, bool] = {}
         for start in range(len(ending) - 1, max(-1, len(ending) - 1 - limit), -1):
             for first in (*self._pieces(ending[start]), ending[start]):
-                if first not in is_next:
-                    is_next[first] = matcher.num_fitting((first,)) == 1
-                if is_next[first] and self.fits(part := (first, *ending[start + 1 :]), matcher):
+                if not is_next.get(first, True):
+                    continue
+                part = (first, *ending[start + 1 :])
+                num_fitting = matcher.num_fitting((*part, matcher.end_token_id)) or 0
+                is_next[first] = num_fitting > 0
+                if num_fitting > len(part):
                     return part
         return None
 
@@ -225,7 +228,7 @@ class Search:
 
     def __init__(self, endings: JsonEndings, matcher: MaskedMatcher, place: int, limit: int) -> None:
         self._endings = endings
-        self._matcher = matcher.fork()
+        self._matcher = matcher.fork_ahead()
         self._place = place
         self._limit = limit
         self._words = np.zeros((1, matcher.end_token_id // 32 + 1), dtype=np.int32)

@@ -254,6 +254,10 @@ class FittedMatcher(WrappingMatcher):
         other._steps, other._tokens, other._looks = list(self._steps), list(self._tokens), list(self._looks)
         return other
 
+    def fork_ahead(self) -> FittedMatcher:
+        """See MaskedMatcher."""
+        return self.fork()
+
     @property
     def is_complete(self) -> bool:
         """See GrammarMatcher."""

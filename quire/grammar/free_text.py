@@ -69,6 +69,10 @@ class FreeMatcher(StateMatcher):
         """See GrammarMatcher."""
         return self
 
+    def fork_ahead(self) -> FreeMatcher:
+        """See MaskedMatcher."""
+        return self.fork()
+
     @property
     def can_end(self) -> bool:
         """See GrammarMatcher."""

@@ -170,7 +170,7 @@ class _State:
 
     token_ids  of the output
     forced     tokens that have to come next, None where that was not asked yet
-    is_alone   no other was copied from it, nor was it: copies wait for each other's masks
+    is_alone   no other output has a copy of its matcher: copies wait for each other's masks
     """
 
     __slots__ = ("forced", "is_alone", "matcher", "token_ids")
@@ -257,6 +257,15 @@ class LlguidanceMatcher(StateMatcher):
     def fork(self) -> LlguidanceMatcher:
         """See GrammarMatcher."""
         self.state.is_alone = False
+        return self._copy()
+
+    def fork_ahead(self) -> LlguidanceMatcher:
+        """See MaskedMatcher."""
+        found = self._copy()
+        found.state.is_alone = True  # no other output waits for it that would not wait for this one
+        return found
+
+    def _copy(self) -> LlguidanceMatcher:
         state = _State(self.state.matcher.deep_copy(), self.state.token_ids, self.state.forced)
         return LlguidanceMatcher(state, self._masks, self.end_token_id)
 

@@ -57,6 +57,10 @@ class MaskedMatcher(GrammarMatcher, Protocol):
         """See GrammarMatcher."""
         ...
 
+    def fork_ahead(self) -> MaskedMatcher:
+        """Return another that stands here, to look ahead for the same output: the two are never used at the same time."""
+        ...
+
 
 class ForkedGrammar:
     """A grammar whose outputs begin where a matcher stands."""

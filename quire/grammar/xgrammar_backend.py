@@ -274,6 +274,10 @@ class XgrammarMatcher(StateMatcher):
         """See GrammarMatcher."""
         return XgrammarMatcher(self.state.fork(), self._masks, self.end_token_id)
 
+    def fork_ahead(self) -> XgrammarMatcher:
+        """See MaskedMatcher."""
+        return self.fork()
+
     @property
     def can_end(self) -> bool:
         """See GrammarMatcher."""

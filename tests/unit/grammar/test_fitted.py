@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from quire.contracts.constraint import Constraint
+from quire.grammar import llguidance_backend
 from quire.grammar.compiler import GrammarCompiler, Use
 from quire.grammar.endings import JsonEndings
 from quire.grammar.fitted import FittedGrammar
@@ -278,6 +279,22 @@ def test_the_shortest_part_of_an_end_that_fits_ends_an_output_which_went_on(comp
                 found = endings.find(matcher, place, 200)
                 ending = () if found is None else found.tokens
     assert num_parts > num_pieces > 0
+
+
+def test_a_slow_grammar_is_compiled_once_more_for_an_output_however_often_an_end_is_looked_for(compiler, monkeypatch):
+    num_compiled, compile_source = [], llguidance_backend.compile_source
+
+    def counted(*args):
+        num_compiled.append(1)
+        return compile_source(*args)
+
+    grammar = grammar_of(compiler, {**PERSON, "title": "slow"}, 90)
+    monkeypatch.setattr(llguidance_backend, "compile_source", counted)
+    monkeypatch.setattr(llguidance_backend, "_SLOW_S", -1.0)
+    matchers = [grammar.new_matcher() for _ in range(2)]
+    for seed, matcher in enumerate(matchers):
+        assert len(draw(matcher, random.Random(seed), 90)) > 40
+    assert len(num_compiled) == 2
 
 
 def test_a_look_goes_on_with_the_tokens_when_there_is_room(compiler):
