@@ -204,7 +204,7 @@ class GrammarCompiler:
         is_for_other = constraint.backend == "xgrammar" != left.backend  # it shows only whether anything is left
         try:
             grammar = self._compile_constraint(left)
-            is_kept = not is_for_other and (left.kind == constraint.kind or can_go_on(grammar))
+            is_kept = not is_for_other and (left.kind == "choice" or can_go_on(grammar))  # expressions have more states
             return grammar if is_kept else self._compile_constraint(constraint)
         except PassingError:
             raise

@@ -53,6 +53,11 @@ _SAYINGS = (
         ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "multipleOf"),
         rf"{NOTHING_MATCHES}: \1",
     ),
+    _saying(
+        r"Unsatisfiable schema: Regex is empty: .*",
+        ("pattern",),
+        f"{NOTHING_MATCHES}: there is no text that its patterns allow",
+    ),
     _saying(r"Unsatisfiable schema: (.*)", (), rf"{NOTHING_MATCHES}: \1"),
     _saying(
         r"Failed to generate regex for (?:float|integer) range: .*",

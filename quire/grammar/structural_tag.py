@@ -5,7 +5,7 @@ The old form has "structures" and "triggers"; the other one a "format", by its t
   any_text             excludes: what may not stand in it; begins_without: an expression of what it may not begin with; the text
                        ends where what follows it begins
   json_schema          json_schema; style: how its values are written, "json" or the arguments of a tool, see argument_styles.py
-  regex                pattern
+  regex                pattern; excludes: what may not stand in it
   sequence, or         elements
   tag                  begin, content, end: a text, or a list of which any
   triggered_tags       free text, in which each trigger begins one of the tags; at_least_one, stop_after_first, excludes
@@ -117,8 +117,10 @@ class _Writer:
         return ArgumentWriter(self._rules, style, schema, self._constraint).write()
 
     def _regex(self, fields: Fields, pointer: str, end: str) -> str:
-        refuse_others(fields, pointer, "pattern")
-        text = self._rules.rule(quote_regex(get_field(fields, "pattern", str, pointer)))
+        refuse_others(fields, pointer, "pattern", "excludes")
+        pattern = quote_regex(get_field(fields, "pattern", str, pointer))
+        excludes = texts_of(fields, "excludes", pointer)
+        text = self._rules.terminal(pattern + without(excludes)) if excludes else self._rules.rule(pattern)
         return self._rules.rule(f"{text} {self._rules.literal(end)}")
 
     def _any_text(self, fields: Fields, pointer: str, end: str) -> str:

@@ -1,6 +1,8 @@
 """Constraints with banned phrases: what would be a dead end is not begun."""
 
 import json
+import random
+import re
 from itertools import count
 
 import pytest
@@ -9,6 +11,7 @@ pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
+from quire.grammar.excluding import excluding
 from quire.grammar.rehearsal import can_go_on
 from quire.grammar.without_phrases import without_phrases
 from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids
@@ -66,6 +69,7 @@ IMPOSSIBLE = (
         (schema({"enum": ["yes", 3]}), ("yes",), "3"),
         (schema({"anyOf": [{"const": "a"}, {"const": 4}]}), ("a",), "4"),
         (schema({"enum": ['a"b', 5]}), ('\\"b',), "5"),
+        (schema({"anyOf": [{"type": "string", "pattern": "^[0-9]{9}bad$"}, {"const": 4}]}), ("bad",), "4"),
     ],
     ids=str,
 )
@@ -120,6 +124,43 @@ def test_alternative_of_a_structural_tag_is_not_begun_when_it_is_banned(compiler
     wanted = Constraint(kind="structural_tag", source=json.dumps(tag))
     matcher = compiler.start(wanted, ("yes",)).result().new_matcher()
     assert allowed_ids(matcher, 257) == {ord("n")}
+
+
+@pytest.mark.parametrize("phrase", ["bad", "a", "aa", "abab", "aabaaab", "abcabcabd", "mississippi", "no \n. d", "*]\\^"])
+def test_texts_without_a_phrase_are_those_of_an_expression(phrase):
+    written = excluding(phrase)
+    assert len(written) < 1000
+    expression = re.compile(re.sub(r"\\x\{([0-9A-F]+)\}", lambda found: re.escape(chr(int(found[1], 16))), written))
+    rng = random.Random(phrase)
+    for _ in range(2000):
+        text = "".join(rng.choices(f"{phrase}z", k=rng.randrange(12)))
+        at = rng.randrange(len(text) + 1)
+        text = text[:at] + phrase[: rng.randrange(len(phrase) + 1)] + text[at:]
+        assert (expression.fullmatch(text) is not None) == (phrase not in text)
+
+
+def test_there_is_no_expression_of_texts_without_a_phrase_that_would_be_long():
+    assert excluding("phrase " * 20) is None
+
+
+def test_string_of_a_pattern_is_not_begun_where_it_would_run_into_a_phrase(compiler):
+    wanted = schema(closed(a={"type": "string", "pattern": "x[0-9]{3}bad$|^y[0-9]{3}ok$", "maxLength": 9}))
+    matcher = compiler.start(wanted, ("bad",)).result().new_matcher()
+    for letter in '{"a":"':
+        assert matcher.advance(ord(letter)) is None
+    assert allowed_ids(matcher, 257) == {ord("y")}
+
+
+@pytest.mark.parametrize("backend", ["auto", "xgrammar"])
+def test_expression_of_a_structural_tag_is_not_begun_where_it_would_run_into_a_phrase(compiler, backend):
+    if backend == "xgrammar":
+        pytest.importorskip("xgrammar")
+    tag = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "x[0-9]{3}bad|y[0-9]{3}ok"}, "end": ">"}
+    source = json.dumps({"type": "structural_tag", "format": tag})
+    wanted = Constraint(kind="structural_tag", source=source, backend=backend)
+    matcher = compiler.start(wanted, ("bad",)).result().new_matcher()
+    assert matcher.advance(ord("<")) is None
+    assert allowed_ids(matcher, 257) == ({ord("y")} if backend == "auto" else {ord("x"), ord("y")})
 
 
 def test_matcher_stands_where_it_stood_after_it_has_looked_ahead(compiler):
