@@ -21,18 +21,22 @@ from quire.grammar.thinned_schema import thin_schema
 _MAX_FORCED = 8
 _MAX_FORCED_CHARACTERS = 128
 """Phrases that are taken out of an expression, and what they have together: with each its states are more."""
+_TERMINAL = re.compile(r"^([A-Z_][A-Z0-9_]*)[ \t]*:((?:(?!//|#).)*(?:\n[ \t]*\|(?:(?!//|#).)*)*)$", re.MULTILINE)
+"""The definition of a terminal in Lark and its body, with lines that go on with an alternative, and without comments."""
 _WIDE_CLASS = re.compile(r"\[(?:\^[^\]]*|[^\]]*-[^\]]*)\]|\{[0-9,]*\}")
 """What lets through many characters, and counts, which are none."""
 
 
 def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
-    """Return a constraint without what has a phrase in it: choices, texts of an expression, values and names of a schema.
+    """Return a constraint without what has a phrase in it: choices, texts of expressions, values and names of a schema.
 
     Whatever the result allows, the constraint does: a text stands in an output as it is, or as JSON writes it. It is itself
     where nothing has to be left out. Raises GrammarError where nothing is left.
     """
-    if constraint.kind not in ("choice", "json_schema", "structural_tag", "regex"):
+    if constraint.kind == "json_object":
         return constraint
+    if constraint.kind == "grammar":
+        return _thin_grammar(constraint, phrases)
     if constraint.kind == "regex":
         return _thin_regex(constraint, phrases)
     value, can_exclude = constraint.parsed(), constraint.backend != "xgrammar"
@@ -56,6 +60,18 @@ def _thin_regex(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
         return constraint
     source = f"{regex_source(constraint.source).rstrip()}{without(forced)}\n"
     return replace(constraint, kind="grammar", source=source, backend="llguidance")
+
+
+def _thin_grammar(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
+    """Return a grammar in Lark whose terminals have no phrase in them, of those that they may force to be completed."""
+    source = constraint.source
+    if "::=" in source:
+        return constraint
+    bodies = [found[2] for found in _TERMINAL.finditer(source)]
+    forced = _forced_phrases("\n".join(bodies), phrases)
+    if not forced:
+        return constraint
+    return replace(constraint, source=_TERMINAL.sub(lambda found: f"{found[1]}: ({found[2]}){without(forced)}", source))
 
 
 def _forced_phrases(pattern: str, phrases: Sequence[str]) -> list[str]:

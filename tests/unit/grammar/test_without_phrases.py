@@ -64,6 +64,8 @@ IMPOSSIBLE = (
         (regex("(yes|no)[ab]"), ("esa", "esb"), "n"),
         (lark('("yes" | "no") /[ab]/'), ("ea", "esa", "esb"), "n"),
         (lark('"b" /[ab]/ /[cd]/ | "c"'), ("bac", "bad", "bbc", "bbd"), "c"),
+        (lark("A | B\nA: /x[0-9]{9}bad/\nB: /y[0-9]+/"), ("bad",), "y"),
+        (lark('A "."\nA: (B | C) "ad" // comment\n  | "y"\nB: /x[0-9]{9}b/\n | /z[0-9]{9}ba/\nC: "cb"'), ("b",), "y"),
         (schema({"anyOf": [closed(ab={}), {"const": 4}]}), ("ab",), "4"),
         (schema({"enum": [{"a": ["yes"]}, 17, 5]}), ("yes", "17"), "5"),
         (schema({"enum": ["yes", 3]}), ("yes",), "3"),
