@@ -51,6 +51,7 @@ class MaskFill:
                 next, and then what may follow each drafted token
     error       why the matcher cannot go on; the masks then mean nothing
     num_filled  masks that the matcher was asked for: not those of forced tokens
+    num_forced  drafts, the first ones, that are the only tokens which can come there
     is_known    per row whether it is there: not behind a draft that its grammar does not take, where nothing can follow, or
                 where there was no time
     is_broken   whether the matcher got lost behind the drafts, and has to be made anew
@@ -72,6 +73,7 @@ class MaskFill:
         "is_known",
         "is_slow",
         "num_filled",
+        "num_forced",
         "words",
     )
 
@@ -89,7 +91,7 @@ class MaskFill:
         self.words: Any = np.zeros((1 + len(draft.tokens), self._matcher.end_token_id // 32 + 1), dtype=np.int32)
         self.error: str | None = None
         self.is_known = [False] * len(self.words)
-        self.num_filled = 0
+        self.num_filled = self.num_forced = 0
         self.is_broken = self.is_done = self.is_begun = self.is_slow = self.is_hurried = False
 
     @property
@@ -134,6 +136,7 @@ class MaskFill:
             self.is_known[row] = True
             if row == len(tokens) or tokens[row] != token_id or parents[row] != row - 1:
                 return
+            self.num_forced += 1
 
     def _fill(self, row: int) -> str | None:
         """Fill the mask of a row, where the matcher stands, unless it is known; return what went wrong."""

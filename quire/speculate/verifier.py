@@ -31,12 +31,14 @@ class Candidate(NamedTuple):
 
     first_draft_row  row of the logits behind draft token 0; those of the others follow
     masks            of a constrained one, what may follow the first draft tokens; where that is not known the walk ends
+    num_forced       draft tokens, the first ones, that are all that its constraint lets come there
     """
 
     sampling: SamplingRow
     draft: Draft
     first_draft_row: int
     masks: Sequence[Tensor | None] = ()
+    num_forced: int = 0
 
     def take_mask(self, node: int) -> bool:
         """Set what may follow draft token `node`; return whether that is known."""
@@ -84,9 +86,9 @@ def verify(
     if best is not None:
         return walk_drawn(best, candidates, rows)
     walks = [Walk() for _ in candidates]
-    active = list(range(len(candidates)))
-    part = _take_rows(logits, rows, draw)
+    active = [index for index, candidate in enumerate(candidates) if _take_forced(candidate, walks[index])]
     while active:
+        part = _take_behind(logits, candidates, walks, active, rows, draw)
         going: list[int] = []
         sampled = sample(part, [candidates[index].sampling for index in active], draw)
         for row, (index, found) in enumerate(zip(active, sampled, strict=True)):
@@ -105,12 +107,39 @@ def verify(
                 walk.path.append(node)
                 going.append(index)
         active = going
-        if active:
-            rows = [candidates[index].first_draft_row + walks[index].path[-1] for index in active]
-            part = _take_rows(logits, rows, draw)
     for candidate in candidates:
         candidate.sampling.token_mask = None
     return walks
+
+
+def _take_forced(candidate: Candidate, walk: Walk) -> bool:
+    """Take what nothing else could be sampled in place of, without looking at logits; return whether more follows."""
+    sampling = candidate.sampling
+    if candidate.num_forced == 0 or sampling.edits_logits or sampling.needs_logprob or sampling.grammar_error is not None:
+        return True
+    for node, token_id in enumerate(candidate.draft.tokens[: candidate.num_forced]):
+        walk.tokens.append(token_id)
+        sampling.append(token_id)
+        if _is_ended(candidate, token_id) or not candidate.take_mask(node):
+            return False
+        walk.path.append(node)
+    return True
+
+
+def _take_behind(
+    logits: Tensor,
+    candidates: Sequence[Candidate],
+    walks: Sequence[Walk],
+    active: Sequence[int],
+    first_rows: Sequence[int],
+    draw: Draw | None,
+) -> Tensor:
+    """Return the logits behind the last token of some walks; first_rows: of every candidate, where it has none yet."""
+    rows = [
+        candidates[index].first_draft_row + walks[index].path[-1] if walks[index].path else first_rows[index]
+        for index in active
+    ]
+    return _take_rows(logits, rows, draw)
 
 
 def _take_rows(logits: Tensor, rows: Sequence[int], draw: Draw | None) -> Tensor:

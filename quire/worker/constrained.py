@@ -132,6 +132,7 @@ class StepMasks:
         self._were_late = were_late
         self._num_others = num_others
         self._drafted: dict[SequenceId, list[Tensor | None]] = {}
+        self._num_forced: dict[SequenceId, int] = {}
         self._begun_s = time.monotonic() if fills else 0.0
 
     def wait(self) -> frozenset[SequenceId]:
@@ -182,7 +183,12 @@ class StepMasks:
         if fill.draft.tokens and not was_late:  # which has other drafts now
             behind = range(1, len(words))
             self._drafted[row.start.sequence_id] = [words[index] if fill.is_known[index] else None for index in behind]
+            self._num_forced[row.start.sequence_id] = fill.num_forced
 
     def masks_of(self, row: Row) -> Sequence[Tensor | None]:
         """Return what may follow the draft tokens of a row; None where nothing can, or it is not known."""
         return self._drafted.get(row.start.sequence_id, ())
+
+    def num_forced(self, row: Row) -> int:
+        """Return how many of its draft tokens, the first ones, are all that its constraint lets come there."""
+        return self._num_forced.get(row.start.sequence_id, 0)

@@ -70,7 +70,7 @@ def candidates_of(rows: list[Row], drafts: Mapping[SequenceId, Draft], masks: St
     next_row = len(rows)
     for row in rows:
         draft = drafts.get(row.start.sequence_id, NO_DRAFT)
-        found.append(Candidate(row.sampling, draft, next_row, masks.masks_of(row)))
+        found.append(Candidate(row.sampling, draft, next_row, masks.masks_of(row), masks.num_forced(row)))
         next_row += len(draft)
     return found
 

@@ -8,6 +8,7 @@ import torch
 from quire import SamplingParams
 from quire.contracts.request import Request
 from quire.sampling.row_state import SamplingRow
+from quire.sampling.sampler import sample
 from quire.speculate.draft import Draft
 from quire.speculate.typical import TypicalAcceptance
 from quire.speculate.verifier import Candidate, verify, walk_drawn
@@ -85,3 +86,56 @@ def test_a_chain_is_walked_as_any_tree_is(seed):
         walks.append((walk.tokens, walk.path, walk.error, list(sampling.output_token_ids)))
     assert walks[0] == walks[1]
     assert len(walks[0][0]) == len(walks[0][1]) + 1
+
+
+class OneWay:
+    """A grammar, and its matcher, that lets nothing but these tokens come."""
+
+    has_given_up = False
+
+    def __init__(self, tokens):
+        self.tokens, self.num_taken = tokens, 0
+
+    def new_matcher(self):
+        return OneWay(self.tokens)
+
+    def advance(self, token_id):
+        assert token_id == self.tokens[self.num_taken]
+        self.num_taken += 1
+
+    @property
+    def is_complete(self):
+        return self.num_taken == len(self.tokens)
+
+
+def mask_of(token_id):
+    return torch.tensor([1 << token_id], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"min_tokens": 2}])
+@pytest.mark.parametrize(("drafted", "num_forced"), [((7, 3, 9), 3), ((7, 3, 9, 4), 4), ((7, 3, 8), 2)])
+def test_forced_drafts_are_taken_as_if_they_were_sampled_but_sampled_only_where_more_is_asked_for(
+    drafted, num_forced, options, monkeypatch
+):
+    way = (7, 3, 9, 4)
+    logits = torch.randn(1 + len(drafted), VOCAB, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(max_tokens=100, temperature=1.0, **options)
+    num_rows = []
+    monkeypatch.setattr(
+        "quire.speculate.verifier.sample", lambda part, rows, draw: (num_rows.append(len(rows)), sample(part, rows, draw))[1]
+    )
+    found = []
+    for count in (0, num_forced):
+        request = Request(
+            request_id="a", prompt_token_ids=(1, 2), params=params, seed=0, grammar=OneWay(way), eos_token_ids=frozenset({5})
+        )
+        sampling = SamplingRow(request, 0, (1, 2), VOCAB)
+        sampling.token_mask = mask_of(way[0])
+        masks = [mask_of(token_id) for token_id in way[1:]][: len(drafted)]
+        num_rows.clear()
+        (walk,) = verify(logits, [Candidate(sampling, Draft.chain(drafted), 1, masks, count)])
+        found.append((walk, list(sampling.output_token_ids), sampling.token_mask))
+    assert found[0] == found[1]
+    assert found[0][0].tokens == list(way[: min(len(drafted), 3) + 1] if drafted[2] == 9 else way[:3])
+    num_sampled = len(found[0][0].tokens)
+    assert len(num_rows) == (num_sampled if options else num_sampled - min(num_forced, num_sampled))
