@@ -97,28 +97,31 @@ class ReferenceHead:
         origins   places, starts of blocks, from which on each sequence is seen
         features  [T or more, feature_size] f32
         """
-        token_ids, positions, step = runs.tensors(kv.spec.block_size, origins, [count - 1 for count in counts])
+        size = kv.spec.block_size
+        token_ids, positions, step = runs.tensors(size, origins, [count - 1 for count in counts])
         features = features[: len(token_ids)]
-        last = [start - 1 for start in step.query_starts[1:]]
-        first_lengths, count, size = list(step.context_lens), len(last), kv.spec.block_size
-        lengths = first_lengths
-        positions_of_last = positions[torch.tensor(last)]
-        found: list[list[int]] = [[] for _ in last]
-        kept, ways = list(counts), torch.ones(count)
-        for index in range(max(counts)):
-            shares, best = (
-                self.enter(token_ids, positions, step, kv, features, last).float().mul(DRAFT_SHARPNESS).softmax(-1).max(-1)
-            )
-            ways *= shares
-            kept = [min(limit, index) if way < least_share else limit for limit, way in zip(kept, ways.tolist(), strict=True)]
-            token_ids = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
-            for tokens, token_id in zip(found, token_ids.tolist(), strict=True):
-                tokens.append(token_id)
-            if index + 1 < max(counts):
-                # A sequence that has its drafts goes on in its last slot, until the others have theirs.
-                lengths = [length + (index + 1 < limit) for length, limit in zip(lengths, counts, strict=True)]
-                slots = [int(step.block_tables[s, (at - 1) // size]) * size + (at - 1) % size for s, at in enumerate(lengths)]
-                positions = positions_of_last + torch.tensor(lengths) - torch.tensor(first_lengths)
-                step = AttentionInput(torch.tensor(slots), list(range(count + 1)), lengths, step.block_tables)
-                features, last = self.recycled(count), list(range(count))
-        return [tokens[:limit] for tokens, limit in zip(found, kept, strict=True)]
+        rows = [start - 1 for start in step.query_starts[1:]]
+        positions_of_rows, lengths, tables = positions[torch.tensor(rows)], list(step.context_lens), step.block_tables
+        going = list(range(len(counts)))  # the sequences of the rows
+        found: list[list[int]] = [[] for _ in going]
+        ways = [1.0] * len(going)
+        while True:
+            logits = self.enter(token_ids, positions, step, kv, features, rows)
+            shares, best = logits.float().mul(DRAFT_SHARPNESS).softmax(-1).max(-1)
+            said = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
+            kept: list[int] = []  # rows that go on; a sequence that has its drafts writes nothing more
+            for row, (sequence, share, token_id) in enumerate(zip(going, shares.tolist(), said.tolist(), strict=True)):
+                ways[sequence] *= share
+                if ways[sequence] < least_share:
+                    continue
+                found[sequence].append(token_id)
+                if len(found[sequence]) < counts[sequence]:
+                    kept.append(row)
+            if not kept:
+                return found
+            features, token_ids, tables = self.recycled(len(going))[kept], said[kept], tables[kept]
+            going, lengths = [going[row] for row in kept], [lengths[row] + 1 for row in kept]
+            positions = positions_of_rows = positions_of_rows[kept] + 1
+            slots = [int(tables[row, (end - 1) // size]) * size + (end - 1) % size for row, end in enumerate(lengths)]
+            rows = list(range(len(going)))
+            step = AttentionInput(torch.tensor(slots), list(range(len(going) + 1)), lengths, tables)

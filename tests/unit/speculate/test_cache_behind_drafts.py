@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import head_checkpoints as heads
 import pytest
 import torch
+from cache_layout import by_token
 from proposers import PROPOSERS, install
 
 from quire import LLM, SamplingParams
@@ -81,16 +82,6 @@ def expect_same_behind_other_tokens(fresh, llm, by_prompt):
             other = [*prompt, *known[:count], (known[count] + 1) % 300, 3]
             alone, again = (one.generate([other], request, use_tqdm=False)[0].outputs[0].token_ids for one in (fresh, llm))
             assert alone == again
-
-
-def by_token(part, block):
-    """Return a block of sixteen tokens [K, 16, D] as the native kernels lay it out, one token after the other."""
-    num_heads, _, dim = block.shape
-    if block.dtype != torch.bfloat16:
-        return block.view(num_heads, dim, 16).transpose(1, 2) if part == "k" else block
-    if part == "k":
-        return block.view(num_heads, dim // 2, 16, 2).transpose(1, 2).reshape(num_heads, 16, dim)
-    return block.view(num_heads, 8, dim, 2).transpose(2, 3).reshape(num_heads, 16, dim)
 
 
 def expect_same_cache(fresh, engine, sequence):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import head_checkpoints as heads
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,18 @@ from proposers import path_to
 
 from quire import LLM, SamplingParams
 from quire.base.errors import UnsupportedError
+from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
 from quire.kernels.reference.attention import AttentionInput
+from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import build_head, read_layer_head, read_parallel_head
 from quire.model.heads.parallel_model import ParallelModel
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_steps import draft_greedily
 from quire.model.stored_tensors import open_tensors
+from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES
 from quire.speculate.medusa import likeliest_tree
 from quire.speculate.pace import Pace
@@ -113,6 +119,35 @@ def test_drafts_are_the_most_likely_tokens_one_after_the_other(tiny_model, tmp_p
             features, token_ids, rows = model.recycled(1).clone(), torch.tensor([best]), [0]
             positions = torch.tensor([LENGTH + place])
             step = AttentionInput(positions, [0, 1], [LENGTH + place + 1], torch.arange(4)[None])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
+def test_a_sequence_that_has_its_drafts_writes_nothing_more_while_others_get_theirs(tiny_model, tmp_path, kind):
+    """Its last known place, or a draft that is accepted, would hold another token's keys and values."""
+    generator = torch.Generator().manual_seed(4)
+    token_ids = torch.randint(0, heads.VOCAB, (2 * LENGTH,), generator=generator)
+    tables = np.arange(8).reshape(2, 4)
+    runs = TokenRuns(token_ids.tolist(), [0, LENGTH, 2 * LENGTH], [LENGTH] * 2, list(tables), [address_of(t) for t in tables])
+    for target in decoders(tiny_model):
+        if kind == "draft_model":
+            if not isinstance(target, NativeDecoder):
+                continue
+            body, draft = target.spec, lambda kv, counts, model=target: draft_greedily(model, kv, runs, counts)
+        else:
+            head = read_layer_head(MAKERS[kind](tmp_path / "head"), kind, target.spec)
+            body, model = head.body, build_head(head, target, 256)
+            features = torch.randn(2 * LENGTH, head.feature_size, generator=torch.Generator().manual_seed(5))
+            draft = lambda kv, counts, m=model, f=features: m.draft(runs, [0, 0], kv, f, counts)  # noqa: E731
+        found = []
+        for counts in ([1, 1], [1, 4], [3, 3], [3, 1], [3, 5]):
+            kv = KvPool(KvSpec.of(body, 16, "float32"), 8)
+            drafts = draft(kv, counts)
+            assert [len(tokens) for tokens in drafts] == counts
+            found.append((drafts[0], [part[0].clone() for part in (*kv.k, *kv.v)]))
+        for one, *others in (found[:2], found[2:]):
+            for other in others:
+                assert other[0] == one[0]
+                torch.testing.assert_close(other[1], one[1])  # the sums of torch differ in the last bits
 
 
 @needs_native

@@ -45,17 +45,19 @@ void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 nu
 
 void Plan::draft(const StepInput& first, const DraftRun& drafts) {
     const i32 count = first.batch.num_sequences, total = drafts.num_drafts, size = block_size();
+    const i64 stride = first.batch.table_stride;
     const bool needs_logits = drafts.least_share > 0 || !has_plain_logits();
     if (needs_logits) draft_logits_.resize(static_cast<size_t>(count) * vocab_);
     std::vector<float> features(entry_ == Entry::token ? 0 : static_cast<size_t>(count) * hidden_);
     std::vector<i64> tokens(count), positions(count), slots(count);
-    std::vector<i32> starts(count + 1), lengths(count), rows(count), best(count);
+    std::vector<i32> starts(count + 1), lengths(count), rows(count), best(count), sequences(count), tables;
     StepInput in = first;
     in.logits = needs_logits ? draft_logits_.data() : nullptr;
     in.best = needs_logits ? nullptr : best.data();
     in.num_wanted_rows = in.num_logit_rows = count;
     in.keeps_all = false;
     for (i32 s = 0; s < count; ++s) {
+        sequences[s] = s;
         starts[s + 1] = s + 1;
         rows[s] = first.batch.query_starts[s + 1] - 1;
         positions[s] = first.positions[rows[s]];
@@ -64,41 +66,47 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
     in.wanted_rows = rows.data();
     std::vector<float> shares(count, 1.0f);
     std::vector<i32> num_kept(drafts.counts, drafts.counts + count);
-    const auto is_done = [&](i32 made) {
-        for (i32 s = 0; s < count; ++s) {
-            if (made < num_kept[s]) return false;
-        }
-        return true;
-    };
+    i32 num_rows = count;  // of the sequences that go on, in their order; one that has its drafts writes nothing more
     for (i32 i = 0;; ++i) {
         step(in);
-        if (needs_logits) best_tokens(*kernels_used, draft_logits_.data(), vocab_, count, vocab_, num_threads, best.data());
-        for (i32 s = 0; s < count; ++s) {
+        if (needs_logits) best_tokens(*kernels_used, draft_logits_.data(), vocab_, num_rows, vocab_, num_threads, best.data());
+        i32 num_left = 0;
+        for (i32 row = 0; row < num_rows; ++row) {
+            const i32 s = sequences[row];
             // A model that drafts may fail without harm: any token does as a draft.
-            const i32 token = std::max(best[s], 0);
-            tokens[s] = drafts.vocabulary == nullptr ? token : drafts.vocabulary[token];
-            drafts.tokens[static_cast<i64>(s) * total + i] = tokens[s];
-            if (drafts.least_share <= 0 || i >= num_kept[s]) continue;
-            const float* logits = draft_logits_.data() + static_cast<i64>(s) * vocab_;
-            shares[s] *= best[s] < 0 ? 0 : kernels_used->elementwise->share_of_largest(logits, vocab_, logits[best[s]], SHARPNESS);
-            if (!(shares[s] >= drafts.least_share)) num_kept[s] = i;
-        }
-        if (is_done(i + 1)) break;
-        if (entry_ != Entry::token) recycled(count, features.data());
-        for (i32 s = 0; s < count; ++s) {
-            // A sequence that has its drafts goes on in its last slot, until the others have theirs.
-            if (i + 1 < drafts.counts[s]) {
-                ++lengths[s];
-                ++positions[s];
+            const i32 token = std::max(best[row], 0);
+            const i64 said = drafts.vocabulary == nullptr ? token : drafts.vocabulary[token];
+            drafts.tokens[static_cast<i64>(s) * total + i] = said;
+            if (drafts.least_share > 0) {
+                const float* logits = draft_logits_.data() + static_cast<i64>(row) * vocab_;
+                shares[s] *= best[row] < 0 ? 0 : kernels_used->elementwise->share_of_largest(logits, vocab_, logits[best[row]], SHARPNESS);
+                if (!(shares[s] >= drafts.least_share)) num_kept[s] = i;
             }
-            const i32 place = lengths[s] - 1;
-            slots[s] = static_cast<i64>(first.batch.block_tables[s * first.batch.table_stride + place / size]) * size + place % size;
-            rows[s] = s;
+            if (i + 1 >= num_kept[s]) continue;
+            const i32 place = lengths[row];
+            sequences[num_left] = s;
+            tokens[num_left] = said;
+            positions[num_left] = positions[row] + 1;
+            lengths[num_left] = place + 1;
+            slots[num_left] = static_cast<i64>(first.batch.block_tables[s * stride + place / size]) * size + place % size;
+            rows[num_left++] = row;
         }
+        if (num_left == 0) break;
+        if (entry_ != Entry::token) recycled(num_rows, features.data());
+        if (num_left < num_rows) {
+            tables.resize(static_cast<size_t>(num_left) * stride);
+            for (i32 row = 0; row < num_left; ++row) {
+                memcpy(tables.data() + row * stride, first.batch.block_tables + sequences[row] * stride, sizeof(i32) * stride);
+                if (!features.empty() && rows[row] > row) memcpy(&features[row * hidden_], &features[rows[row] * hidden_], sizeof(float) * hidden_);
+            }
+            in.batch.block_tables = tables.data();
+        }
+        num_rows = num_left;
+        for (i32 row = 0; row < num_rows; ++row) rows[row] = row;
         in.token_ids = tokens.data();
         in.positions = positions.data();
         in.slots = slots.data();
-        in.batch.num_tokens = count;
+        in.batch.num_tokens = in.batch.num_sequences = in.num_wanted_rows = in.num_logit_rows = num_rows;
         in.batch.query_starts = starts.data();
         in.batch.context_lens = lengths.data();
         in.features = features.data();
