@@ -59,8 +59,9 @@ class SpeculativeConfig:
     num_speculative_tokens  drafts of a sequence in a step at most; None: a number that suits the method. "lookahead" needs
                             2 * (lookahead_ngram - 1)
     model                   of "draft_model", "eagle", "eagle3" and "medusa": a folder, a hub id or the name of a bundled model;
-                            of "mtp" only where the layer is not in the model's own folder
-    revision                of `model`, where it is a hub id: branch, tag or commit
+                            of "mtp" only where the layer is not in the model's own folder. Where several methods draft with a
+                            model or a head, an object: method -> model
+    revision                of `model`, where it is one hub id: branch, tag or commit
     max_model_len           of a draft model or a head with a layer: longer sequences get no drafts of it; None: the model's
     quantization            of "draft_model" and of heads: "int8" or "int4" quantises the weights that draft
                             when they are loaded, so that drafts come sooner; None leaves them as they are stored
@@ -100,7 +101,7 @@ class SpeculativeConfig:
 
     method: str | tuple[str, ...] | None = None
     num_speculative_tokens: int | None = None
-    model: str | None = None
+    model: str | dict[str, str] | None = None
     revision: str | None = None
     max_model_len: int | None = None
     quantization: Literal["int8", "int4"] | None = None
@@ -124,10 +125,6 @@ class SpeculativeConfig:
     skipped_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.model is not None and not isinstance(self.model, str):
-            raise ConfigError(
-                f"speculative_config: model must be text: a folder, a hub id or a bundled model, got {self.model!r}"
-            )
         for name in ("method", "skipped_layers"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(cast("list[Any]", value)))
@@ -163,19 +160,31 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: {what}; the methods are {', '.join(METHODS)}")
         if len(set(self.methods)) < len(self.methods):
             raise ConfigError(f"speculative_config: a method stands twice in {list(self.methods)}; name each once")
-        if "lookahead" in self.methods and len(self.methods) > 1:
-            raise ConfigError("speculative_config: method 'lookahead' cannot be merged with others; take it alone")
-        models = [method for method in self.methods if method in (*_WITH_MODEL, *_PERHAPS_WITH_MODEL)]
-        if len(models) > 1:
+        self._check_models([method for method in self.methods if method in (*_WITH_MODEL, *_PERHAPS_WITH_MODEL)])
+
+    def _check_models(self, methods: list[str]) -> None:
+        """Check the model against the methods that draft with a model or a head; an object for one method becomes its text."""
+        model: object = self.model
+        if isinstance(model, dict) and self.method is None:
+            raise ConfigError(f"speculative_config: beside a model for each method name the methods, got {model!r} alone")
+        if len(methods) > 1 and not isinstance(model, dict) and (model is not None or set(methods) & set(_WITH_MODEL)):
             raise ConfigError(
-                f"speculative_config: of methods that draft with a model or a head one alone can be merged with others, got "
-                f"{models}; take one of them"
+                f"speculative_config: {' and '.join(methods)} draft with a model or a head: give `model` as an object with "
+                f'one for each, {{"{methods[0]}": ..., "{methods[1]}": ...}}, got {model!r}'
             )
-        takes_model = any(method in _WITH_MODEL for method in self.methods)
-        if takes_model != (self.model is not None) and not any(method in _PERHAPS_WITH_MODEL for method in self.methods):
-            raise ConfigError(
-                f"speculative_config: method {self.method!r} takes {'a' if takes_model else 'no'} model, got {self.model!r}"
-            )
+        given = cast("dict[object, object]", model) if isinstance(model, dict) else dict.fromkeys(methods[:1], model)
+        given = {method: one for method, one in given.items() if isinstance(model, dict) or one is not None}
+        for method, one in given.items():
+            if method not in methods:
+                raise ConfigError(f"speculative_config: model has one for {method!r}, but is of {methods} alone; leave it out")
+            if not isinstance(one, str):
+                raise ConfigError(f"speculative_config: model must be text: a folder, a hub id or a bundled model, got {one!r}")
+        lacking = [method for method in methods if method in _WITH_MODEL and method not in given]
+        if lacking or (not methods and model is not None):
+            name = repr(lacking[0]) if lacking else repr(self.method)
+            raise ConfigError(f"speculative_config: method {name} takes {'a' if lacking else 'no'} model, got {model!r}")
+        if isinstance(model, dict) and len(methods) == 1:
+            object.__setattr__(self, "model", given[methods[0]] if given else None)
 
     def _check_belonging(self) -> None:
         for field in dataclasses.fields(self):
@@ -187,9 +196,9 @@ class SpeculativeConfig:
                 )
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 1, 1 << 40)
-        if self.revision is not None and (not isinstance(self.revision, str) or self.model is None):
+        if self.revision is not None and (not isinstance(self.revision, str) or not isinstance(self.model, str)):
             raise ConfigError(
-                f"speculative_config: revision must be text, of a model on the hub, got {self.revision!r} with model "
+                f"speculative_config: revision must be text, of one model on the hub, got {self.revision!r} with model "
                 f"{self.model!r}"
             )
 
@@ -258,20 +267,12 @@ class SpeculativeConfig:
             check_int("a layer of skipped_layers", layer, 0, 100_000)
 
     def _default_tokens(self) -> int:
-        if self.methods == ("lookahead",):
-            count = (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
-            if count > MAX_SPECULATIVE_TOKENS:
-                raise ConfigError(
-                    f"speculative_config: (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is {count}, more than "
-                    f"the {MAX_SPECULATIVE_TOKENS} drafts that can be verified at once; lower one of them"
-                )
-            return count
         return min(MAX_SPECULATIVE_TOKENS, sum(self._default_tokens_of(method) for method in self.methods))
 
     def _check_room(self) -> None:
         """Raise ConfigError where "lookahead" has no room for a column to guess in and a run of guesses to verify."""
         least = 2 * (self.lookahead_ngram - 1)
-        if self.methods == ("lookahead",) and self.max_tokens < least:
+        if "lookahead" in self.methods and self.max_tokens < least:
             raise ConfigError(
                 "speculative_config: with method 'lookahead' num_speculative_tokens must be 2 * (lookahead_ngram - 1), "
                 f"{least}, or more, to guess and to verify, got {self.max_tokens}; raise it, or lower lookahead_ngram"
@@ -280,6 +281,14 @@ class SpeculativeConfig:
     def _default_tokens_of(self, method: str) -> int:
         if method == "medusa" and self.medusa_choices is not None:
             return len(self.medusa_choices)
+        if method == "lookahead":
+            count = (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
+            if count > MAX_SPECULATIVE_TOKENS:
+                raise ConfigError(
+                    f"speculative_config: (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is {count}, more than "
+                    f"the {MAX_SPECULATIVE_TOKENS} drafts that can be verified at once; lower one of them"
+                )
+            return count
         is_tree = method in _HEADS and self.top_k > 1
         return _TREE_TOKENS if is_tree and method != "medusa" else _DEFAULT_TOKENS[method]
 
@@ -300,19 +309,19 @@ class SpeculativeConfig:
         """Tokens that a head tries behind each token; never None."""
         return self.draft_top_k or 1
 
-    @property
-    def depth(self) -> int:
-        """Levels of a head's tree, or tokens of its chain, at most; never None."""
-        return self.draft_depth or (
-            _DEFAULT_DEPTH if self.top_k > 1 and "medusa" not in self.methods else MAX_SPECULATIVE_TOKENS
-        )
+    def model_of(self, method: str) -> str | None:
+        """Return the model of a method; None: it has none, or lies in the folder of the model that is drafted for."""
+        return self.model.get(method) if isinstance(self.model, dict) else self.model
 
-    @property
-    def min_share(self) -> float:
-        """How likely drafts have to be for going on with them; never None."""
+    def depth_of(self, method: str) -> int:
+        """Return how many levels a tree of a head, or tokens a chain of it, has at most."""
+        return self.draft_depth or (_DEFAULT_DEPTH if self.top_k > 1 and method != "medusa" else MAX_SPECULATIVE_TOKENS)
+
+    def min_share_of(self, method: str) -> float:
+        """Return how likely the drafts of a method have to be for going on with them."""
         if self.draft_min_share is not None:
             return self.draft_min_share
-        return 0.0 if "draft_model" in self.methods else _MIN_SHARE
+        return 0.0 if method == "draft_model" else _MIN_SHARE
 
     @property
     def max_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
@@ -98,12 +98,13 @@ def _kv_spec(report: ModelReport, spec: ModelSpec, runs_as: ModelSpec) -> KvSpec
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Builds proposers, each after a look at whether it fits."""
+    """Builds proposers, each after a look at whether it fits beside those before it."""
 
     config: SpeculativeConfig
     report: ModelReport
     target: Target | None
     limits: StepLimits
+    taken: list[DraftBytes] = field(default_factory=list[DraftBytes])
 
     def build(self, method: str) -> Proposer:
         """Return the proposer of a method."""
@@ -135,28 +136,33 @@ class _Builder:
         max_len = longest_drafted(config, head.body, self.report)
         pool = KvPool(kv, memory.num_kv_blocks)
         runs = build_head(head, model, max_len, self._policy)
-        return HeadProposer(runs, head, pool, max_len, Shape(config.top_k, config.depth, config.min_share))
+        return HeadProposer(
+            runs, head, pool, max_len, Shape(config.top_k, config.depth_of(method), config.min_share_of(method))
+        )
 
     def _medusa(self) -> MedusaProposer:
         config = self.config
         folder, head = find_parallel_head(config, self.report)
         self._check_fits(str(folder), parallel_head_bytes(head, self.limits))
         model = ParallelModel(head, load_native() if isinstance(self._target.model, NativeDecoder) else None, self._policy)
-        return MedusaProposer(model, head.vocabulary, config.top_k, config.depth, medusa_tree(config, head))
+        return MedusaProposer(model, head.vocabulary, config.top_k, config.depth_of("medusa"), medusa_tree(config, head))
 
     def _draft_model(self) -> DraftModelProposer:
         config, memory = self.config, self.report.memory
         folder, spec = find_draft_model(config, self.report)
         kv = _kv_spec(self.report, spec, spec)
         num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
-        self._check_fits(str(config.model), draft_model_bytes(spec, num_kv_bytes, memory, self.limits))
+        self._check_fits(str(folder), draft_model_bytes(spec, num_kv_bytes, memory, self.limits))
         max_len = longest_drafted(config, spec, self.report)
         decoder = build_model(spec, open_parameters(folder, spec), max_len, kv.block_size, self._policy)
-        return DraftModelProposer(Target(decoder, KvPool(kv, memory.num_kv_blocks)), max_len, config.min_share)
+        return DraftModelProposer(
+            Target(decoder, KvPool(kv, memory.num_kv_blocks)), max_len, config.min_share_of("draft_model")
+        )
 
     def _check_fits(self, name: str, taken: DraftBytes) -> None:
+        self.taken.append(taken)
         verifying = verification_bytes(self.config, self.report.spec.vocab_size, self.limits)
-        check_drafts_fit(name, taken + verifying, self.report.memory)
+        check_drafts_fit(name, sum(self.taken, verifying), self.report.memory)
 
     @property
     def _target(self) -> Target:

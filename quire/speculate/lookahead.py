@@ -9,7 +9,7 @@ to be right count too: all of it is one tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.contracts.speculative import SpeculativeConfig
@@ -27,7 +27,7 @@ class _Memo:
 
     levels  of the window, each of a token per column; column i of level l stands i + l + 1 places behind the last known token
     runs    first token -> the tokens that may follow it, the latest first
-    draft   the last one
+    draft   the last one, until it is known how it fared
     nodes   of that draft: the index of the deepest token of each column that it has
     """
 
@@ -103,20 +103,25 @@ class LookaheadProposer(Proposer):
         """See Proposer: move the window on by what came, and keep the runs that it has made."""
         for outcome in outcomes:
             memo: _Memo | None = outcome.sequence.memo
-            if memo is None or not memo.nodes or outcome.draft is not memo.draft:
+            if memo is None or not memo.nodes:
+                continue
+            nodes = dict(enumerate(memo.nodes)) if outcome.draft is memo.draft else _columns(memo, outcome.draft)
+            memo.nodes = []
+            if not nodes:
                 continue
             # Row 0 is that behind the last known token.
-            rows = [outcome.rows[1 + node] for node in memo.nodes]
-            new = outcome.step_logits[rows].argmax(dim=-1).tolist()
-            for column, token_id in enumerate(new):
+            rows = [outcome.rows[1 + node] for node in nodes.values()]
+            new = dict(zip(nodes, outcome.step_logits[rows].argmax(dim=-1).tolist(), strict=True))
+            for column, token_id in new.items():
                 self._keep(memo, (*(level[column] for level in memo.levels), token_id))
             self._advance(memo, new, len(outcome.path), outcome.sequence.token_ids)
-            memo.nodes = []
 
-    def _advance(self, memo: _Memo, new: list[int], num_accepted: int, token_ids: list[int]) -> None:
-        """Drop the first level, append the one that the model has made, and shift columns by the drafts that were accepted."""
-        new = new + memo.levels[-1][len(new) :]  # columns that were not drafted
-        levels = [*memo.levels[1:], new]
+    def _advance(self, memo: _Memo, new: Mapping[int, int], num_accepted: int, token_ids: list[int]) -> None:
+        """Drop the first level, append the one that the model has made, and shift columns by the drafts that were accepted.
+
+        new  column -> token; a column that was not verified keeps its last one
+        """
+        levels = [*memo.levels[1:], [new.get(column, token_id) for column, token_id in enumerate(memo.levels[-1])]]
         for index, level in enumerate(levels):
             fresh = [token_ids[(11 * column + 5 * index) % len(token_ids)] for column in range(min(num_accepted, self._width))]
             levels[index] = level[num_accepted:] + fresh
@@ -132,3 +137,19 @@ class LookaheadProposer(Proposer):
         memo.runs.move_to_end(run[0])
         if len(memo.runs) > _MAX_FIRST_TOKENS:
             memo.runs.popitem(last=False)
+
+
+def _columns(memo: _Memo, draft: Draft) -> dict[int, int]:
+    """Return column -> index of its deepest token, of the columns that a draft has whole; it may have others' tokens, too."""
+    found: dict[int, int] = {}
+    below: int | None = ROOT
+    for column, token_id in enumerate(memo.levels[0]):
+        below = draft.child(below, token_id)
+        if below is None:
+            break
+        node: int | None = below
+        for level in memo.levels[1:]:
+            node = None if node is None else draft.child(node, level[column])
+        if node is not None:
+            found[column] = node
+    return found

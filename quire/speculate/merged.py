@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence, best_draft
-from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.proposer import Outcome, Proposer, Reads
 from quire.speculate.records import EVER_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 
 _NOTHING = Draft()
@@ -38,11 +38,16 @@ class MergedProposer(Proposer):
         self._proposers = tuple(proposers)
         self._max_tokens = max_tokens
         self.pools = tuple(pool for proposer in proposers for pool in proposer.pools)
-        # One of them at most reads the model: see SpeculativeConfig.
-        reader = next((one for one in proposers if one.tap_layers is not None), None)
-        self.tap_layers = None if reader is None else reader.tap_layers
-        self.reads_last = reader is not None and reader.reads_last
+        # One of them at most reads layers: see SpeculativeConfig.
+        read = [one.tap_layers for one in proposers if one.tap_layers is not None]
+        self.tap_layers = max(read, key=len) if read else None
+        self._reads = tuple(dict.fromkeys(what for proposer in proposers for what in proposer.reads))
         self._ever = [proposer.record(max_tokens, EVER_FADING) for proposer in proposers]
+
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        """See Proposer."""
+        return self._reads
 
     def apply(self, plan: StepPlan) -> None:
         """See Proposer."""
@@ -54,14 +59,14 @@ class MergedProposer(Proposer):
         for proposer in self._proposers:
             proposer.forget_blocks()
 
-    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+    def feed(self, what: Reads, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         for sequence, _, _ in fed:
             self._begin(sequence)
         for index, proposer in enumerate(self._proposers):
-            if proposer.tap_layers is not None:
+            if what in proposer.reads:
                 parts = [(self._parts(sequence)[index].sequence, first, count) for sequence, first, count in fed]
-                proposer.feed_all(parts, features)
+                proposer.feed(what, parts, features)
 
     def look(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer; as if no token were found twice."""

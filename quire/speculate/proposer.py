@@ -69,6 +69,15 @@ class Proposer(ABC):
     pools: Sequence[KvPool] = ()
     num_caught_up: int = 0
 
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        """What it reads of a step; mostly one thing, or none."""
+        if self.tap_layers is None:
+            return ()
+        if self.reads_last:
+            return ("last",)
+        return ("layers",) if self.tap_layers else ("final",)
+
     def apply(self, plan: StepPlan) -> None:
         """Take in a plan that gives out blocks, or copies some, before anything of its step is computed."""
         return
@@ -76,6 +85,10 @@ class Proposer(ABC):
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Take in what a step computed, before the looks that follow it. Called only if `observes`."""
         return
+
+    def feed(self, what: Reads, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+        """Take in `what` of a step, which is one of `reads`; see feed_all."""
+        self.feed_all(fed, features)
 
     def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """Take in what the model computed in a step of known tokens of several sequences, of accepted drafts alone.

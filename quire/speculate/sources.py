@@ -25,7 +25,7 @@ LAYER_KINDS: dict[str, _LayerKind] = {"eagle": "eagle", "eagle3": "eagle3", "mtp
 
 def settle_method(config: SpeculativeConfig) -> SpeculativeConfig:
     """Return a configuration with its method, found in the folder of its model where none is given. Raises ConfigError."""
-    if config.method is not None or config.model is None:
+    if config.method is not None or not isinstance(config.model, str):
         return config
     return replace(config, method=find_head_kind(_find(config.model, config.revision)) or "draft_model")
 
@@ -35,7 +35,7 @@ def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Pa
 
     Raises ConfigError, ModelFormatError or UnsupportedError.
     """
-    model, target = str(config.model), report.spec
+    model, target = str(config.model_of("draft_model")), report.spec
     folder = _find(model, config.revision)
     spec = _read_draft_spec(model, folder)
     if spec.vocab_size != target.vocab_size:
@@ -49,13 +49,13 @@ def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Pa
 def find_layer_head(config: SpeculativeConfig, method: str, report: ModelReport) -> tuple[Path, LayerHead]:
     """Return the folder of a method of LAYER_KINDS, and its head. Raises as find_draft_model does."""
     kind = LAYER_KINDS[method]
-    folder = _find_head(config, kind, report)
+    folder = _find_head(config, method, kind, report)
     return folder, read_layer_head(folder, kind, report.spec)
 
 
 def find_parallel_head(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ParallelHead]:
     """Return the folder of Medusa's heads, and these. Raises as find_draft_model does."""
-    folder = _find_head(config, "medusa", report)
+    folder = _find_head(config, "medusa", "medusa", report)
     return folder, read_parallel_head(folder, report.spec)
 
 
@@ -91,14 +91,17 @@ def _find(model: str, revision: str | None) -> Path:
         raise ConfigError(f"speculative_config: model: {error}") from None
 
 
-def _find_head(config: SpeculativeConfig, kind: Literal["eagle", "eagle3", "medusa", "mtp"], report: ModelReport) -> Path:
-    """Return the folder of a head, the model's own where none is given. Raises ConfigError for a head of another kind."""
-    if config.model is None:
+def _find_head(
+    config: SpeculativeConfig, method: str, kind: Literal["eagle", "eagle3", "medusa", "mtp"], report: ModelReport
+) -> Path:
+    """Return the folder of a method's head, the model's own where none is given. Raises ConfigError for one of another kind."""
+    model = config.model_of(method)
+    if model is None:
         return report.folder
-    folder = _find(config.model, config.revision)
+    folder = _find(model, config.revision)
     found = find_head_kind(folder)
     if found is not None and found != kind:
-        raise ConfigError(f'speculative_config: {config.model} is a head of another kind: give it with "method": "{found}"')
+        raise ConfigError(f'speculative_config: {model} is a head of another kind: give it with "method": "{found}"')
     return folder
 
 

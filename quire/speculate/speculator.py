@@ -289,19 +289,14 @@ class Speculator:
         return bool(self._drafts) and self._proposer is not None and self._proposer.observes
 
     @property
-    def reads(self) -> Reads | None:
+    def reads(self) -> tuple[Reads, ...]:
         """What the proposer reads of the model in this step. Nothing, while drafts are long not to be tried."""
-        proposer = self._proposer
-        if proposer is None or proposer.tap_layers is None:
-            return None
-        if self._pace is not None and not self._pace.is_feeding:
-            return None
-        if proposer.reads_last:
-            return "last"
-        return "layers" if proposer.tap_layers else "final"
+        if self._proposer is None or (self._pace is not None and not self._pace.is_feeding):
+            return ()
+        return self._proposer.reads
 
-    def feed(self, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
-        """Hand the proposer what it reads; to be called before `end`.
+    def feed(self, what: Reads, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
+        """Hand the proposer one thing that it reads; to be called before `end`.
 
         fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
         """
@@ -309,7 +304,7 @@ class Speculator:
             told: list[tuple[DraftedSequence, int, int]] = []
             for sequence_id, first, count in fed:  # none is missing: what has no tokens to draft is not in the step
                 told.append((self._followed[sequence_id].sequence, first, count))
-            self._proposer.feed_all(told, features)
+            self._proposer.feed(what, told, features)
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.

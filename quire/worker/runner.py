@@ -212,7 +212,7 @@ class ModelRunner(DraftingRunner):
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {}, caught_up=self._constrained.take_caught_up(LATE_WAIT_S))
         step = self._batch.build(plan, drafts)
-        rows, reads = step.ready, None if is_napping else self._speculator.reads
+        rows, reads = step.ready, () if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
         hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
@@ -222,7 +222,7 @@ class ModelRunner(DraftingRunner):
             self._kv,
             step.logit_rows,
             hidden_rows,
-            keeps_all=has_prompt_logprobs or reads == "final",
+            keeps_all=has_prompt_logprobs or "final" in reads,
             wants_best=all(row.sampling.is_plain for row in rows),
             needs_logits=bool(drafts) and (self._speculator.typical is not None or self._speculator.observes),
         )
@@ -249,8 +249,8 @@ class ModelRunner(DraftingRunner):
         else:
             result = self._sample(plan, rows, sampled, best, found_logprobs)
             paths = {} if is_napping else dict.fromkeys(result.sampled, ())
-        if reads is not None:
-            self._feed(reads, step, paths, late, has_prompt_logprobs)
+        for what in reads:
+            self._feed(what, step, paths, late, has_prompt_logprobs or "final" in reads)
         if not is_napping:
             if self._speculator.observes:
                 self._speculator.observe(paths, [row.start.sequence_id for row in step.ready], logits)
@@ -277,7 +277,7 @@ class ModelRunner(DraftingRunner):
 
     def _feed(
         self,
-        reads: Reads,
+        what: Reads,
         step: StepInput,
         paths: Mapping[SequenceId, tuple[int, ...]],
         late: Set[SequenceId],
@@ -287,15 +287,15 @@ class ModelRunner(DraftingRunner):
 
         The last known ones of late sequences are computed once more, and handed over then.
         """
-        if reads == "last":
+        if what == "last":
             fed, places = last_tokens(step, paths)
             if fed:
                 rows = [step.logit_rows[place] for place in places] if has_kept_all else places
-                self._speculator.feed(fed, self._decoder.final_states(rows))
+                self._speculator.feed(what, fed, self._decoder.final_states(rows))
             return
         fed, rows = known_tokens(step, paths, late)
-        features = self._decoder.layer_inputs(rows) if reads == "layers" else self._decoder.final_states(rows)
-        self._speculator.feed(fed, features)
+        features = self._decoder.layer_inputs(rows) if what == "layers" else self._decoder.final_states(rows)
+        self._speculator.feed(what, fed, features)
 
     @property
     def target(self) -> Target:

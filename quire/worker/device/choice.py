@@ -119,6 +119,9 @@ def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[s
         missing.append(
             "deterministic with drafts that are trees (choose one method alone, not lookahead, and draft_top_k 1 of heads)"
         )
+    loaded = [method for method in config.methods if method in ("draft_model", *_HEADS)]
+    if len(loaded) > 1:
+        missing.append(f"speculative_config with {' and '.join(loaded)} at once (choose one of them, alone or with others)")
     if config.quantization is not None and any(method in _HEADS for method in config.methods):
         missing.append(
             f"speculative_config with quantization {config.quantization!r} of a head (choose null, or a draft model)"

@@ -116,7 +116,7 @@ class _Stepping(Drafter):
 
     def __init__(self, decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes, target: DraftedModel) -> None:
         self._decoder, self._sizes = decoder, sizes
-        self._min_share = target.drafting.min_share
+        self._min_share = target.drafting.min_share_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
         self._stepper = DeviceStepper(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
         self.block_bytes, self.steppers = kv.bytes_per_block, (self._stepper,)
@@ -200,7 +200,7 @@ class _Head(_Stepping):
     def proposer(self) -> Proposer:
         """See Drafter."""
         drafting = self._target.drafting
-        shape = Shape(drafting.top_k, drafting.depth, drafting.min_share)
+        shape = Shape(drafting.top_k, drafting.depth_of(self.method), drafting.min_share_of(self.method))
         return HeadProposer(self._chains, self._head, self._cache, self._max_len, shape)
 
 
@@ -226,7 +226,9 @@ class _Medusa(Drafter):
     def proposer(self) -> Proposer:
         """See Drafter."""
         drafting, head = self._drafting, self._head
-        return MedusaProposer(self._model, head.vocabulary, drafting.top_k, drafting.depth, medusa_tree(drafting, head))
+        return MedusaProposer(
+            self._model, head.vocabulary, drafting.top_k, drafting.depth_of(self.method), medusa_tree(drafting, head)
+        )
 
 
 def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:

@@ -60,7 +60,7 @@ class _StepOnDevice:
     has_prompt_logprobs: bool
     pooled_runs: list[PooledRun]
     is_followed: bool
-    reads: Reads | None = None
+    reads: tuple[Reads, ...] = ()
 
     @property
     def allows_next(self) -> bool:
@@ -178,7 +178,7 @@ class DeviceRunner(DraftingRunner):
         if not left_to_host and not drafts:
             expect_tokens(step.ready)
             places = host.sample_positions.tolist()
-        reads = None if is_napping else speculator.reads
+        reads = () if is_napping else speculator.reads
         asked = places, left_to_host, has_prompt_logprobs, pooled_runs, not speculator.lets_next_begin, reads
         return _StepOnDevice(self, plan, step, launched, masks, *asked)
 
@@ -236,22 +236,24 @@ class DeviceRunner(DraftingRunner):
         self, running: _StepOnDevice, result: StepResult, paths: dict[SequenceId, tuple[int, ...]], late: Set[SequenceId]
     ) -> None:
         speculator, logits = self._speculator, running.launched.logits
-        if running.reads is not None:
-            self._feed(running, paths, late)
+        for what in running.reads:
+            self._feed(what, running, paths, late)
         if speculator.observes and logits is not None:
             speculator.observe(paths, [row.start.sequence_id for row in running.step.ready], logits)
         result.draft_wishes.update(speculator.end(running.plan, paths))
 
-    def _feed(self, running: _StepOnDevice, paths: dict[SequenceId, tuple[int, ...]], late: Set[SequenceId]) -> None:
+    def _feed(
+        self, what: Reads, running: _StepOnDevice, paths: dict[SequenceId, tuple[int, ...]], late: Set[SequenceId]
+    ) -> None:
         """Hand the proposer what it reads of the step, on the device, where no other step has been launched since."""
         step = running.step
-        if running.reads == "last":
+        if what == "last":
             fed, places = last_tokens(step, paths)
             rows = [step.logit_rows[place] for place in places]
         else:
             fed, rows = known_tokens(step, paths, late)
         if fed:
-            self._speculator.feed(fed, self._decoder.features_at(rows))
+            self._speculator.feed(what, fed, self._decoder.features_at(rows))
 
     def _verify(
         self, running: _StepOnDevice, late: Set[SequenceId], token_ids: list[int], failures: dict[int, str | None]

@@ -37,7 +37,19 @@ def test_methods_may_be_several():
     assert config.speculative_config.max_tokens == 18
     assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert SpeculativeConfig.read({"method": "lookahead"}).max_tokens == 30
+    assert SpeculativeConfig.read({"method": ["lookahead", "ngram"]}).max_tokens == 36
     assert SpeculativeConfig.read({"method": "self", "skipped_layers": [1, 2]}).skipped_layers == (1, 2)
+
+
+def test_every_method_may_have_a_model_of_its_own():
+    models = {"eagle3": "a", "draft_model": "b"}
+    given = {"method": ["eagle3", "draft_model", "mtp", "suffix"], "model": models}
+    config = EngineConfig(model="demo", speculative_config=given)
+    drafting = config.speculative_config
+    assert [drafting.model_of(method) for method in drafting.methods[:3]] == ["a", "b", None]  # its own folder has the layer
+    assert [drafting.min_share_of(method) for method in ("eagle3", "draft_model")] == [0.35, 0.0]
+    assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert SpeculativeConfig.read({"method": "eagle3", "model": {"eagle3": "a"}}).model == "a"
 
 
 def test_options_of_trees_are_read_by_the_names_they_have_elsewhere():
@@ -81,9 +93,17 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": []}, "method is missing"),
         ({"method": ["ngram", "guess"]}, "'guess' is unknown"),
         ({"method": ["ngram", "ngram"]}, "stands twice"),
-        ({"method": ["ngram", "lookahead"]}, "'lookahead' cannot be merged"),
+        ({"method": ["ngram", "lookahead"], "num_speculative_tokens": 5}, "must be 2 * (lookahead_ngram - 1), 6, or more"),
         ({"method": ["ngram", "suffix"], "model": "x"}, "takes no model, got 'x'"),
-        ({"method": ["ngram", "draft_model"]}, "takes a model, got None"),
+        ({"method": ["ngram", "draft_model"]}, "'draft_model' takes a model, got None"),
+        ({"method": ["eagle3", "draft_model"], "model": {"eagle3": "x"}}, "'draft_model' takes a model, got {'eagle3': 'x'}"),
+        ({"method": ["eagle3", "ngram"], "model": {"ngram": "x"}}, "model has one for 'ngram', but is of ['eagle3'] alone"),
+        ({"method": "eagle3", "model": {"eagle3": 5}}, "model must be text: a folder, a hub id or a bundled model, got 5"),
+        ({"model": {"eagle3": "x"}}, "beside a model for each method name the methods"),
+        (
+            {"method": ["eagle3", "medusa"], "model": {"eagle3": "x", "medusa": "y"}, "revision": "v1"},
+            "of one model on the hub",
+        ),
         ({"method": "lookahead", "lookahead_window": 30}, "is 105, more than the 64 drafts"),
         ({"method": "lookahead", "lookahead_ngram": 1}, "lookahead_ngram must be an integer from 2"),
         ({"method": "lookahead", "num_speculative_tokens": 5}, "must be 2 * (lookahead_ngram - 1), 6, or more"),
@@ -103,9 +123,9 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "eagle3"}, "'eagle3' takes a model, got None"),
         (
             {"method": ["eagle3", "draft_model"], "model": "x"},
-            "alone can be merged with others, got ['eagle3', 'draft_model']",
+            'eagle3 and draft_model draft with a model or a head: give `model` as an object with one for each, {"eagle3"',
         ),
-        ({"method": ["mtp", "medusa"], "model": "x"}, "one alone can be merged with others"),
+        ({"method": ["mtp", "medusa"], "model": "x"}, "mtp and medusa draft with a model or a head"),
         ({"method": "ngram", "draft_top_k": 2}, "draft_top_k is 2, but of the methods only eagle, eagle3"),
         ({"method": "draft_model", "model": "x", "draft_depth": 2}, "draft_depth is 2, but of the methods only eagle, eagle3"),
         ({"method": "medusa", "model": "x", "medusa_choices": [[0], [0, -1]]}, "ranks from 0 to 63"),
@@ -135,7 +155,7 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "ngram", "rejection_sample_method": "block"}, "'block', but tokens are always those of plain decoding"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, "adaptive measures how many drafts pay"),
         ({"method": "ngram", "parallel_drafting": 0}, "parallel_drafting is 0"),
-        ({"method": "ngram", "revision": "main"}, "revision must be text, of a model on the hub"),
+        ({"method": "ngram", "revision": "main"}, "revision must be text, of one model on the hub"),
         ({"method": "ngram", "max_model_len": 9}, "max_model_len is 9, but it is of draft_model, eagle, eagle3"),
         ({"method": "mtp", "max_model_len": 0}, "max_model_len must be an integer from 1"),
         ({"method": "eagle", "model": "x", "prompt_lookup_max": 4}, "prompt_lookup_max is 4, but it is of ngram alone"),

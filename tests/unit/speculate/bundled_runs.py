@@ -50,6 +50,11 @@ BUNDLED = {
     "self": {"method": "self", "skipped_layers": [4], "num_speculative_tokens": 4},
     "eagle3 merged": {"method": ["eagle3", "ngram", "suffix"], "model": EAGLE3, "num_speculative_tokens": 10},
     "medusa tree merged": {"method": ["medusa", "suffix"], "model": MEDUSA, "draft_top_k": 2, "num_speculative_tokens": 12},
+    "eagle3 with others": {
+        "method": ["eagle3", "medusa", "draft_model", "lookahead"],
+        "model": {"eagle3": EAGLE3, "medusa": MEDUSA, "draft_model": "demo-draft"},
+        "num_speculative_tokens": 24,
+    },
     "draft_model merged": {"method": ["draft_model", "ngram"], "model": "demo-draft", "num_speculative_tokens": 10},
 }
 

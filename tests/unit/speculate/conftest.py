@@ -1,14 +1,14 @@
 """Which combinations are slow; all of them run with -m slow.
 
-Each kind of head, and of proposer where things happen to the sequences, runs on one model and cache; the other kinds on every
-model and in every cache, but not on each in each.
+Each kind of head and of some together, and of proposer where things happen to the sequences, runs on one model and cache; the
+other kinds on every model and in every cache, but not on each in each.
 """
 
 import zlib
 
 import pytest
 
-HEADS = ("eagle", "mtp", "medusa")
+HEADS = ("eagle", "mtp", "medusa", "lookahead merged", "six")
 RUN_ALWAYS = ("eagle3", "medusa", "medusa tree")
 FAMILIES = ("qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss")
 CACHES = ("bf16", "f32", "int8")

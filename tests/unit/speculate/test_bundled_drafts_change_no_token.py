@@ -89,10 +89,11 @@ CASES = {
     "lookahead": ("auto", "cold"),
     "self": ("auto", "cold alone"),
     "eagle3 merged": ("int8", "preempted"),
+    "eagle3 with others": ("auto", "hit"),
 }
 
 
-SELDOM = ("mtp tree", "medusa", "suffix")
+SELDOM = ("mtp tree", "medusa", "suffix", "eagle3 with others")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SELDOM else []) for kind in CASES])

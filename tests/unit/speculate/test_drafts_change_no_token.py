@@ -105,10 +105,9 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
         config |= {"draft_min_share": 0.0}
         return start(model, cache, speculative_config=config, **options)
-    if kind in CONFIGS:
-        return start(
-            model, cache, speculative_config={"adaptive": False, **CONFIGS[kind], **with_model(kind, model)}, **options
-        )
+    if kind in CONFIGS or kind in TOGETHER:
+        config = {"adaptive": False, **(CONFIGS | TOGETHER)[kind], **with_model(kind, model)}
+        return start(model, cache, speculative_config=config, **options)
     config = {"method": kind, "num_speculative_tokens": COUNT, "adaptive": False, "prompt_lookup_min": 1}
     return start(model, cache, speculative_config=config, **options)
 
@@ -125,11 +124,33 @@ CONFIGS = {
 }
 
 
+# Several that draft with a model or a head: each reads something else of the model.
+TOGETHER = {
+    "lookahead merged": {"method": ["ngram", "lookahead", "suffix"], "prompt_lookup_min": 1},
+    "eagle3 with draft_model": {"method": ["eagle3", "draft_model"], "num_speculative_tokens": 9},
+    "medusa with eagle3 tree": {"method": ["medusa", "eagle3", "ngram"], "draft_top_k": 2, "num_speculative_tokens": 20},
+    "six with each other": {
+        "method": ["lookahead", "eagle", "medusa", "draft_model", "eagle3", "self"],
+        "skipped_layers": [1],
+    },
+}
+
+
 def with_model(kind, model):
-    return {"model": str(model)} if "model" in kind else {}
+    if kind not in TOGETHER:
+        return {"model": str(model)} if "model" in kind else {}
+    models = {}
+    for method in TOGETHER[kind]["method"]:
+        if method in HEADS:
+            models[method] = str(Path(model).parent / f"together-{method}")
+            if not Path(models[method]).is_dir():
+                HEADS[method](Path(models[method]))
+        elif method == "draft_model":
+            models[method] = str(model)
+    return {"model": models} if models else {}
 
 
-KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", *HEADS, *CONFIGS)
+KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", *HEADS, *CONFIGS, *TOGETHER)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -165,6 +186,7 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
         "medusa tree",
         "eagle3 merged",
         *CONFIGS,
+        "six with each other",
     ],
 )
 @pytest.mark.parametrize(

@@ -246,9 +246,9 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     pace = Pace(3, AcceptanceRecord)
     speculator._pace = pace
     pace._account.sleep_left = 1000
-    assert speculator.reads is None
+    assert speculator.reads == ()
     pace._account.sleep_left = 10
-    assert speculator.reads == "layers"
+    assert speculator.reads == ("layers",)
     llm.close()
 
 

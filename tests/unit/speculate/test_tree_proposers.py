@@ -89,16 +89,19 @@ def test_merged_draft_never_lacks_a_parent_when_cut():
         assert draft.is_chain or len(draft) > 1
 
 
-def test_merged_proposer_reads_what_the_one_that_reads_the_model_reads():
-    reader, fed = Fixed(lambda tokens: []), []
+def test_merged_proposer_reads_what_those_that_read_the_model_read():
+    reader, other, fed, others = Fixed(lambda tokens: []), Fixed(lambda tokens: []), [], []
     reader.tap_layers, reader.reads_last, reader.feed_all = (), True, lambda *given: fed.append(given)
-    proposer = MergedProposer([Fixed(lambda tokens: []), reader], 8)
-    assert (proposer.tap_layers, proposer.reads_last) == ((), True)
+    other.tap_layers, other.feed_all = (2, 5), lambda *given: others.append(given)
+    proposer = MergedProposer([Fixed(lambda tokens: []), reader, other], 8)
+    assert (proposer.tap_layers, proposer.reads) == ((2, 5), ("last", "layers"))
     sequences, features = [sequence([1, 2, 3]), sequence([4, 5])], torch.ones(2, 4)
-    proposer.feed_all([(sequences[0], 1, 1), (sequences[1], 0, 1)], features)
+    proposer.feed("last", [(sequences[0], 1, 1), (sequences[1], 0, 1)], features)
+    proposer.feed("layers", [(sequences[0], 0, 2)], torch.ones(2, 8))
     ((told, same),) = fed
     assert [(one.token_ids, first, count) for one, first, count in told] == [([1, 2, 3], 1, 1), ([4, 5], 0, 1)]
     assert same is features  # whole, so that nobody has to copy what stands together
+    assert [len(places) for places, _ in others] == [1]
 
 
 @pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 5), (3, 2, 3), (1, 6, 1), (9, 3, 4)])
@@ -123,6 +126,21 @@ def test_lookahead_learns_also_where_there_is_room_for_few_guesses(limit):
     found = [advance(proposer, one, lambda tokens: (tokens[-1] * 21 + 1) % 40, limit) for _ in range(200)]
     assert all(len(draft) <= limit for draft, _ in found)
     assert sum(len(path) for _, path in found[-60:]) > 60
+
+
+@pytest.mark.parametrize("limit", [20, 34])
+def test_lookahead_learns_beside_another_in_one_tree(limit):
+    """What of its window was verified is found in the whole tree, whatever of it was cut and whoever else drafted it."""
+    config = SpeculativeConfig(method=["lookahead", "ngram"], num_speculative_tokens=limit)
+    wrong = Fixed(lambda tokens: [(tokens[-1] + 3 + i) % 40 for i in range(4)])
+    merged = MergedProposer([wrong, LookaheadProposer(config)], config.max_tokens)
+    order = random.Random(1).sample(range(40), 40)
+    one, accepted = sequence([5, 6, 7, 8]), 0
+    for _ in range(80):
+        draft, path = advance(merged, one, lambda tokens: order[tokens[-1] % 40], config.max_tokens)
+        assert len(draft) <= limit
+        accepted += len(path)
+    assert accepted > 80 * 0.4 * (config.lookahead_ngram - 1)
 
 
 def test_lookahead_drafts_within_any_limit():

@@ -82,6 +82,9 @@ def test_methods_that_are_not_there_on_a_gpu_are_refused_by_name(machine):
         choose("auto", speculative_config={"method": ["self", "ngram"], "skipped_layers": [1]})
     with pytest.raises(ConfigError, match="speculative_config with quantization 'int8' of a head .choose null"):
         choose("auto", speculative_config={"method": "eagle3", "model": "some-head", "quantization": "int8"})
+    models = {"eagle3": "some-head", "draft_model": "some-model"}
+    with pytest.raises(ConfigError, match="with eagle3 and draft_model at once .choose one of them, alone or with others"):
+        choose("auto", speculative_config={"method": ["eagle3", "ngram", "draft_model"], "model": models})
 
 
 @pytest.mark.parametrize("config", [{"method": "lookahead"}, {"method": "eagle", "model": "some-head", "draft_top_k": 2}])
@@ -91,7 +94,7 @@ def test_trees_are_refused_on_a_gpu_when_results_are_to_be_deterministic(machine
         choose("auto", speculative_config=config, deterministic=True)
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "mtp", ["ngram", "suffix"]])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "mtp", ["ngram", "suffix"], ["ngram", "lookahead"]])
 def test_methods_without_a_model_of_their_own_are_there_on_a_gpu(machine, method):
     machine(1)
     assert choose("auto", speculative_config={"method": method}) == torch.device("cuda", 0)
