@@ -28,7 +28,7 @@ _OF_METHODS = {
     "prompt_lookup_max": ("ngram",),
     **{
         f"suffix_decoding_{name}": ("suffix",)
-        for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+        for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "use_tree_spec")
     },
     **{f"lookahead_{name}": ("lookahead",) for name in ("window", "ngram", "guesses")},
     "max_model_len": _ONE_BY_ONE,
@@ -81,6 +81,7 @@ class SpeculativeConfig:
                             at most; 0: only the request itself
     suffix_decoding_max_spec_factor      drafts per token that was found equal
     suffix_decoding_min_token_prob       the least share of the places that must go on so
+    suffix_decoding_use_tree_spec        draft a tree of all continuations, the likeliest first, where a chain takes one
     lookahead_window        of "lookahead": places ahead that are guessed at once
     lookahead_ngram         of "lookahead": tokens of the runs that are collected, the first one included
     lookahead_guesses       of "lookahead": runs that are verified in a step at most. All in all a sequence has
@@ -115,6 +116,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 1000
     suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_use_tree_spec: bool = False
     lookahead_window: int = 5
     lookahead_ngram: int = 4
     lookahead_guesses: int = 5
@@ -141,8 +143,9 @@ class SpeculativeConfig:
             object.__setattr__(self, "num_speculative_tokens", self._default_tokens())
         check_int("num_speculative_tokens", self.max_tokens, 1, MAX_SPECULATIVE_TOKENS)
         self._check_room()
-        if not isinstance(self.adaptive, bool):
-            raise ConfigError(f"speculative_config: adaptive must be true or false, got {self.adaptive!r}")
+        for name in ("adaptive", "suffix_decoding_use_tree_spec"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"speculative_config: {name} must be true or false, got {value!r}")
         check_int("prompt_lookup_min", self.prompt_lookup_min, 1, 64)
         check_int("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min if "ngram" in self.methods else 1, 1024)
         check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, self.prompt_lookup_min, 1024)

@@ -1,20 +1,24 @@
 """Suffix proposer: a vote of all places where the last tokens stood before, in the request and in past responses.
 
-After Oliaro et al., "SuffixDecoding" (arXiv 2411.04975): at each step the continuation that most places share, as long as
-enough of them go on so; the more tokens were found equal, the more are drafted.
+After Oliaro et al., "SuffixDecoding" (arXiv 2411.04975): what follows the longest end of the text that stood before, the more
+tokens the more were found equal. A path takes at each step the continuation that most places share, as long as enough of them
+go on so; a tree takes of all continuations the likeliest, by the shares of the places. A node of the paper's suffix tree is the
+places that go on alike here, which are followed token by token: as many as are looked at, by as many tokens as are drafted.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
-from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.draft import NO_DRAFT, ROOT, Draft, DraftedSequence
 from quire.speculate.occurrences import OccurrenceIndex
 from quire.speculate.proposer import Proposer
+from quire.speculate.records import TreeRecord
 
 _MAX_PLACES = 64
 _MAX_KEPT_TOKENS = 1 << 20
@@ -26,7 +30,7 @@ _END = -1
 @dataclass(slots=True)
 class _Memo:
     index: OccurrenceIndex
-    found: tuple[int, ...] = field(default=())
+    found: Draft = NO_DRAFT
 
 
 class _Responses:
@@ -83,6 +87,9 @@ class SuffixProposer(Proposer):
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
+        self._vote = self._tree if config.suffix_decoding_use_tree_spec else self._path
+        if config.suffix_decoding_use_tree_spec:
+            self.record = TreeRecord
         self._by_salt: dict[str, _Responses] = {}
         self._order: deque[_Kept] = deque()  # the oldest first, those that are left out among them
         self._kept: dict[SequenceId, _Kept] = {}
@@ -104,8 +111,8 @@ class SuffixProposer(Proposer):
                 memo.found = other
         return len(memo.found)
 
-    def _vote(self, text: list[int], match: tuple[int, list[int]], limit: int) -> tuple[tuple[int, ...], float]:
-        """Return the draft and the sum of its tokens' estimated probabilities; match: see OccurrenceIndex.find."""
+    def _path(self, text: list[int], match: tuple[int, list[int]], limit: int) -> tuple[Draft, float]:
+        """Return the chain and the sum of its tokens' estimated probabilities; match: see OccurrenceIndex.find."""
         config = self._config
         length, places = match
         limit = min(limit, int(config.suffix_decoding_max_spec_factor * length))
@@ -122,11 +129,43 @@ class SuffixProposer(Proposer):
             found.append(token_id)
             score += share
             places = [place + 1 for place in places if text[place] == token_id]
-        return tuple(found), score
+        return Draft.chain(tuple(found)), score
+
+    def _tree(self, text: list[int], match: tuple[int, list[int]], limit: int) -> tuple[Draft, float]:
+        """Return the likeliest continuations, the likeliest token first, and the sum of the estimated probabilities."""
+        config = self._config
+        length, places = match
+        limit = min(limit, int(config.suffix_decoding_max_spec_factor * length))
+        tokens: list[int] = []
+        parents: list[int] = []
+        # (-places that go on so, how many were pushed before, parent, token, where they go on)
+        waiting: list[tuple[int, int, int, int, list[int]]] = []
+        score, num_pushed, parent, behind = 0, 0, ROOT, places
+        while len(tokens) < limit:
+            following: dict[int, list[int]] = {}
+            for place in behind:
+                if place < len(text):
+                    following.setdefault(text[place], []).append(place + 1)
+            for token_id, next_places in following.items():
+                if token_id != _END and len(next_places) / len(places) >= config.suffix_decoding_min_token_prob:
+                    heappush(waiting, (-len(next_places), num_pushed, parent, token_id, next_places))
+                    num_pushed += 1
+            if not waiting:
+                break
+            count, _, before, token_id, behind = heappop(waiting)
+            parent = len(tokens)
+            tokens.append(token_id)
+            parents.append(before)
+            score -= count
+        return Draft(tuple(tokens), tuple(parents)), score / max(1, len(places))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
         """See Proposer."""
-        return [Draft.chain(sequence.memo.found[:limit]) for sequence, limit in wanted]
+        drafts: list[Draft] = []
+        for sequence, limit in wanted:
+            found: Draft = sequence.memo.found
+            drafts.append(found if len(found) <= limit else Draft(found.tokens[:limit], found.parents[:limit]))
+        return drafts
 
     def release(self, sequence: DraftedSequence) -> None:
         """Keep the response of a sequence that ended, or what there is of one that was preempted, until it is there in full."""

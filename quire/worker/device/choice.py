@@ -106,7 +106,8 @@ def _refuse_on_cpu(config: EngineConfig) -> None:
 def drafts_trees(config: SpeculativeConfig) -> bool:
     """Return whether drafts may be trees with these methods, of those that there are on a GPU."""
     is_medusa = "medusa" in config.methods and config.draft_top_k != 1  # which may have a tree stored with it
-    return len(config.methods) > 1 or "lookahead" in config.methods or config.top_k > 1 or is_medusa
+    is_suffix = config.suffix_decoding_use_tree_spec
+    return len(config.methods) > 1 or "lookahead" in config.methods or config.top_k > 1 or is_medusa or is_suffix
 
 
 def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[str]:
@@ -117,7 +118,8 @@ def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[s
     if is_deterministic and not missing and drafts_trees(config):
         # A token of a tree stands elsewhere than in a row, where sums over its keys are cut otherwise.
         missing.append(
-            "deterministic with drafts that are trees (choose one method alone, not lookahead, and draft_top_k 1 of heads)"
+            "deterministic with drafts that are trees (choose one method alone, not lookahead, draft_top_k 1 of heads, and no "
+            "suffix_decoding_use_tree_spec)"
         )
     loaded = [method for method in config.methods if method in ("draft_model", *_HEADS)]
     if len(loaded) > 1:

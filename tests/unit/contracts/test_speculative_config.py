@@ -150,6 +150,11 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be an integer from 5"),
         ({"method": "ngram", "adaptive": 1}, "adaptive must be true or false"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "number from 0 to 1, got 2"),
+        (
+            {"method": "suffix", "suffix_decoding_use_tree_spec": 1},
+            "use_tree_spec must be true or false, got 1",
+        ),
+        ({"method": "ngram", "suffix_decoding_use_tree_spec": True}, "is of suffix alone, got method 'ngram'"),
         ({"method": "ngram", "tokens": 3}, "no option tokens; the options are method, num_spec"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2, but drafts are made on one"),
         ({"method": "ngram", "rejection_sample_method": "block"}, "'block', but tokens are always those of plain decoding"),

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-HEADS = ("eagle", "mtp", "medusa", "lookahead merged", "six")
+HEADS = ("eagle", "mtp", "medusa", "lookahead merged", "suffix tree", "six")
 RUN_ALWAYS = ("eagle3", "medusa", "medusa tree")
 FAMILIES = ("qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss")
 CACHES = ("bf16", "f32", "int8")

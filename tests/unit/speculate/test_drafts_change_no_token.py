@@ -127,6 +127,7 @@ CONFIGS = {
 # Several that draft with a model or a head: each reads something else of the model.
 TOGETHER = {
     "lookahead merged": {"method": ["ngram", "lookahead", "suffix"], "prompt_lookup_min": 1},
+    "suffix tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True, "prompt_lookup_min": 1},
     "eagle3 with draft_model": {"method": ["eagle3", "draft_model"], "num_speculative_tokens": 9},
     "medusa with eagle3 tree": {"method": ["medusa", "eagle3", "ngram"], "draft_top_k": 2, "num_speculative_tokens": 20},
     "six with each other": {

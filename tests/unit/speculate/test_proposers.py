@@ -1,10 +1,12 @@
 """What the table proposers find."""
 
 import random
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from proposers import path_to
 
 from quire.base.errors import InvariantError
 from quire.contracts.speculative import SpeculativeConfig
@@ -126,6 +128,48 @@ def test_suffix_keeps_as_many_responses_when_a_sequence_was_preempted():
     assert draft(proposer, sequence([2, 11, 12])) == []
     assert draft(proposer, sequence([2, 41, 42])) == [43, 44]
     assert sum(len(one.text) for one in proposer._by_salt.values()) == 2 * 5
+
+
+def tree_of(proposer, one, limit):
+    count = proposer.look(one, limit)
+    (made,) = proposer.propose([(one, limit)])
+    assert len(made) == count
+    return made
+
+
+def test_suffix_tree_holds_every_continuation_the_likeliest_first():
+    config = SpeculativeConfig(method="suffix", suffix_decoding_use_tree_spec=True, suffix_decoding_min_token_prob=0.2)
+    proposer = SuffixProposer(config)
+    for behind in ([3, 4, 5], [3, 4, 6], [3, 7, 7], [8, 9, 9]):
+        proposer.release(sequence([0, 1, 2, *behind]))
+    one = sequence([0, 1, 2])
+    # Of four places three go on with 3, of which two with 4; of equal ones that which was found first.
+    assert tree_of(proposer, one, 4) == Draft((3, 4, 8, 7), (ROOT, 0, ROOT, 0))
+    assert proposer.propose([(one, 2)]) == [Draft((3, 4))]
+    sure = SuffixProposer(replace(config, suffix_decoding_min_token_prob=0.5))
+    sure._by_salt = proposer._by_salt
+    assert tree_of(sure, sequence([0, 1, 2]), 9) == Draft((3, 4))
+    short = SuffixProposer(replace(config, suffix_decoding_max_spec_factor=1.0))
+    short._by_salt = proposer._by_salt
+    assert len(tree_of(short, sequence([0, 1, 2]), 9)) == 2  # as many as were found equal
+
+
+def test_suffix_tree_is_the_best_of_all_trees_of_what_followed():
+    rng = random.Random(7)
+    config = SpeculativeConfig(method="suffix", suffix_decoding_use_tree_spec=True, suffix_decoding_min_token_prob=0.0)
+    for _ in range(100):
+        text = [rng.randrange(4) for _ in range(rng.randint(5, 60))]
+        limit = rng.randint(1, 8)
+        draft = tree_of(SuffixProposer(config), sequence(text), limit)
+        _, places = (index := OccurrenceIndex(2)).extend(text) or index.find(text, text, 24, 64)
+        counts = {}
+        for place in places:
+            for end in range(place + 1, min(len(text), place + 8) + 1):
+                counts[tuple(text[place:end])] = counts.get(tuple(text[place:end]), 0) + 1
+        paths = [tuple(draft.tokens[node] for node in path_to(draft, index)) for index in range(len(draft))]
+        assert len(set(paths)) == len(paths)
+        found = [counts[path] for path in paths]
+        assert found == sorted(counts.values(), reverse=True)[: len(found)]
 
 
 def test_suffix_forgets_the_oldest_responses():

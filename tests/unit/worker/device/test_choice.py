@@ -87,7 +87,14 @@ def test_methods_that_are_not_there_on_a_gpu_are_refused_by_name(machine):
         choose("auto", speculative_config={"method": ["eagle3", "ngram", "draft_model"], "model": models})
 
 
-@pytest.mark.parametrize("config", [{"method": "lookahead"}, {"method": "eagle", "model": "some-head", "draft_top_k": 2}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "lookahead"},
+        {"method": "eagle", "model": "some-head", "draft_top_k": 2},
+        {"method": "suffix", "suffix_decoding_use_tree_spec": True},
+    ],
+)
 def test_trees_are_refused_on_a_gpu_when_results_are_to_be_deterministic(machine, config):
     machine(1)
     with pytest.raises(ConfigError, match="deterministic with drafts that are trees .choose one method alone, not lookahead"):
