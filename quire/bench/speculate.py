@@ -48,6 +48,7 @@ class Trial:
     forced_share  drafts of the methods are replaced, after they have been made, by some of which this share is right; None: not
     num_waves    requests of each place in a batch of several, one after the other: sequences with drafts do not end together,
                  and a batch that is not filled again would be measured while it is a smaller one
+    task         what the prompts ask for; see speculate_tasks.py
     """
 
     methods: tuple[str, ...]
@@ -61,6 +62,7 @@ class Trial:
     warm_up_len: int = 0
     num_waves: int = 1
     forced_share: float | None = None
+    task: str = "continue"
 
     @property
     def num_warm_up(self) -> int:
@@ -147,6 +149,7 @@ class SpeculationRecord:
     output_len: int
     temperature: float
     provenance: Provenance
+    task: str = "continue"
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
@@ -199,7 +202,7 @@ def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool 
                 llm = LLM(replace(config, speculative_config=wanted, max_num_seqs=min(size, config.max_num_seqs)))
                 lines.append(_measure(llm, method, size, trial, bar))
                 llm.close()
-    return SpeculationRecord(lines, config.model, trial.output_len, trial.temperature, find_provenance())
+    return SpeculationRecord(lines, config.model, trial.output_len, trial.temperature, find_provenance(), trial.task)
 
 
 @dataclass(slots=True)
@@ -304,30 +307,3 @@ def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_draf
     whole_s = time.perf_counter() - begin
     first = min(output.metrics.first_token_time for output in outputs)
     return outputs, _Took(whole_s, max(output.metrics.finished_time for output in outputs) - first)
-
-
-def quoting_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
-    """Return prompts that quote: a passage of the text, and then its beginning again, to be gone on with."""
-    prompts: list[str] = []
-    for passage in _passages(text, count, num_words):
-        quoted = " ".join(passage)
-        prompts.append(f"{quoted}\n\n{quoted}\n\n{' '.join(passage[:8])}")
-    return tuple(prompts)
-
-
-def continuing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
-    """Return passages of the text, to be gone on with."""
-    return tuple(" ".join(passage) for passage in _passages(text, count, num_words))
-
-
-def count_passages(text: str, num_words: int) -> int:
-    """Return how many passages of so many words a text has."""
-    return len(text.split()) // max(1, num_words)
-
-
-def _passages(text: str, count: int, num_words: int) -> list[list[str]]:
-    """Return the words of passages that lie at even distances in the text."""
-    words = text.split()
-    if num_words < 1 or len(words) < count * num_words:
-        raise ConfigError(f"the text has {len(words)} words, too few for {count} passages of {num_words}")
-    return [words[first : first + num_words] for first in (index * len(words) // count for index in range(count))]

@@ -96,7 +96,12 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
 def _add_speculate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
     parser.add_argument("--text", type=Path, required=True, help="file of UTF-8 text, whose passages are the prompts")
-    parser.add_argument("--task", choices=("continue", "quote"), default="continue", help="go on with a passage, or quote it")
+    parser.add_argument(
+        "--task",
+        choices=("continue", "quote", "copy", "edit"),
+        default="continue",
+        help="go on with a passage; or quote it, copy words in an order without sense, or repeat it with some words edited",
+    )
     parser.add_argument("--words", type=int, default=64, help="words of a passage")
     parser.add_argument(
         "--methods",
@@ -221,22 +226,15 @@ def run_speculate(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     check_output(args.output_json)
     text = _read_text(args.text)
-    from quire.bench.speculate import (
-        Trial,
-        continuing_prompts,
-        count_passages,
-        measure_speculation,
-        num_requests,
-        quoting_prompts,
-    )
+    from quire.bench.speculate import Trial, measure_speculation, num_requests
+    from quire.bench.speculate_tasks import TASKS, count_passages
 
-    make = quoting_prompts if args.task == "quote" else continuing_prompts
     largest = num_requests(max(args.batch_sizes), args.waves)
     num_prompts = max(largest, min(largest * args.num_iters, count_passages(text, args.words)))
     trial = Trial(
         methods=tuple(args.methods),
         batch_sizes=tuple(args.batch_sizes),
-        prompts=make(text, num_prompts, args.words),
+        prompts=TASKS[args.task](text, num_prompts, args.words),
         output_len=args.output_len,
         temperature=args.temperature,
         num_tokens=args.num_speculative_tokens,
@@ -245,6 +243,7 @@ def run_speculate(args: argparse.Namespace) -> int:
         warm_up_len=args.warm_up_len,
         num_waves=args.waves,
         forced_share=args.force_acceptance,
+        task=args.task,
     )
     record = measure_speculation(config, trial, args.progress)
     return report(record.describe(), record.to_json(), args.output_json)
@@ -257,7 +256,7 @@ def run_constrained(args: argparse.Namespace) -> int:
     text = _read_text(args.text)
     schema = None if args.schema is None else _read_schema(args.schema)
     from quire.bench.constrained import SCHEMA, ConstrainedTrial, measure_constrained
-    from quire.bench.speculate import continuing_prompts
+    from quire.bench.speculate_tasks import continuing_prompts
 
     trial = ConstrainedTrial(
         schema=SCHEMA if schema is None else schema,

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.bench.speculate import Trial, continuing_prompts, measure_speculation, quoting_prompts
+from quire.bench.speculate import Trial, measure_speculation
+from quire.bench.speculate_tasks import TASKS, continuing_prompts, copying_prompts, editing_prompts, quoting_prompts
+from quire.cli.main import make_parser
 from quire.contracts.config import EngineConfig
 
 
@@ -33,6 +35,7 @@ def test_forced_shares_are_found_in_the_figures(tiny_model):
     assert all(line.speed_up > 0 and line.decoding > 0 for line in record.lines)
     assert "replay:1" in record.describe()
     assert json.loads(record.to_json())["lines"][0]["batch_size"] == 1
+    assert json.loads(record.to_json())["task"] == "continue"
 
 
 def test_methods_draft_what_is_forced_as_often_as_they_would(tiny_model):
@@ -104,6 +107,27 @@ def test_prompts_are_passages_and_quotes_begin_again():
     assert first.endswith("w9\n\nw0 w1 w2 w3 w4 w5 w6 w7")
     with pytest.raises(ConfigError, match="too few for 9 passages of 10"):
         quoting_prompts(text, 9, 10)
+
+
+def test_copies_have_no_sense_and_edits_are_kept():
+    text = " ".join(f"w{n}" for n in range(100))
+    first, second = copying_prompts(text, 2, 50)
+    once, again, begun = (part.split() for part in first.split("\n\n"))
+    assert once == again != sorted(once, key=text.split().index)
+    assert sorted(once) == sorted(text.split()[:50])
+    assert begun == once[:8]
+    assert set(second.split()) == set(text.split()[50:])
+    before, edited, begun = (part.split() for part in editing_prompts(text, 1, 100)[0].split("\n\n"))
+    assert before == text.split()
+    assert 1 <= sum(a != b for a, b in zip(before, edited, strict=True)) <= 4
+    assert begun == edited[:8]
+    assert editing_prompts(text, 1, 100) == editing_prompts(text, 1, 100)
+
+
+def test_every_task_can_be_asked_for():
+    for task in TASKS:
+        args = make_parser().parse_args(["bench", "speculate", "--text", "x", "--task", task])
+        assert args.task == task
 
 
 def test_each_round_takes_the_next_batch_until_the_prompts_end():

@@ -1,0 +1,81 @@
+"""Prompts made of passages of a text, to be gone on with; in those that quote, copy and edit stands already what is to come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from quire.base.errors import ConfigError
+
+_NUM_BEGUN = 8
+"""Words of a passage that the prompt says again, so that it is gone on with."""
+_WORDS_PER_EDIT = 24
+
+
+def continuing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
+    """Return passages of the text, to be gone on with."""
+    return tuple(" ".join(passage) for passage in _passages(text, count, num_words))
+
+
+def quoting_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
+    """Return prompts that quote: a passage of the text twice, and then its beginning again, to be gone on with."""
+    return tuple(_join(passage, passage, _begun(passage)) for passage in _passages(text, count, num_words))
+
+
+def copying_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
+    """Return prompts that copy: words of the text in an order without sense, so that the prompt alone says what comes next.
+
+    They stand there twice, and then their beginning.
+    """
+    prompts: list[str] = []
+    for index, passage in enumerate(_passages(text, count, num_words)):
+        words = list(passage)
+        random.Random(index).shuffle(words)
+        prompts.append(_join(words, words, _begun(words)))
+    return tuple(prompts)
+
+
+def editing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
+    """Return prompts that edit: a passage, then with some words replaced by others, and then the beginning of that again.
+
+    What is to come is the edited passage, which the prompt holds, beside one that differs in a word here and there.
+    """
+    others = text.split()
+    prompts: list[str] = []
+    for index, passage in enumerate(_passages(text, count, num_words)):
+        draw = random.Random(index)
+        edited = list(passage)
+        for place in draw.sample(range(num_words), max(1, num_words // _WORDS_PER_EDIT)):
+            edited[place] = others[draw.randrange(len(others))]
+        prompts.append(_join(passage, edited, _begun(edited)))
+    return tuple(prompts)
+
+
+TASKS: Mapping[str, Callable[[str, int, int], tuple[str, ...]]] = {
+    "continue": continuing_prompts,
+    "quote": quoting_prompts,
+    "copy": copying_prompts,
+    "edit": editing_prompts,
+}
+"""By name: (text, prompts, words of a passage) -> prompts. Raise ConfigError where the text has too few words."""
+
+
+def count_passages(text: str, num_words: int) -> int:
+    """Return how many passages of so many words a text has."""
+    return len(text.split()) // max(1, num_words)
+
+
+def _join(*parts: list[str]) -> str:
+    return "\n\n".join(" ".join(words) for words in parts)
+
+
+def _begun(words: list[str]) -> list[str]:
+    return words[:_NUM_BEGUN]
+
+
+def _passages(text: str, count: int, num_words: int) -> list[list[str]]:
+    """Return the words of passages that lie at even distances in the text."""
+    words = text.split()
+    if num_words < 1 or len(words) < count * num_words:
+        raise ConfigError(f"the text has {len(words)} words, too few for {count} passages of {num_words}")
+    return [words[first : first + num_words] for first in (index * len(words) // count for index in range(count))]
