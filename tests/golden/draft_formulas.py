@@ -148,3 +148,19 @@ def draft_with_medusa(model: Model, w: Weights, stem: str, tokens: list[int], co
         block = F.silu(w[f"{stem}{index}.0.linear.weight"] @ state + w[f"{stem}{index}.0.linear.bias"])
         found.append(int((w[f"{stem}{index}.1.weight"] @ (state + block)).argmax()))
     return found
+
+
+def draft_with_medusa_of_vllm(model: Model, w: Weights, tokens: list[int], count: int) -> list[int]:
+    """The same as vLLM stores it: blocks of several layers, and outputs for the tokens of `token_map`, or for all, of which
+    these are taken."""
+    state = model.states(tokens[:-1])[-1][-1]
+    said = w["token_map"]
+    found: list[int] = []
+    for index in range(count):
+        x = state
+        for layer in range(sum(name.startswith(f"blocks.{index}.layers.") and name.endswith(".weight") for name in w)):
+            x = x + F.silu(w[f"blocks.{index}.layers.{layer}.weight"] @ x + w[f"blocks.{index}.layers.{layer}.bias"])
+        output = w[f"lm_heads.{index}.weight"]
+        output = output[said] if len(output) > len(said) else output
+        found.append(int(said[(output @ x).argmax()]))
+    return found

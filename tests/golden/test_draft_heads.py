@@ -130,6 +130,29 @@ def medusa2(folder, base):
     return whole(folder, base, found), {"method": "medusa", "model": str(folder)}, found
 
 
+def vllm_weights(num_said):
+    shapes = {f"blocks.{i}.layers.{j}.weight": (HIDDEN, HIDDEN) for i in range(COUNT) for j in range(2)}
+    shapes |= {f"blocks.{i}.layers.{j}.bias": (HIDDEN,) for i in range(COUNT) for j in range(2)}
+    found = weights(shapes | {f"lm_heads.{i}.weight": (num_said, HIDDEN) for i in range(COUNT)}, 8)
+    token_map = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(8))[:SAID]
+    return {**found, "token_map": token_map}
+
+
+def medusa_vllm(folder, base, num_said=SAID, **changes):
+    """Of vLLM: two layers a block, the most frequent tokens alone."""
+    found = vllm_weights(num_said)
+    folder.mkdir()
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB_SIZE}
+    config |= {"num_heads": COUNT, "num_hidden_layers": 2, "medusa_fc_bias": True, "truncated_vocab_size": SAID, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = {"lm_heads.0.weight"} if changes.get("original_lm_head") else found.keys()
+    kept = {name: tensor for name, tensor in found.items() if not name.startswith("lm_heads.") or name in stored}
+    save_file(kept, str(folder / "model.safetensors"))
+    if changes.get("original_lm_head"):
+        found |= {f"lm_heads.{i}.weight": found["lm_heads.0.weight"] for i in range(COUNT)}
+    return base, {"method": "medusa", "model": str(folder)}, found
+
+
 def mtp_qwen(folder, base):
     """Of Qwen: mtp.*, the model's embedding and output."""
     norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
@@ -157,6 +180,19 @@ LAYOUTS = {
     "EAGLE-3 of speculators": (speculators, "mistral", formulas.eagle3_of("layers.0.", adds_normed=True), (1, 3, 6)),
     "Medusa-1": (medusa1, "mistral", "", ()),
     "Medusa-2": (medusa2, "mistral", "medusa_head.", ()),
+    "Medusa of vLLM": (medusa_vllm, "mistral", formulas.draft_with_medusa_of_vllm, ()),
+    "Medusa of vLLM, whole outputs": (
+        partial(medusa_vllm, num_said=VOCAB_SIZE),
+        "mistral",
+        formulas.draft_with_medusa_of_vllm,
+        (),
+    ),
+    "Medusa of vLLM, one output": (
+        partial(medusa_vllm, original_lm_head=True),
+        "mistral",
+        formulas.draft_with_medusa_of_vllm,
+        (),
+    ),
     "MTP of Qwen": (mtp_qwen, "qwen3", formulas.multi_token("mtp.fc.weight", QWEN, "mtp.layers.0."), ()),
     "MTP of DeepSeek": (
         mtp_deepseek,
@@ -173,6 +209,8 @@ def drafter(layout, base, found):
     model = formulas.Model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval())
     if isinstance(step, str):
         return partial(formulas.draft_with_medusa, model, found, step)
+    if step is formulas.draft_with_medusa_of_vllm:
+        return partial(step, model, found)
     return partial(formulas.draft_with_layer, model, found, step, taps)
 
 

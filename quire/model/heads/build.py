@@ -24,7 +24,7 @@ HeadModel = NativeHead | ReferenceHead
 """What runs a LayerHead, with the same `enter`, `recycled` and `draft`."""
 
 
-_MEDUSA_NAME = re.compile(r"(?:medusa_head\.)?\d+\.0\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight")
+_MEDUSA_NAME = re.compile(r"(?:medusa_heads?\.)?(?:\d+\.0\.linear|blocks\.\d+\.layers\.\d+)\.weight")
 
 
 def find_head_kind(folder: Path) -> Literal["eagle", "eagle3", "medusa", "mtp"] | None:

@@ -22,7 +22,7 @@ def read_medusa(folder: HeadFolder, target: ModelSpec) -> ParallelHead:
 
     How many outputs there are is counted in what is stored: published configs say too few.
     """
-    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in folder.tensors.items()}
+    tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in folder.tensors.items()}
     is_blocks = any(name.startswith("blocks.") for name in tensors)
     pattern = r"blocks\.(\d+)\.layers\.(\d+)\.weight" if is_blocks else r"(\d+)\.(\d+)\.linear\.weight"
     places = sorted((int(m[1]), int(m[2])) for name in tensors if (m := re.fullmatch(pattern, name)) is not None)
@@ -38,7 +38,12 @@ def read_medusa(folder: HeadFolder, target: ModelSpec) -> ParallelHead:
         stems = [f"blocks.{output}.layers.{layer}" if is_blocks else f"{output}.{layer}.linear" for layer in layers]
         blocks.append(tuple(_block(folder, tensors, stem, target) for stem in stems))
         heads.append(_head(folder, tensors, output, len(layers), is_blocks=is_blocks))
-    vocabulary = _vocabulary(folder, tensors.get("token_map"), target.vocab_size, {len(head) for head in heads})
+    token_map, sizes = tensors.get("token_map"), {len(head) for head in heads}
+    if token_map is None or sizes != {target.vocab_size} or sizes == {len(token_map)}:
+        vocabulary = _vocabulary(folder, token_map, target.vocab_size, sizes)
+    else:  # of whole outputs, the tokens of the map alone are said
+        vocabulary = _vocabulary(folder, token_map, target.vocab_size, {len(token_map)})
+        heads = [head[token_map.long()] for head in heads]
     dtype = getattr(torch, target.dtype)
     choices = folder.config.get("medusa_choices")
     if choices is not None:
@@ -62,6 +67,8 @@ def _block(folder: HeadFolder, tensors: dict[str, Tensor], stem: str, target: Mo
 
 def _head(folder: HeadFolder, tensors: dict[str, Tensor], output: int, num_layers: int, *, is_blocks: bool) -> Tensor:
     names = (f"lm_heads.{output}.weight", "lm_head.weight") if is_blocks else (f"{output}.{num_layers}.weight",)
+    if is_blocks and folder.flag("original_lm_head", False):
+        names += ("lm_heads.0.weight",)
     for name in names:
         if name in tensors:
             return tensors[name]
