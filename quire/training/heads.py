@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quire.model.families.sources import PRE_NORM_LAYER
 from quire.model.heads.eagle import default_tap_layers
 from quire.training.config import DraftTraining
+from quire.training.mtp_layout import to_stored
 from quire.training.target import Target, TargetRows
 from quire.training.unrolled import DraftLayer, RmsNorm, Unrolled, Wanted, shifted
 
@@ -126,7 +127,7 @@ class Eagle3Head(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """Multi-token prediction in Qwen's layout: a layer of the model's own kind over hidden state and next token.
+    """Multi-token prediction: a layer of the model's own kind over hidden state and next token; see mtp_layout.py.
 
     It is unrolled over its own normed outputs, as it is used for more than one token (FastMTP, arXiv 2509.18362).
     """
@@ -136,12 +137,13 @@ class MtpHead(nn.Module):
         spec = target.spec
         hidden, eps, last = spec.hidden_size, spec.final_norm.eps, len(spec.layers) - 1
         self.tap_layers: tuple[int, ...] = ()
-        self._shape, self._model_type, self._num_steps = _shape_config(target), spec.model_type, options.num_steps_ahead
+        self._shape, self._num_steps = _shape_config(target), options.num_steps_ahead
+        self._has_qk_norm = spec.layers[-1].attention.qk_norm is not None
         self.pre_fc_norm_embedding = RmsNorm(hidden, eps)
         self.pre_fc_norm_hidden = RmsNorm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         attention = spec.layers[-1].attention
-        layer = DraftLayer(spec, spec.layers[-1], hidden, attention.qk_norm is not None, attention.has_qkv_bias)
+        layer = DraftLayer(spec, spec.layers[-1], hidden, self._has_qk_norm, attention.has_qkv_bias)
         layer.add_module("input_layernorm", RmsNorm(hidden, eps, target.parameter(f"layers.{last}.attn_in.weight")))
         layer.start_from(_last_layer(target))
         self.layers = nn.ModuleList([layer])
@@ -167,12 +169,13 @@ class MtpHead(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """See Head."""
-        return {f"mtp.{name}": tensor for name, tensor in _half(self).items()}
+        return to_stored(_half(self))
 
     def config(self) -> dict[str, object]:
         """See Head."""
-        kind = {"architectures": ["Qwen3MTP"], "model_type": self._model_type, "num_hidden_layers": 1}
-        return {**kind, **self._shape, "num_nextn_predict_layers": 1, "num_speculative_tokens": self._num_steps}
+        kind = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1, **self._shape}
+        kind |= {"qk_norm": self._has_qk_norm, "num_nextn_predict_layers": 1}
+        return {**kind, "num_speculative_tokens": self._num_steps}
 
 
 class MedusaHead(nn.Module):

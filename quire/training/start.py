@@ -11,9 +11,10 @@ from torch import Tensor
 from quire.base.errors import ConfigError
 from quire.model.heads.stored import HeadFolder
 from quire.model.resolve import resolve_model
+from quire.training.mtp_layout import from_stored
 
-_MAY_DIFFER = {"num_speculative_tokens"}
-"""What a config says only of how long a head was unrolled."""
+_MAY_DIFFER = {"num_speculative_tokens", "architectures", "model_type", "qk_norm"}
+"""What a config says only of how long a head was unrolled, and of its layout, in which the tensors show their shapes."""
 
 
 class StartingHead:
@@ -23,7 +24,7 @@ class StartingHead:
         self._name = name
         stored = HeadFolder.open(resolve_model(name))
         self._config: Mapping[str, object] = stored.config
-        self._tensors: Mapping[str, Tensor] = stored.tensors
+        self._tensors: Mapping[str, Tensor] = from_stored(stored.tensors)
 
     @property
     def draft_ids(self) -> list[int] | None:
@@ -41,8 +42,8 @@ class StartingHead:
                     f"start_from: {self._name} has {name} {self._config.get(name)}, with these options it is {value}: give the "
                     "model, the kind and the options that it was trained with"
                 )
-        parameters = dict(head.named_parameters())
-        for name, tensor in head.tensors().items():
+        fixed = {name: tensor for name, tensor in head.tensors().items() if not tensor.is_floating_point()}
+        for name, tensor in {**dict(head.named_parameters()), **fixed}.items():
             stored = self._tensors.get(name)
             if stored is None or stored.shape != tensor.shape:
                 found = "none of that name" if stored is None else list(stored.shape)
@@ -51,6 +52,6 @@ class StartingHead:
                     "give the kind and the options that it was trained with"
                 )
             if tensor.is_floating_point():
-                parameters[name.removeprefix("mtp.")].copy_(stored)
+                tensor.copy_(stored)
             elif not torch.equal(stored, tensor):
                 raise ConfigError(f"start_from: {self._name} says {name} in another way than heads that are trained here")

@@ -34,7 +34,8 @@ def attended(w: Weights, prefix: str, x: Tensor, num_heads: int, num_kv_heads: i
     """Return causal attention over all places, [T, H]."""
 
     def heads(name: str, count: int) -> Tensor:
-        y = (x @ w[f"{prefix}{name}_proj.weight"].T).unflatten(-1, (count, -1))
+        y = x @ w[f"{prefix}{name}_proj.weight"].T + w.get(f"{prefix}{name}_proj.bias", torch.zeros(()))
+        y = y.unflatten(-1, (count, -1))
         norm = w.get(f"{prefix}{name}_norm.weight")
         return y if norm is None else rms_norm(y, norm)
 
@@ -107,14 +108,16 @@ def eagle3_of(layer: str, adds_normed: bool = False) -> Step:
     return step
 
 
-def multi_token(fuse: str, norms: tuple[str, str, str], layer: str, embedding: str = "", output: str = "") -> Step:
+def multi_token(
+    fuse: str, norms: tuple[str, str, str], layer: str, embedding: str = "", output: str = "", has_state_first: bool = False
+) -> Step:
     """arXiv 2412.19437, 2.2: normed embedding and normed state, fused, one layer of the model's kind, the model's output."""
 
     def step(model: Model, w: Weights, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         of_embedding, of_state, last = norms
         e = w.get(embedding, model.embedding)[ids]
         both = rms_norm(e, w[of_embedding]), rms_norm(features, w[of_state])
-        x = torch.cat(both, -1) @ w[fuse].T
+        x = torch.cat(both[::-1] if has_state_first else both, -1) @ w[fuse].T
         x = x + attended(w, f"{layer}self_attn.", rms_norm(x, w[f"{layer}input_layernorm.weight"]), *model.num_heads)
         x = x + feed_forward(w, f"{layer}mlp.", rms_norm(x, w[f"{layer}post_attention_layernorm.weight"]))
         x = rms_norm(x, w[last])

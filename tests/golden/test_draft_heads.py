@@ -171,6 +171,28 @@ def mtp_deepseek(folder, base):
     return whole(folder, base, found), {"method": "deepseek_mtp"}, found
 
 
+MIMO_LAYER = "model.mtp_layers.0."
+
+
+def mtp_mimo(folder, base, has_qk_norm=False):
+    """Of MiMo: a layer of Qwen2's kind, whose state comes first; has_qk_norm: as it is written for models with such norms."""
+    modules = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    shapes = layer(MIMO_LAYER, HIDDEN, (*EAGLE3_NORMS[1:], *modules), has_qk_norm)
+    shapes |= {f"{MIMO_LAYER}input_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    sizes = zip("qkv", (QUERY, KEY, KEY), strict=True)
+    shapes |= {f"{MIMO_LAYER}self_attn.{name}_proj.bias": (size,) for name, size in sizes}
+    found = weights(shapes, 9)
+    if has_qk_norm:
+        found |= {name: torch.zeros_like(tensor) for name, tensor in found.items() if name.endswith(".bias")}
+    folder.mkdir()
+    config = {"architectures": ["MiMoForCausalLM"], **LLAMA, "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "qk_norm": has_qk_norm}))
+    save_file(found, str(folder / "model.safetensors"))
+    return base, {"method": "mtp", "model": str(folder)}, found
+
+
+MIMO_FUSE = f"{MIMO_LAYER}input_proj.weight"
+MIMO = tuple(f"{MIMO_LAYER}{name}.weight" for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"))
 QWEN = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
 DEEPSEEK = tuple(f"model.layers.8.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))
 OWN = tuple(f"model.layers.8.{name}.weight" for name in ("embed_tokens", "shared_head.head"))
@@ -194,6 +216,13 @@ LAYOUTS = {
         (),
     ),
     "MTP of Qwen": (mtp_qwen, "qwen3", formulas.multi_token("mtp.fc.weight", QWEN, "mtp.layers.0."), ()),
+    "MTP of MiMo": (mtp_mimo, "qwen2", formulas.multi_token(MIMO_FUSE, MIMO, MIMO_LAYER, has_state_first=True), ()),
+    "MTP of MiMo with norms": (
+        partial(mtp_mimo, has_qk_norm=True),
+        "qwen3",
+        formulas.multi_token(MIMO_FUSE, MIMO, MIMO_LAYER, has_state_first=True),
+        (),
+    ),
     "MTP of DeepSeek": (
         mtp_deepseek,
         "mistral",
@@ -237,7 +266,7 @@ def run(folder, config):
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     root = tmp_path_factory.mktemp("bases")
-    return {family: write_checkpoint(root / family, family, **MODEL) for family in ("mistral", "qwen3")}
+    return {family: write_checkpoint(root / family, family, **MODEL) for family in ("mistral", "qwen2", "qwen3")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -256,6 +285,7 @@ WRONG = {
     "EAGLE-3": (formulas.eagle3_of("midlayer."), (2, 4, 6)),
     "EAGLE-3 of speculators": (formulas.eagle3_of("layers.0."), (1, 3, 6)),
     "MTP of Qwen": (formulas.multi_token("mtp.fc.weight", (*QWEN[1::-1], QWEN[2]), "mtp.layers.0."), ()),
+    "MTP of MiMo": (formulas.multi_token(MIMO_FUSE, MIMO, MIMO_LAYER), ()),
 }
 
 

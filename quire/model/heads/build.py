@@ -13,7 +13,7 @@ from quire.model.build import Model
 from quire.model.heads.eagle import read_eagle1, read_eagle3
 from quire.model.heads.head_spec import LayerHead, ParallelHead
 from quire.model.heads.medusa import read_medusa
-from quire.model.heads.mtp import read_mtp
+from quire.model.heads.mtp import MIMO_PREFIX, read_mtp
 from quire.model.heads.native_head import NativeHead
 from quire.model.heads.reference_head import ReferenceHead
 from quire.model.heads.stored import HeadFolder
@@ -23,7 +23,7 @@ from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 HeadModel = NativeHead | ReferenceHead
 """What runs a LayerHead, with the same `enter`, `recycled` and `draft`."""
 
-
+_OF_MTP = ("mtp.", MIMO_PREFIX)
 _MEDUSA_NAME = re.compile(r"(?:medusa_heads?\.)?(?:\d+\.0\.linear|blocks\.\d+\.layers\.\d+)\.weight")
 
 
@@ -35,11 +35,11 @@ def find_head_kind(folder: Path) -> Literal["eagle", "eagle3", "medusa", "mtp"] 
         return None
     if "fc.weight" in names:
         return "eagle3" if any(name.endswith("hidden_norm.weight") for name in names) else "eagle"
-    if any(name.endswith("layers.0.input_layernorm.weight") and not name.startswith("mtp.") for name in names):
+    if any(name.endswith("layers.0.input_layernorm.weight") and not name.startswith(_OF_MTP) for name in names):
         return None  # a whole model, whatever drafts for it is stored beside it
     if any(_MEDUSA_NAME.fullmatch(name) for name in names):
         return "medusa"
-    predicts = any(name.startswith("mtp.") or name.endswith(".eh_proj.weight") for name in names)
+    predicts = any(name.startswith(_OF_MTP) or name.endswith(".eh_proj.weight") for name in names)
     return "mtp" if predicts else None
 
 

@@ -1,14 +1,19 @@
-"""Multi-token prediction: the layer behind the last one, in Qwen's layout (`mtp.*`) or DeepSeek's (`model.layers.N.*`)."""
+"""Multi-token prediction: the layer behind the last one, in Qwen's layout (`mtp.*`), DeepSeek's (`model.layers.N.*`), or MiMo's
+(`model.mtp_layers.0.*`)."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
+import torch
+
 from quire.base.errors import ModelFormatError, UnsupportedError
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.heads.head_spec import LayerHead
 from quire.model.heads.stored import HeadFolder, body_shapes, layer_sources
+
+MIMO_PREFIX = "model.mtp_layers.0."
 
 
 def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
@@ -18,6 +23,8 @@ def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
     """
     if any(name.startswith("mtp.") for name in folder.tensors):
         return _read(folder, target, _qwen_names())
+    if any(name.startswith(MIMO_PREFIX) for name in folder.tensors):
+        return _read_mimo(folder, target)
     prefix = f"model.layers.{len(target.layers)}."
     stored = [name for name in folder.tensors if re.fullmatch(r"model\.layers\.\d+\.eh_proj\.weight", name)]
     if stored:
@@ -28,7 +35,8 @@ def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
             raise UnsupportedError(f"{folder.folder}: {prefix}mlp is a mixture of experts, which heads cannot have (yet)")
         return _read(folder, target, _deepseek_names(prefix))
     raise ModelFormatError(
-        f"{folder.folder} has no layer for multi-token prediction: neither mtp.* nor {prefix}eh_proj is stored; "
+        f"{folder.folder} has no layer for multi-token prediction: none of mtp.*, {MIMO_PREFIX}* and {prefix}eh_proj is "
+        "stored; "
         "give a model that has one, or as `model` the folder of a head that was trained for it"
     )
 
@@ -57,16 +65,40 @@ def _deepseek_names(prefix: str) -> dict[str, str]:
     }
 
 
-def _read(folder: HeadFolder, target: ModelSpec, names: dict[str, str]) -> LayerHead:
-    # A layer without a window, where the model has some with one: modules attend to all before them.
-    layer = next((layer for layer in reversed(target.layers) if layer.attention.window is None), target.layers[-1])
+def _mimo_names() -> dict[str, str]:
+    modules = {"fuse": "input_proj", "embed_norm": "token_layernorm", "feature_norm": "hidden_layernorm"}
+    modules |= {"layer": "", "final_norm": "final_layernorm"}
+    return {name: MIMO_PREFIX + module for name, module in modules.items()}
+
+
+def _read_mimo(folder: HeadFolder, target: ModelSpec) -> LayerHead:
+    """Return a module as MiMo stores it: the state comes before the embedding, and the layer is Qwen2's, perhaps with norms of
+    queries and keys. Embedding and output are the model's, whatever is stored."""
+    attention, layer = f"{MIMO_PREFIX}self_attn.", _layer_of(target)
+    biases = {name for name in folder.tensors if name.startswith(attention) and name.endswith("_proj.bias")}
+    has_bias = any(bool(folder.tensors[name].any()) for name in biases)
+    tensors = {name: tensor for name, tensor in folder.tensors.items() if has_bias or name not in biases}
+    is_normed = f"{attention}q_norm.weight" in tensors
+    own = replace(layer.attention, qk_norm=layer.attention.qk_norm if is_normed else None, has_qkv_bias=has_bias)
+    head = _read(replace(folder, tensors=tensors), target, _mimo_names(), replace(layer, attention=own))
+    fuse = torch.cat(head.parameters["fuse.weight"].chunk(2, 1)[::-1], 1)
+    return replace(head, parameters={**head.parameters, "fuse.weight": fuse})
+
+
+def _layer_of(target: ModelSpec) -> LayerSpec:
+    """Return a layer without a window, where the model has some with one: modules attend to all before them."""
+    return next((layer for layer in reversed(target.layers) if layer.attention.window is None), target.layers[-1])
+
+
+def _read(folder: HeadFolder, target: ModelSpec, names: dict[str, str], layer: LayerSpec | None = None) -> LayerHead:
+    layer = layer or _layer_of(target)
     hidden, norm = target.hidden_size, target.final_norm
     body = replace(target, layers=(layer,), is_tied=False)
     sources = layer_sources(layer, names["layer"])
     for name in ("fuse", "embed_norm", "feature_norm", "final_norm"):
         sources[f"{name}.weight"] = f"{names[name]}.weight"
     for name in ("embed", "lm_head"):
-        if f"{names[name]}.weight" in folder.tensors:
+        if name in names and f"{names[name]}.weight" in folder.tensors:
             sources[f"{name}.weight"] = f"{names[name]}.weight"
     shapes = body_shapes(body, hidden)
     shapes |= {"fuse.weight": (hidden, 2 * hidden), "embed_norm.weight": (hidden,), "feature_norm.weight": (hidden,)}

@@ -116,6 +116,15 @@ def mtp(folder, layout="qwen", qk_norm=True):
         names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
         renamed = {f"mtp.{old}.weight": f"model.layers.2.{new}.weight" for old, new in names.items()}
         tensors = {renamed.get(n, n.replace(prefix, "model.layers.2.")): tensor for n, tensor in tensors.items()}
+    if layout == "mimo":
+        names = {"fc": "input_proj", "pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}
+        names |= {"norm": "final_layernorm"}
+        renamed = {f"mtp.{old}.weight": f"model.mtp_layers.0.{new}.weight" for old, new in names.items()}
+        tensors["mtp.fc.weight"] = torch.cat(tensors["mtp.fc.weight"].chunk(2, 1)[::-1], 1).contiguous()
+        tensors = {renamed.get(n, n.replace(prefix, "model.mtp_layers.0.")): tensor for n, tensor in tensors.items()}
+        for name, size in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            tensors[f"model.mtp_layers.0.self_attn.{name}_proj.bias"] = torch.zeros(size * HEAD_DIM)
+        tensors |= {name: torch.zeros(VOCAB, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     config = {"architectures": ["Qwen3MTP"], "model_type": "qwen3", **CONFIG, "num_nextn_predict_layers": 1}
     return write(folder, config, tensors)
 

@@ -38,6 +38,10 @@ def test_the_layouts_of_a_head_are_read_as_one(tiny_model, tmp_path):
         read_layer_head(heads.mtp(tmp_path / "c"), "mtp", spec),
         read_layer_head(heads.mtp(tmp_path / "d", "deepseek"), "mtp", spec),
     )
+    same(
+        read_layer_head(tmp_path / "c", "mtp", spec),
+        read_layer_head(heads.mtp(tmp_path / "e", "mimo"), "mtp", spec),  # without biases that are zero
+    )
     found = [read_parallel_head(heads.medusa(tmp_path / name, name), spec) for name in ("medusa", "full", "vllm")]
     assert len(found[0].heads) == 3  # the config says 2, as published ones do
     for other in found[1:]:
@@ -142,9 +146,10 @@ def test_method_is_what_the_folder_holds_when_only_a_model_is_given(tiny_model, 
         (heads.speculators, "eagle3"),
         (heads.mtp, "mtp"),
         (lambda folder: heads.mtp(folder, "deepseek"), "mtp"),
+        (lambda folder: heads.mtp(folder, "mimo"), "mtp"),
         *[(lambda folder, layout=layout: heads.medusa(folder, layout), "medusa") for layout in ("medusa", "vllm", "full")],
     ],
-    ids=["eagle", "eagle3", "speculators", "mtp", "deepseek", "medusa", "blocks", "full"],
+    ids=["eagle", "eagle3", "speculators", "mtp", "deepseek", "mimo", "medusa", "blocks", "full"],
 )
 def test_a_head_that_is_given_as_a_model_is_told_its_method(tiny_model, tmp_path, make, kind):
     folder = make(tmp_path / "head")

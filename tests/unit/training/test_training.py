@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.contracts.kv_spec import KvSpec
@@ -18,6 +18,7 @@ from quire.model.heads.reference_head import ReferenceHead
 from quire.training import loop
 from quire.training.config import KINDS, DraftTraining
 from quire.training.heads import build_head
+from quire.training.mtp_layout import from_stored
 from quire.training.target import Target
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -196,6 +197,33 @@ def test_a_head_is_trained_further(tiny_model, tmp_path, kind, clock, monkeypatc
     assert all(torch.equal(stored[name], found[name]) for name in stored)
     more = load_file(loop.train_draft(other_text, show_progress=False).folder / "model.safetensors")
     assert any(not torch.equal(stored[name], more[name]) for name in stored)
+
+
+def test_a_head_in_the_layout_that_was_written_before_is_trained_further(tiny_model, tmp_path, clock, monkeypatch):
+    """Multi-token prediction was once written as Qwen stores it: what is read of both is the same."""
+    first = loop.train_draft(options(tiny_model, tmp_path, "mtp", num_sequences=16, minutes=0.05), show_progress=False)
+    stored = load_file(first.folder / "model.safetensors")
+    assert {name.split(".")[1] for name in stored} == {"mtp_layers"}
+    assert json.loads((first.folder / "config.json").read_text())["qk_norm"] is True
+    old = tmp_path / "old"
+    old.mkdir()
+    own = {name: tensor for name, tensor in from_stored(stored).items() if not name.endswith("_proj.bias")}
+    save_file({f"mtp.{name}": tensor for name, tensor in own.items()}, str(old / "model.safetensors"))
+    config = json.loads((first.folder / "config.json").read_text()) | {"architectures": ["Qwen3MTP"], "model_type": "qwen3"}
+    del config["qk_norm"]
+    (old / "config.json").write_text(json.dumps(config))
+    spec = read_model_spec(tiny_model)
+    new, before = (read_layer_head(folder, "mtp", spec) for folder in (first.folder, old))
+    assert new.body == before.body
+    assert new.parameters.keys() == before.parameters.keys()
+    assert all(torch.equal(tensor, before.parameters[name]) for name, tensor in new.parameters.items())
+    monkeypatch.setattr(loop, "_run", lambda *args: args[-1].close())
+    again = loop.train_draft(
+        options(tiny_model, tmp_path, "mtp", out=tmp_path / "more", start_from=str(old)), show_progress=False
+    )
+    found = load_file(again.folder / "model.safetensors")
+    assert stored.keys() == found.keys()
+    assert all(torch.equal(stored[name], found[name]) for name in stored)
 
 
 def test_a_head_of_other_shapes_is_not_trained_further(tiny_model, tmp_path, clock):

@@ -1,0 +1,61 @@
+"""The layout in which heads for multi-token prediction are written: MiMo's, which vLLM and SGLang have for dense models.
+
+Its layer is Qwen2's: queries, keys and values have biases, zero where the model has none, as vLLM leaves to chance what is not
+stored. The norm of queries and keys, which `qk_norm` in a config asks for, is there in vLLM, not in SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_PREFIX = "model.mtp_layers.0."
+_MODULES = {
+    "pre_fc_norm_embedding": "token_layernorm",
+    "pre_fc_norm_hidden": "hidden_layernorm",
+    "fc": "input_proj",
+    "norm": "final_layernorm",
+}
+_LAYER, _OF_QWEN = "layers.0.", "mtp."
+_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in ("q", "k", "v"))
+
+
+def to_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors to store, of the parameters of an MtpHead by their names."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        if name.startswith(_LAYER):
+            stored[_PREFIX + name.removeprefix(_LAYER)] = tensor
+        else:
+            module = name.removesuffix(".weight")
+            stored[f"{_PREFIX}{_MODULES[module]}.weight"] = _other_half_first(tensor) if module == "fc" else tensor
+    for bias in _BIASES:
+        weight = stored[_PREFIX + bias.replace(".bias", ".weight")]
+        stored.setdefault(_PREFIX + bias, torch.zeros(len(weight), dtype=weight.dtype))
+    return stored
+
+
+def from_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of an MtpHead that are stored so, or in Qwen's layout, in which they once were written; other heads
+    as they are."""
+    if any(name.startswith(_OF_QWEN) for name in tensors):
+        return {name.removeprefix(_OF_QWEN): tensor for name, tensor in tensors.items()}
+    modules = {stored: module for module, stored in _MODULES.items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix(_PREFIX)
+        module = modules.get(own.removesuffix(".weight"))
+        if own == name:
+            found[name] = tensor
+        elif module is None:
+            found[_LAYER + own] = tensor
+        else:
+            found[f"{module}.weight"] = _other_half_first(tensor) if module == "fc" else tensor
+    return found
+
+
+def _other_half_first(weight: Tensor) -> Tensor:
+    """Return [H, 2 * H] for an input whose halves, the embedding and the hidden state, come in the other order."""
+    return torch.cat(weight.chunk(2, 1)[::-1], 1).contiguous()
