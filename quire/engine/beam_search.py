@@ -81,6 +81,8 @@ def search_beams(llm: LLM, requests: list[Request], params: BeamSearchParams) ->
             )
     if not llm.llm_engine.config.enable_prefix_caching:
         logger.warning("beam search without prefix caching computes every hypothesis anew for every token")
+    if llm.llm_engine.config.speculative_config is not None:
+        logger.info("beam search drafts what constraints force alone: hypotheses are chosen anew behind every token")
     searches = [
         _Search(
             request, [_Beam(request.prompt_token_ids, 0.0, None if request.grammar is None else request.grammar.new_matcher())]

@@ -7,6 +7,7 @@ import pytest
 from proposers import PROPOSERS, install
 
 from quire import LLM, SamplingParams
+from quire.contracts.sampling_params import BeamSearchParams
 from quire.engine.scheduling import check_invariants
 from quire.kernels.native import load_native
 
@@ -280,6 +281,20 @@ def test_same_outputs_when_words_are_banned(tiny_model, kind):
     llm = speculating(tiny_model, "f32", kind, by_prompt)
     expect_same([o.outputs[0] for o in llm.generate(PROMPTS[:4], request, use_tqdm=False)], plain)
     llm.close()
+
+
+def test_beam_search_says_that_methods_draft_nothing_there(tiny_model, caplog):
+    found, asked = [], BeamSearchParams(beam_width=3, max_tokens=6)
+    for drafting in ({}, {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}}):
+        caplog.clear()
+        llm = start(tiny_model, "f32", **drafting)
+        with caplog.at_level("INFO", logger="quire"):
+            outputs = [output for _ in range(2) for output in llm.beam_search(PROMPTS[4:6], asked)]
+        found.append([[(beam.tokens, beam.cumulative_logprob) for beam in output.sequences] for output in outputs])
+        assert llm.llm_engine.stats.num_drafts == 0
+        assert caplog.text.count("beam search drafts what constraints force alone") == 2 * bool(drafting)
+        llm.close()
+    assert found[0] == found[1]
 
 
 def test_prompt_logprobs_are_the_same_beside_drafts(tiny_model):
