@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.proposer import Outcome, Proposer
+from quire.speculate.proposer import Outcome, Proposer, Reads
 
 Outputs = Mapping[tuple[int, ...], Sequence[int]]
 """Prompt -> the tokens that plain decoding gave."""
@@ -27,7 +27,7 @@ class ReplayProposer(Proposer):
         self._outputs, self._share, self._vocab_size, self._drafter = outputs, share, vocab_size, drafter
         self._random = random.Random(seed)
         if drafter is not None:
-            self.observes, self.tap_layers, self.reads_last = drafter.observes, drafter.tap_layers, drafter.reads_last
+            self.observes, self.tap_layers = drafter.observes, drafter.tap_layers
             self.stops_early, self.leaves_out, self.pools = drafter.stops_early, drafter.leaves_out, drafter.pools
 
     def _replay(self, sequence: DraftedSequence, count: int) -> Draft:
@@ -61,10 +61,15 @@ class ReplayProposer(Proposer):
         if self._drafter is not None:
             self._drafter.observe(outcomes)
 
-    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        """See Proposer."""
+        return () if self._drafter is None else self._drafter.reads
+
+    def feed(self, what: Reads, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         if self._drafter is not None:
-            self._drafter.feed_all(fed, features)
+            self._drafter.feed(what, fed, features)
 
     def forget_blocks(self) -> None:
         """See Proposer."""
