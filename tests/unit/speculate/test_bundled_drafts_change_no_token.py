@@ -108,12 +108,17 @@ def test_same_outputs_when_runs_of_drafts_are_accepted(plain, kind):
         assert num_runs(runs, seeds, is_json=True) >= 1
 
 
+# Each kind in each run. Caches, and whether forced tokens are drafted, take turns: each kind and each run meets both of both.
+COMBINED = [
+    pytest.param(CACHES[(index + place) % 2], kind, run, (index // 2 + place) % 2 == 0, id=f"{kind}-{run}")
+    for index, kind in enumerate(BUNDLED)
+    for place, run in enumerate(RUNS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("kind", BUNDLED)
-def test_same_outputs_whatever_is_combined(plain, cache, kind, run):
-    drafts_forced = (list(BUNDLED).index(kind) + list(RUNS).index(run) + CACHES.index(cache)) % 2 == 0
+@pytest.mark.parametrize(("cache", "kind", "run", "drafts_forced"), COMBINED)
+def test_same_outputs_whatever_is_combined(plain, cache, kind, run, drafts_forced):
     runs = expect_same(plain, cache, kind, run, ALL, drafts_forced)
     assert num_runs(runs, ALL) >= (1 if kind == "lookahead" else 10)
     if kind.startswith(ASK_A_MODEL):
