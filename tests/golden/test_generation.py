@@ -1,4 +1,5 @@
-"""Greedy tokens of the engine against transformers: 64 steps, batched, in chunks, over cached prefixes.
+"""Greedy tokens of the engine against transformers: 64 steps (32 of torch's, which are slow), batched, in chunks, over cached
+prefixes.
 
 Transformers sees each output whole, in one pass: where it chooses every token of it in its turn, it would have generated it.
 """
@@ -21,14 +22,18 @@ from tests.golden.make_checkpoints import CASES, reference_model
 
 pytestmark = pytest.mark.golden
 
-NUM_STEPS = 64
-NUM_CACHED_STEPS = 20  # more than the blocks and the windows; the tokens are those of the first time
 VOCAB_SIZE = 131
-# The native kernels take blocks of a multiple of 16 tokens; torch runs all others.
+# The native kernels take blocks of a multiple of 16 tokens; torch runs all others. Then steps at first, and steps over what is
+# cached: more than the blocks and the windows, and the tokens are those of the first time.
 BLOCKS = {
-    "torch": (4, 120, Decoder),
+    "torch": (4, 120, Decoder, 32, 12),
     "native": pytest.param(
-        16, 60, NativeDecoder, marks=pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+        16,
+        60,
+        NativeDecoder,
+        64,
+        20,
+        marks=pytest.mark.skipif(load_native() is None, reason="the native kernels are not built"),
     ),
 }
 # Longer than a block of 4 or 16, than the windows, and than the original length of the scaled ropes (32), where
@@ -65,17 +70,17 @@ def decoders(monkeypatch):
     return built
 
 
-@pytest.mark.parametrize(("block_size", "num_blocks", "kind"), BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize(("block_size", "num_blocks", "kind", "num_steps", "num_cached_steps"), BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_are_those_of_transformers(folder, decoders, block_size, num_blocks, kind):
+def test_greedy_tokens_are_those_of_transformers(folder, decoders, block_size, num_blocks, kind, num_steps, num_cached_steps):
     model = reference_model(folder)
     options = {"block_size": block_size, "num_kv_blocks": num_blocks, "max_num_seqs": 4, "max_num_batched_tokens": 23}
     llm = LLM(str(folder), skip_tokenizer_init=True, **options)
     assert [type(decoder) for decoder in decoders] == [kind]
-    found, _ = generate(llm, NUM_STEPS)
-    assert [len(token_ids) for token_ids in found] == [NUM_STEPS] * len(PROMPTS)
+    found, _ = generate(llm, num_steps)
+    assert [len(token_ids) for token_ids in found] == [num_steps] * len(PROMPTS)
     assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
-    again, outputs = generate(llm, NUM_CACHED_STEPS)
-    assert again == [token_ids[:NUM_CACHED_STEPS] for token_ids in found]
+    again, outputs = generate(llm, num_cached_steps)
+    assert again == [token_ids[:num_cached_steps] for token_ids in found]
     assert all(output.metrics.num_cached_tokens > 30 for output in outputs)
     llm.close()
