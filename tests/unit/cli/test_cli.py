@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.cli.main import main
+from tests.unit.engine.one_compiler import one_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -349,13 +350,14 @@ def test_generate_keeps_to_a_constraint(capsys, tmp_path):
     schema.write_text(
         '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": false}'
     )
-    for flag, value in (("--json-schema", schema), ("--guided-json", schema.read_text())):
-        out = run(capsys, "generate", "As JSON:", flag, value, *plain)[1]
-        assert json.loads(out)["n"] in (1, 2)
-    assert run(capsys, "generate", "The", "--regex", "a{3}b", *plain)[1] == "aaab\n"
-    assert run(capsys, "generate", "The", "--choice", "left", "--choice", "right", *plain)[1] in ("left\n", "right\n")
-    assert run(capsys, "generate", "The", "--grammar", 'root ::= "yes" | "no"', *plain)[1] in ("yes\n", "no\n")
-    assert isinstance(json.loads(run(capsys, "generate", "The", "--json-object", "--max-tokens", 60, *plain)[1]), dict)
+    with one_compiler():
+        for flag, value in (("--json-schema", schema), ("--guided-json", schema.read_text())):
+            out = run(capsys, "generate", "As JSON:", flag, value, *plain)[1]
+            assert json.loads(out)["n"] in (1, 2)
+        assert run(capsys, "generate", "The", "--regex", "a{3}b", *plain)[1] == "aaab\n"
+        assert run(capsys, "generate", "The", "--choice", "left", "--choice", "right", *plain)[1] in ("left\n", "right\n")
+        assert run(capsys, "generate", "The", "--grammar", 'root ::= "yes" | "no"', *plain)[1] in ("yes\n", "no\n")
+        assert isinstance(json.loads(run(capsys, "generate", "The", "--json-object", "--max-tokens", 60, *plain)[1]), dict)
 
 
 def test_generate_leaves_out_bad_words(capsys):

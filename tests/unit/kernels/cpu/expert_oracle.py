@@ -40,9 +40,9 @@ def check() -> None:
 def _check_shape(folder: Path, shape: tuple[int, int, int, int], dtype: str, quantization: str | None, budget: float) -> None:
     tensors = _write(folder, *shape, dtype)
     spec = read_model_spec(folder)
+    model = build_model(spec, open_parameters(folder, spec), 64, 16, quantization and POLICIES[quantization])
+    assert isinstance(model, NativeDecoder)
     for count in COUNTS:
-        model = build_model(spec, open_parameters(folder, spec), 64, 16, quantization and POLICIES[quantization])
-        assert isinstance(model, NativeDecoder)
         ids = torch.randint(0, spec.vocab_size, (count,), generator=torch.Generator().manual_seed(count))
         want = _logits(tensors, ids, shape[0], shape[1])
         error = (whole_prompt_logits(model, ids.tolist()).double() - want).abs().max() / (want.max() - want.min())
