@@ -113,13 +113,16 @@ def test_tokens_are_those_of_plain_decoding_whatever_happens_to_the_sequences(mo
         _, num_preemptions, _ = expect_plain(model, "fickle", **options)
         assert num_preemptions > 0
         return
-    # The CPU's sums have other bits: the same device without drafts says what is right.
+    # The CPU's sums have other bits: the same device without drafts says what is right. bfloat16 is very slow if interpreted.
+    prompts, params = (
+        (PROMPTS[::2], [replace(one, max_tokens=5) for one in KINDS[::2]]) if "dtype" in options else (PROMPTS, KINDS)
+    )
     llm = LLM(str(model), device=DEVICE, **OPTIONS | options)
-    outputs = llm.generate(PROMPTS, KINDS, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.close()
     by_prompt = {(tuple(output.prompt_token_ids), 0): output.outputs[0].token_ids for output in outputs}
     llm = drafting(model, "fickle", by_prompt, **options)
-    assert said(llm.generate(PROMPTS, KINDS, use_tqdm=False)) == said(outputs)
+    assert said(llm.generate(prompts, params, use_tqdm=False)) == said(outputs)
     assert llm.llm_engine.stats.num_accepted_tokens > 0
     llm.close()
 

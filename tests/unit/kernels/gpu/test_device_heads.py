@@ -4,6 +4,7 @@ tokens are those of plain decoding."""
 import gc
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,11 @@ def test_a_head_drafts_on_the_device_what_it_drafts_on_the_cpu(drafted, tmp_path
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_tokens_are_those_of_plain_decoding_when_a_head_drafts_in_bfloat16(drafted, tmp_path, method):
     model, options = drafted(method), {"dtype": "bfloat16"}
-    expected = plain(model, PROMPTS, [GREEDY, CUT, PENALISED], DEVICE, **options)
+    # Few short ones, as bfloat16 is very slow where kernels are interpreted.
+    prompts, params = PROMPTS[::2], [replace(one, max_tokens=4) for one in (GREEDY, PENALISED)]
+    expected = plain(model, prompts, params, DEVICE, **options)
     llm, noted = drafting(model, HEADS[method](tmp_path / method), method, **options)
-    assert said(llm.generate(PROMPTS, [GREEDY, CUT, PENALISED], use_tqdm=False)) == expected
+    assert said(llm.generate(prompts, params, use_tqdm=False)) == expected
     assert sum(len(tokens) for tokens, _ in noted.values()) > 3
     llm.close()
 
