@@ -17,14 +17,15 @@ from tests.tiny_checkpoint import VOCAB_SIZE, write_checkpoint
 native = load_native()
 pytestmark = pytest.mark.skipif(native is None or not hasattr(native, "peak"), reason="the native kernels are not built")
 
-SMALL = ("--rows", "1", "3", "--lengths", "5", "40", "--seconds", "1e-4", "--working-set-bytes", "100000", "--no-progress")
+ISAS = native.supported_isas() if native else []
+SMALL = ("--rows", "1", "3", "--lengths", "5", "40", "--seconds", "1e-4", "--working-set-bytes", "20000", "--no-progress")
 
 
 def small_setup(rows=(1, 3)):
     return Setup(native, "portable", num_threads=1, working_set_bytes=100_000, rows=rows, lengths=(40,))
 
 
-@pytest.mark.parametrize("isa", native.supported_isas() if native else [])
+@pytest.mark.parametrize("isa", [*(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[:-1]), *ISAS[-1:]])
 def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path, capsys, isa):
     file = tmp_path / "record.json"
     arguments = ["bench", "kernels", "--model", str(tiny_model), "--isa", isa, "--threads", "1", *SMALL]
@@ -85,7 +86,7 @@ def test_shapes_of_a_mixture_are_those_of_an_expert(tmp_path):
     assert "gate, up" not in linears
 
 
-@pytest.mark.parametrize("isa", native.supported_isas() if native else [])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("number_format, size", [("bf16", 2), ("int8", 1)])
 def test_mixtures_count_the_experts_that_are_met(isa, number_format, size):
     shapes = ModelShapes({}, 32, 64, 1, 1, 2, MixtureShape(num_experts=6, top_k=2, inner_size=16))
@@ -143,7 +144,7 @@ def test_missing_kernels_are_refused_with_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "u8"])
-@pytest.mark.parametrize("isa", native.supported_isas() if native else [])
+@pytest.mark.parametrize("isa", ISAS)
 def test_peak_counts_the_operations_of_all_threads(kind, isa):
     one, two = (native.peak(kind, threads, 50, isa) for threads in (1, 2))
     assert one > 0
