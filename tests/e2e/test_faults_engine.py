@@ -61,11 +61,12 @@ async def break_decode(server, number):
     return streams, await asyncio.gather(*unary), ready, health
 
 
+@pytest.mark.slow  # unit tests of the link and of the gateway kill engines every time
 @pytest.mark.parametrize(
     "number, reason",
     [
         (signal.SIGKILL, "SIGKILL"),
-        pytest.param(signal.SIGSTOP, "the engine hangs", marks=pytest.mark.slow),
+        (signal.SIGSTOP, "the engine hangs"),
     ],
 )
 def test_every_client_is_told_when_the_engine_ends_in_decode(server, number, reason):
