@@ -12,7 +12,7 @@ PROMPTS = [
     [*range(20, 52), 1, 2, 3],
     [250, 3],
 ]
-LENGTH = 24
+LENGTH = 16
 
 
 def params(index: int) -> SamplingParams:
