@@ -59,6 +59,16 @@ def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit:
     return Draft.chain(tuple(forced[:limit]))
 
 
+def count_shared(draft: Draft, forced: Sequence[int]) -> int:
+    """Return how many forced tokens a draft begins with, one behind the other, before it has any branch."""
+    count = 0
+    for token_id, parent, expected in zip(draft.tokens, draft.parents, forced, strict=False):
+        if token_id != expected or parent != count - 1:
+            break
+        count += 1
+    return count
+
+
 def _fit_tree(draft: Draft, forced: Sequence[int], limit: int) -> Draft:
     whole = DraftBuilder()
     node = ROOT

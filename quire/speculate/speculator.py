@@ -14,7 +14,7 @@ from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.kv.pool import KvPool
 from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
-from quire.speculate.forced import ForcedTokens, fit_draft
+from quire.speculate.forced import ForcedTokens, count_shared, fit_draft
 from quire.speculate.pooled_pace import PooledPace
 from quire.speculate.proposer import Outcome, Proposer, Reads
 from quire.speculate.records import RECENT_FADING, AcceptanceRecord
@@ -254,6 +254,20 @@ class Speculator:
                 kept[sequence_id] = fitting
         self._drafts = kept
         return kept
+
+    def count_unasked(self, drafts: Mapping[SequenceId, Draft]) -> dict[SequenceId, int]:
+        """Return behind how many first drafts of the step, of which there are some, nothing is to be sampled, as what follows
+        there is forced; nothing else needs logits there."""
+        found: dict[SequenceId, int] = {}
+        proposer = self._proposer
+        if not self._constrained or (proposer is not None and (proposer.observes or "last" in proposer.reads)):
+            return found
+        for sequence_id in self._constrained & drafts.keys():
+            sampling = self._followed[sequence_id].sequence.sampling
+            count = count_shared(drafts[sequence_id], self._forced.of(sequence_id))
+            if count > 1 and not sampling.edits_logits and not sampling.needs_logprob:
+                found[sequence_id] = count - 1
+        return found
 
     def _will_tell(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> bool:
         """Return whether a step will tell what drafts cost, as far as is known: it has some, and nothing else happens in it."""

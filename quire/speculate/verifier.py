@@ -29,9 +29,10 @@ _NO_ERRORS: Mapping[int, str | None] = {}
 class Candidate(NamedTuple):
     """A sequence whose next tokens are sought.
 
-    first_draft_row  row of the logits behind draft token 0; those of the others follow
+    first_draft_row  row of the logits behind draft token 0, if there were one; those of the others follow
     masks            of a constrained one, what may follow the first draft tokens; where that is not known the walk ends
     num_forced       draft tokens, the first ones, that are all that its constraint lets come there
+    num_unasked      draft tokens, the first ones, behind which there are no logits; nothing is sampled there
     """
 
     sampling: SamplingRow
@@ -39,6 +40,7 @@ class Candidate(NamedTuple):
     first_draft_row: int
     masks: Sequence[Tensor | None] = ()
     num_forced: int = 0
+    num_unasked: int = 0
 
     def take_mask(self, node: int) -> bool:
         """Set what may follow draft token `node`; return whether that is known."""
@@ -103,7 +105,8 @@ def verify(
             if found.logprobs is not None:
                 walk.logprobs.append(found.logprobs)
             candidate.sampling.append(token_id)
-            if node is not None and not _is_ended(candidate, token_id) and candidate.take_mask(node):
+            goes_on = node is not None and node >= candidate.num_unasked
+            if goes_on and not _is_ended(candidate, token_id) and candidate.take_mask(node):
                 walk.path.append(node)
                 going.append(index)
         active = going
@@ -123,6 +126,9 @@ def _take_forced(candidate: Candidate, walk: Walk) -> bool:
         if _is_ended(candidate, token_id) or not candidate.take_mask(node):
             return False
         walk.path.append(node)
+    if walk.path[-1] < candidate.num_unasked:  # fewer than were thought to be forced
+        walk.path.pop()
+        return False
     return True
 
 

@@ -64,14 +64,16 @@ def propose_drafts(speculator: Speculator, batch: InputBatch, plan: StepPlan) ->
     return speculator.propose(plan)
 
 
-def candidates_of(rows: list[Row], drafts: Mapping[SequenceId, Draft], masks: StepMasks) -> list[Candidate]:
+def candidates_of(rows: list[Row], step: StepInput, masks: StepMasks) -> list[Candidate]:
     """Return what is to be verified, where the logits behind the drafts come after those of the rows, in their order."""
     found: list[Candidate] = []
     next_row = len(rows)
     for row in rows:
-        draft = drafts.get(row.start.sequence_id, NO_DRAFT)
-        found.append(Candidate(row.sampling, draft, next_row, masks.masks_of(row), masks.num_forced(row)))
-        next_row += len(draft)
+        sequence_id = row.start.sequence_id
+        draft, num_unasked = step.drafts.get(sequence_id, NO_DRAFT), step.num_unasked.get(sequence_id, 0)
+        masked = masks.masks_of(row), masks.num_forced(row)
+        found.append(Candidate(row.sampling, draft, next_row - num_unasked, *masked, num_unasked))
+        next_row += len(draft) - num_unasked
     return found
 
 

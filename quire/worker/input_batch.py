@@ -20,6 +20,7 @@ from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
 
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
+NONE_UNASKED: Mapping[SequenceId, int] = {}
 UNKNOWN = -1
 """In place of a token that is not on the host yet."""
 
@@ -77,7 +78,8 @@ class StepInput(NamedTuple):
     rows          the sequences of the step, in batch order
     drafts        of those that have some; their tokens come after the known ones
     ready         the sequences that get a token after this step
-    logit_rows    indices of the tokens whose logits are wanted: the last known one of each of `ready`, and then their drafts
+    logit_rows    indices of the tokens whose logits are wanted: the last known one of each of `ready`, and then their drafts,
+                  but for the first num_unasked[sequence] ones
     wants_prompt  whether one of them may ask for something about its prompt
     """
 
@@ -87,6 +89,11 @@ class StepInput(NamedTuple):
     ready: list[Row]
     logit_rows: list[int]
     wants_prompt: bool
+    num_unasked: Mapping[SequenceId, int] = NONE_UNASKED
+
+    def num_asked(self, sequence_id: SequenceId) -> int:
+        """Return how many of a sequence's drafts have logits."""
+        return len(self.drafts.get(sequence_id, NO_DRAFT)) - self.num_unasked.get(sequence_id, 0)
 
     def pooled_rows(self) -> list[PooledRun]:
         """Return the tokens of the step whose hidden states are pooled; such sequences have no drafts."""
@@ -171,7 +178,12 @@ class InputBatch:
         """Return the row of a sequence that the plans have started."""
         return self._rows[sequence_id]
 
-    def build(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft] = NO_DRAFTS) -> StepInput:
+    def build(
+        self,
+        plan: StepPlan,
+        drafts: Mapping[SequenceId, Draft] = NO_DRAFTS,
+        num_unasked: Mapping[SequenceId, int] = NONE_UNASKED,
+    ) -> StepInput:
         """Return the tokens of the step; drafts stand in the slots behind the last known token, in order."""
         rows: list[Row] = []
         token_ids: list[int] = []
@@ -193,15 +205,16 @@ class InputBatch:
                 logit_rows.append(len(token_ids) - 1)
             draft = drafts.get(sequence_id) if drafts else None
             if draft is not None:
-                draft_rows += range(len(token_ids), len(token_ids) + len(draft.tokens))
+                first_asked = len(token_ids) + num_unasked.get(sequence_id, 0)
                 token_ids += draft.tokens
+                draft_rows += range(first_asked, len(token_ids))
                 end += len(draft.tokens)
                 has_trees = has_trees or not draft.is_chain
             starts.append(len(token_ids))
             ends.append(end)
         trees = self._place_trees(rows, starts, ends, drafts) if has_trees else None
         runs = TokenRuns(token_ids, starts, ends, [row.block_table for row in rows], [row.address for row in rows], trees)
-        return StepInput(runs, rows, drafts, ready, logit_rows + draft_rows, bool(self._prompt_rows))
+        return StepInput(runs, rows, drafts, ready, logit_rows + draft_rows, bool(self._prompt_rows), num_unasked)
 
     def _place_trees(
         self, rows: list[Row], starts: list[int], ends: list[int], drafts: Mapping[SequenceId, Draft]
@@ -262,8 +275,7 @@ class InputBatch:
         drafted: list[int] = []
         next_draft = len(step.ready)
         for index, row in enumerate(step.ready):
-            draft = step.drafts.get(row.start.sequence_id, NO_DRAFT)
-            behind = range(next_draft, next_draft + len(draft))
+            behind = range(next_draft, next_draft + step.num_asked(row.start.sequence_id))
             next_draft = behind.stop
             if row.start.sequence_id in late:
                 row.num_computed_tokens -= 1

@@ -42,7 +42,7 @@ from quire.worker.constrained import LATE_WAIT_S, ConstrainedRows
 from quire.worker.device.choice import choose_device
 from quire.worker.device.memory import estimate_memory
 from quire.worker.drafting import DraftingRunner, candidates_of, known_tokens, last_tokens, propose_drafts
-from quire.worker.input_batch import NO_DRAFTS, InputBatch, Row, StepInput
+from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, Row, StepInput
 from quire.worker.memory import check_fits, cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
 from quire.worker.sampled_results import take_best, take_matches, take_sampled, take_walks
@@ -211,7 +211,7 @@ class ModelRunner(DraftingRunner):
         drafts = NO_DRAFTS if is_napping else propose_drafts(self._speculator, self._batch, plan)
         if not plan.num_scheduled_tokens:
             return StepResult(plan.step_id, {}, {}, {}, {}, caught_up=self._constrained.take_caught_up(LATE_WAIT_S))
-        step = self._batch.build(plan, drafts)
+        step = self._batch.build(plan, drafts, self._speculator.count_unasked(drafts) if drafts else NONE_UNASKED)
         rows, reads = step.ready, () if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
@@ -241,7 +241,7 @@ class ModelRunner(DraftingRunner):
         if drafts and best is not None and self._speculator.typical is None and step.runs.trees is None:
             result = take_matches(plan.step_id, step, best, found_logprobs, paths)
         elif drafts:
-            walks = verify(sampled, candidates_of(rows, drafts, masks), self._speculator.typical, best)
+            walks = verify(sampled, candidates_of(rows, step, masks), self._speculator.typical, best)
             result = take_walks(plan.step_id, self._batch, step, rows, walks, found_logprobs, paths)
             moves = self._batch.take_moves()
             if moves is not None:

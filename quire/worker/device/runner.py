@@ -260,7 +260,7 @@ class DeviceRunner(DraftingRunner):
     ) -> list[Walk]:
         """Return the next tokens of every sequence that is not late, along its draft."""
         step, logits = running.step, running.launched.logits
-        candidates = candidates_of(step.ready, step.drafts, running.masks)
+        candidates = candidates_of(step.ready, step, running.masks)
         on_host = self._sampled_by_host(running, late)
         left = set(running.left_to_host)
         on_device = [index for index in range(len(candidates)) if index not in left]

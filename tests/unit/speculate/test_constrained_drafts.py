@@ -254,6 +254,27 @@ def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
     llm.close()
 
 
+def test_logits_are_computed_where_something_is_sampled_and_nowhere_else(tiny_model, plain, monkeypatch):
+    llm = start(tiny_model)
+    runner = llm.llm_engine._runner
+    runner._constrained.patience = None
+    num_rows = []
+    run = runner._decoder.run
+
+    def count(runs, kv, logit_rows, *args, **options):
+        num_rows.append(len(logit_rows))
+        return run(runs, kv, logit_rows, *args, **options)
+
+    monkeypatch.setattr(runner._decoder, "run", count)
+    choice = generate(llm, 0, [1])[0][0]
+    assert said(choice) == said(plain[0][1])
+    stats = llm.llm_engine.stats
+    # Of drafts in a row the last one has logits behind it, and the token before them has.
+    assert stats.num_draft_tokens > 2 * stats.num_drafts
+    assert sum(num_rows) == stats.num_steps + stats.num_drafts
+    llm.close()
+
+
 def test_drafts_are_cut_to_what_the_constraint_takes(tiny_model, plain):
     llm = speculating(tiny_model, "adversary", plain[0])
     generate(llm, 0, [0, 1, 2, 3, 4])

@@ -112,30 +112,69 @@ def mask_of(token_id):
     return torch.tensor([1 << token_id], dtype=torch.int32)
 
 
+class Forced:
+    """A constrained sequence that drafts what its grammar forces, and how it is verified."""
+
+    way = (7, 3, 9, 4)
+
+    def __init__(self, drafted, options, monkeypatch):
+        self.drafted = drafted
+        self.params = SamplingParams(max_tokens=100, temperature=1.0, **options)
+        self.logits = torch.randn(1 + len(drafted), VOCAB, generator=torch.Generator().manual_seed(3))
+        self.num_rows = []
+        monkeypatch.setattr("quire.speculate.verifier.sample", self._sample)
+
+    def _sample(self, part, rows, draw):
+        self.num_rows.append(len(rows))
+        return sample(part, rows, draw)
+
+    def verify(self, num_forced, num_unasked=0):
+        """Return the walk, where so many first drafts are known to be forced, and so many have no logits behind them."""
+        request = Request(
+            request_id="a",
+            prompt_token_ids=(1, 2),
+            params=self.params,
+            seed=0,
+            grammar=OneWay(self.way),
+            eos_token_ids=frozenset({5}),
+        )
+        sampling = SamplingRow(request, 0, (1, 2), VOCAB)
+        sampling.token_mask = mask_of(self.way[0])
+        masks = [mask_of(token_id) for token_id in self.way[1:]][: len(self.drafted)]
+        self.num_rows.clear()
+        logits = torch.cat((self.logits[:1], self.logits[1 + num_unasked :]))
+        draft = Draft.chain(self.drafted)
+        (walk,) = verify(logits, [Candidate(sampling, draft, 1 - num_unasked, masks, num_forced, num_unasked)])
+        assert sampling.output_token_ids == walk.tokens
+        assert sampling.token_mask is None
+        return walk
+
+
+DRAFTED = [((7, 3, 9), 3), ((7, 3, 9, 4), 4), ((7, 3, 8), 2)]
+
+
 @pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"min_tokens": 2}])
-@pytest.mark.parametrize(("drafted", "num_forced"), [((7, 3, 9), 3), ((7, 3, 9, 4), 4), ((7, 3, 8), 2)])
+@pytest.mark.parametrize(("drafted", "num_forced"), DRAFTED)
 def test_forced_drafts_are_taken_as_if_they_were_sampled_but_sampled_only_where_more_is_asked_for(
     drafted, num_forced, options, monkeypatch
 ):
-    way = (7, 3, 9, 4)
-    logits = torch.randn(1 + len(drafted), VOCAB, generator=torch.Generator().manual_seed(3))
-    params = SamplingParams(max_tokens=100, temperature=1.0, **options)
-    num_rows = []
-    monkeypatch.setattr(
-        "quire.speculate.verifier.sample", lambda part, rows, draw: (num_rows.append(len(rows)), sample(part, rows, draw))[1]
-    )
-    found = []
-    for count in (0, num_forced):
-        request = Request(
-            request_id="a", prompt_token_ids=(1, 2), params=params, seed=0, grammar=OneWay(way), eos_token_ids=frozenset({5})
-        )
-        sampling = SamplingRow(request, 0, (1, 2), VOCAB)
-        sampling.token_mask = mask_of(way[0])
-        masks = [mask_of(token_id) for token_id in way[1:]][: len(drafted)]
-        num_rows.clear()
-        (walk,) = verify(logits, [Candidate(sampling, Draft.chain(drafted), 1, masks, count)])
-        found.append((walk, list(sampling.output_token_ids), sampling.token_mask))
-    assert found[0] == found[1]
-    assert found[0][0].tokens == list(way[: min(len(drafted), 3) + 1] if drafted[2] == 9 else way[:3])
-    num_sampled = len(found[0][0].tokens)
-    assert len(num_rows) == (num_sampled if options else num_sampled - min(num_forced, num_sampled))
+    forced = Forced(drafted, options, monkeypatch)
+    plain = forced.verify(0)
+    num_sampled = len(forced.num_rows)
+    assert plain.tokens == list(forced.way[:num_sampled])
+    assert forced.verify(num_forced) == plain
+    assert len(forced.num_rows) == (num_sampled if options else num_sampled - min(num_forced, num_sampled))
+
+
+@pytest.mark.parametrize(("drafted", "num_forced"), DRAFTED)
+def test_behind_forced_drafts_no_logits_are_needed_but_behind_the_last(drafted, num_forced, monkeypatch):
+    forced = Forced(drafted, {}, monkeypatch)
+    assert forced.verify(num_forced, num_forced - 1) == forced.verify(0)
+
+
+@pytest.mark.parametrize("num_forced", [0, 1, 2])
+def test_where_fewer_drafts_are_forced_than_have_no_logits_the_walk_ends_with_what_is_known(num_forced, monkeypatch):
+    forced = Forced((7, 3, 9, 4), {}, monkeypatch)
+    walk = forced.verify(num_forced, 3)
+    assert walk.tokens == list(forced.way[: max(1, num_forced)])
+    assert walk.path == list(range(len(walk.tokens) - 1))
