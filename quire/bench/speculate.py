@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -139,6 +139,24 @@ class Line:
     same_outputs: float = 1.0
     forced_share: float | None = None
 
+    @staticmethod
+    def header() -> str:
+        """Return the line above those of `describe`."""
+        ratios = f"{'speed-up':>10}{'quartiles':>12}{'decoding':>9}{'overall':>9}"
+        return f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"
+
+    def describe(self) -> str:
+        """Return the figures as a line for people."""
+        shares = " ".join(f"{share:.2f}" for share in self.acceptance)
+        spread = f"{self.spread[0]:.2f} {self.spread[1]:.2f}"
+        return (
+            f"{self.method[:43]:<44}{self.batch_size:>6}{self.speed_up:>10.2f}{spread:>12}{self.decoding:>9.2f}"
+            f"{self.overall:>9.2f}"
+            f"{self.tokens_per_step:>10.2f}{self.drafts_per_step:>8.2f}  {shares if self.drafts_per_step > 0 else '-'}"
+            + (f"  (forced: {self.forced_share:g})" if self.forced_share is not None else "")
+            + (f"  ({self.same_outputs:.0%} of the outputs are those without drafts)" if self.same_outputs < 1 else "")
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRecord:
@@ -150,22 +168,6 @@ class SpeculationRecord:
     temperature: float
     provenance: Provenance
     task: str = "continue"
-
-    def describe(self) -> str:
-        """Return the figures as lines for people."""
-        ratios = f"{'speed-up':>10}{'quartiles':>12}{'decoding':>9}{'overall':>9}"
-        text = [f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"]
-        for line in self.lines:
-            shares = " ".join(f"{share:.2f}" for share in line.acceptance)
-            spread = f"{line.spread[0]:.2f} {line.spread[1]:.2f}"
-            text.append(
-                f"{line.method[:43]:<44}{line.batch_size:>6}{line.speed_up:>10.2f}{spread:>12}{line.decoding:>9.2f}"
-                f"{line.overall:>9.2f}"
-                f"{line.tokens_per_step:>10.2f}{line.drafts_per_step:>8.2f}  {shares}"
-                + (f"  (forced: {line.forced_share:g})" if line.forced_share is not None else "")
-                + (f"  ({line.same_outputs:.0%} of the outputs are those without drafts)" if line.same_outputs < 1 else "")
-            )
-        return "\n".join(text)
 
     def to_json(self) -> str:
         """Return the figures as JSON."""
@@ -183,8 +185,10 @@ def _share_of(method: str) -> float:
     return share
 
 
-def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool = False) -> SpeculationRecord:
-    """Measure every method at every batch size.
+def measure_speculation(
+    config: EngineConfig, trial: Trial, show_progress: bool = False, tell: Callable[[Line], None] | None = None
+) -> SpeculationRecord:
+    """Measure every method at every batch size; `tell` is told of each when it is measured.
 
     Raises InvariantError where a token differs from plain decoding, acceptance is exact, and sums have one order; ConfigError
     where the configuration has drafts of its own.
@@ -201,6 +205,8 @@ def measure_speculation(config: EngineConfig, trial: Trial, show_progress: bool 
                 bar.set_description(f"{method[:40]}, batch {size}")
                 llm = LLM(replace(config, speculative_config=wanted, max_num_seqs=min(size, config.max_num_seqs)))
                 lines.append(_measure(llm, method, size, trial, bar))
+                if tell is not None:
+                    tell(lines[-1])
                 llm.close()
     return SpeculationRecord(lines, config.model, trial.output_len, trial.temperature, find_provenance(), trial.task)
 

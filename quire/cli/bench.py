@@ -226,7 +226,7 @@ def run_speculate(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     check_output(args.output_json)
     text = _read_text(args.text)
-    from quire.bench.speculate import Trial, measure_speculation, num_requests
+    from quire.bench.speculate import Line, Trial, measure_speculation, num_requests
     from quire.bench.speculate_tasks import TASKS, count_passages
 
     largest = num_requests(max(args.batch_sizes), args.waves)
@@ -245,8 +245,9 @@ def run_speculate(args: argparse.Namespace) -> int:
         forced_share=args.force_acceptance,
         task=args.task,
     )
-    record = measure_speculation(config, trial, args.progress)
-    return report(record.describe(), record.to_json(), args.output_json)
+    print(Line.header(), flush=True)
+    record = measure_speculation(config, trial, args.progress, lambda line: print(line.describe(), flush=True))
+    return report(None, record.to_json(), args.output_json)
 
 
 def run_constrained(args: argparse.Namespace) -> int:

@@ -19,9 +19,10 @@ def check_output(path: Path | None, option: str = "--output-json") -> None:
         raise ConfigError(f"{option} {path}: give a file in a folder that exists")
 
 
-def report(text: str, json_text: str, path: Path | None) -> int:
-    """Print the figures for people, write them as JSON to the file, and return the status of the command."""
-    print(text)
+def report(text: str | None, json_text: str, path: Path | None) -> int:
+    """Print the figures for people, if that was not done, write them as JSON to the file, and return the command's status."""
+    if text is not None:
+        print(text)
     if path is not None:
         path.write_text(json_text + "\n")
     return 0

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What was printed of one request: its text, its output tokens, and the last output."""
+    """What was printed of one request: its text, its output tokens, the last output, and the drafts that were verified."""
 
     text: str
     num_tokens: int
     output: RequestOutput
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def describe_speed(self) -> str:
         """Return a line such as `[120 tokens in 1.30 s, first after 0.05 s, 96.0 tokens/s after it, stop]`."""
@@ -31,7 +33,8 @@ class Streamed:
         if first_s is None or rest_s is None:
             return f"[{self.num_tokens} tokens, {reason}]"
         speed = f", {(self.num_tokens - 1) / rest_s:.1f} tokens/s after it" if rest_s > 0 else ""
-        return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}, {reason}]"
+        drafts = f", {self.num_accepted} of {self.num_drafted} drafts accepted" if self.num_drafted else ""
+        return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}{drafts}, {reason}]"
 
     def describe_cut(self, params: SamplingParams, max_model_len: int) -> str | None:
         """Return what a person is told where the context has ended the output before max_tokens; None where it has not."""
@@ -50,6 +53,7 @@ def stream_to_terminal(
 ) -> Streamed:
     """Generate to standard output, after `echo`. Raises QuireError when the request is invalid or fails."""
     engine.add_request(request_id, prompt, params, output_kind="delta")
+    num_drafted, num_accepted = engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens
     sys.stdout.write(echo)
     sys.stdout.flush()
     text, num_tokens = "", 0
@@ -66,6 +70,7 @@ def stream_to_terminal(
                         sys.stdout.write("\n" if echo or text else "")  # the error begins a line of its own
                         sys.stdout.flush()
                         raise QuireError(output.error)
-                    return Streamed(text, num_tokens, output)
+                    drafts = engine.stats.num_draft_tokens - num_drafted, engine.stats.num_accepted_tokens - num_accepted
+                    return Streamed(text, num_tokens, output, *drafts)
     finally:
         engine.abort_request(request_id)

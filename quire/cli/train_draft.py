@@ -27,7 +27,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("model", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
     parser.add_argument("text", type=Path, metavar="DATA", help="a text file, or a folder with .txt and .md files")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write the head to")
-    parser.add_argument("--minutes", type=float, help="time to compute, over all starts together")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="time to train, over all starts together; before, the model writes the text that the head learns from",
+    )
     parser.add_argument("--sequence-tokens", type=int, help="tokens of a training sequence")
     parser.add_argument("--prompt-tokens", type=int, help="how many of them are text; the model writes the others")
     parser.add_argument("--num-sequences", type=int, help="sequences at most")

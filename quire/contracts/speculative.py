@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
+from quire.base.guesses import with_guesses
 from quire.contracts.medusa_choices import Choices, read_choices
 from quire.contracts.speculative_names import renamed
 from quire.contracts.speculative_ranges import LOOKUP, MAX_SPECULATIVE_TOKENS, check_int, check_number
@@ -179,13 +180,16 @@ class SpeculativeConfig:
         given = {method: one for method, one in given.items() if isinstance(model, dict) or one is not None}
         for method, one in given.items():
             if method not in methods:
-                raise ConfigError(f"speculative_config: model has one for {method!r}, but is of {methods} alone; leave it out")
+                raise ConfigError(
+                    f"speculative_config: model has one for {method!r}; those of the methods that draft with one are {methods}"
+                )
             if not isinstance(one, str):
                 raise ConfigError(f"speculative_config: model must be text: a folder, a hub id or a bundled model, got {one!r}")
         lacking = [method for method in methods if method in _WITH_MODEL and method not in given]
         if lacking or (not methods and model is not None):
             name = repr(lacking[0]) if lacking else repr(self.method)
-            raise ConfigError(f"speculative_config: method {name} takes {'a' if lacking else 'no'} model, got {model!r}")
+            wanted = "a model: a folder, a hub id or a bundled one" if lacking else "no model"
+            raise ConfigError(f"speculative_config: method {name} takes {wanted}, got {model!r}")
         if isinstance(model, dict) and len(methods) == 1:
             object.__setattr__(self, "model", given[methods[0]] if given else None)
 
@@ -340,12 +344,15 @@ class SpeculativeConfig:
             try:
                 value = json.loads(value)
             except ValueError as error:
-                raise ConfigError(f"speculative_config is not JSON ({error}), got {value!r}") from error
+                wanted = f'; give {{"method": "{value}"}}' if value in METHODS else ""
+                raise ConfigError(f"speculative_config is not JSON ({error}), got {value!r}{wanted}") from error
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(value, dict):
             raise ConfigError(f"speculative_config must be an object with method and its options, got {value!r}")
         value = renamed(value)
         unknown = sorted(str(name) for name in set(value) - set(known))
         if unknown:
-            raise ConfigError(f"speculative_config has no option {', '.join(unknown)}; the options are {', '.join(known)}")
+            raise ConfigError(
+                f"speculative_config has no option {with_guesses(unknown, known)}; the options are {', '.join(known)}"
+            )
         return cls(**value)

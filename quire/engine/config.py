@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.base.guesses import with_guesses
 from quire.contracts.config import EngineConfig
 
 
@@ -15,7 +16,7 @@ def make_config(**options: Any) -> EngineConfig:
     known = [field.name for field in dataclasses.fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        raise ConfigError(f"unknown option {with_guesses(unknown, known)}; the options are {', '.join(known)}")
     if isinstance(options.get("model"), os.PathLike):
         options["model"] = os.fspath(options["model"])
     return EngineConfig(**options)

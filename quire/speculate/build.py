@@ -105,6 +105,7 @@ class _Builder:
     target: Target | None
     limits: StepLimits
     taken: list[DraftBytes] = field(default_factory=list[DraftBytes])
+    names: list[str] = field(default_factory=list[str])
 
     def build(self, method: str) -> Proposer:
         """Return the proposer of a method."""
@@ -161,8 +162,9 @@ class _Builder:
 
     def _check_fits(self, name: str, taken: DraftBytes) -> None:
         self.taken.append(taken)
+        self.names.append(name)
         verifying = verification_bytes(self.config, self.report.spec.vocab_size, self.limits)
-        check_drafts_fit(name, sum(self.taken, verifying), self.report.memory)
+        check_drafts_fit(" and ".join(self.names), sum(self.taken, verifying), self.report.memory)
 
     @property
     def _target(self) -> Target:

@@ -20,7 +20,7 @@ class DraftTraining:
     model             the model whose outputs are to be drafted: a folder, a hub id or the name of a bundled model
     text              text files: one, or a folder of .txt and .md files; those of all its folders
     out               folder to write the head to; what a run needs to go on lies in its folder `training`
-    minutes           of computing, over all runs that go on from one another
+    minutes           of training, over all runs that go on from one another; the model writes its text before
     sequence_tokens   tokens of a training sequence
     prompt_tokens     tokens of text that a sequence begins with; the model writes the rest; sequence_tokens: all of it is text
     num_sequences     sequences at most; they are taken over and over

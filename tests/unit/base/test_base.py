@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from quire.base.errors import UnsupportedError
+from quire.base.guesses import with_guesses
 from quire.base.mixing import mix_seed
 from quire.base.registry import Registry
 from quire.base.threads import prefer_short_spins
@@ -61,3 +62,10 @@ def test_log_is_shown_only_where_the_program_has_set_up_none(setup, is_shown):
     code = f"import logging\n{setup}\nfrom quire.base.logging import *\nshow_log()\nget_logger('quire.x').info('the plan')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ("the plan" in done.stderr) == is_shown
+
+
+def test_unknown_names_stand_beside_the_known_ones_that_are_like_them():
+    known = ("speculative_config", "max_model_len", "seed")
+    assert with_guesses(["max_modle_len"], known) == "max_modle_len (did you mean max_model_len?)"
+    assert with_guesses(["speculative", "x"], known) == "speculative, x (did you mean speculative_config?)"
+    assert with_guesses(["x", "y"], known) == "x, y"

@@ -33,7 +33,7 @@ def test_forced_shares_are_found_in_the_figures(tiny_model):
     assert by_method["replay:0", 1].tokens_per_step == 1.0
     assert by_method["replay:0", 2].acceptance == []
     assert all(line.speed_up > 0 and line.decoding > 0 for line in record.lines)
-    assert "replay:1" in record.describe()
+    assert "replay:1" in record.lines[0].describe()
     assert json.loads(record.to_json())["lines"][0]["batch_size"] == 1
     assert json.loads(record.to_json())["task"] == "continue"
 
@@ -46,7 +46,7 @@ def test_methods_draft_what_is_forced_as_often_as_they_would(tiny_model):
     assert all(line.drafts_per_step > 1.5 and line.acceptance == [] for line in never.lines)
     always = measure_speculation(config, trial((draft,), forced_share=1.0))
     assert always.lines[0].tokens_per_step > 2.5
-    assert "(forced: 1)" in always.describe()
+    assert "(forced: 1)" in always.lines[0].describe()
 
 
 class Bar:
@@ -77,7 +77,10 @@ def test_progress_counts_every_run(tiny_model, monkeypatch):
     bar = Bar()
     monkeypatch.setattr("quire.bench.speculate.progress_bar", bar.open)
     config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
-    measure_speculation(config, trial(("replay:1", "replay:0"), num_rounds=2, warm_up_len=20), show_progress=True)
+    told = []
+    wanted = trial(("replay:1", "replay:0"), num_rounds=2, warm_up_len=20)
+    record = measure_speculation(config, wanted, show_progress=True, tell=told.append)
+    assert told == record.lines
     assert bar.count == bar.total == 2 * (2 + 2 + 4 + 1 + 2 + 4)  # two batches of one prompt, one of two
     assert bar.names == ["replay:1, batch 1", "replay:1, batch 2", "replay:0, batch 1", "replay:0, batch 2"]
 
@@ -163,4 +166,4 @@ def test_sampled_outputs_of_typical_acceptance_may_differ_and_their_share_is_tol
     config = EngineConfig(model=str(tiny_model), num_kv_blocks=32, skip_tokenizer_init=True)
     record = measure_speculation(config, trial((method,), temperature=1.0, output_len=40, batch_sizes=(1,), num_rounds=2))
     assert 0.0 <= record.lines[0].same_outputs < 1.0
-    assert "of the outputs are those without drafts" in record.describe()
+    assert "of the outputs are those without drafts" in record.lines[0].describe()

@@ -95,9 +95,15 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": ["ngram", "ngram"]}, "stands twice"),
         ({"method": ["ngram", "lookahead"], "num_speculative_tokens": 5}, "must be 2 * (lookahead_ngram - 1), 6, or more"),
         ({"method": ["ngram", "suffix"], "model": "x"}, "takes no model, got 'x'"),
-        ({"method": ["ngram", "draft_model"]}, "'draft_model' takes a model, got None"),
-        ({"method": ["eagle3", "draft_model"], "model": {"eagle3": "x"}}, "'draft_model' takes a model, got {'eagle3': 'x'}"),
-        ({"method": ["eagle3", "ngram"], "model": {"ngram": "x"}}, "model has one for 'ngram', but is of ['eagle3'] alone"),
+        ({"method": ["ngram", "draft_model"]}, "'draft_model' takes a model: a folder, a hub id or a bundled one, got None"),
+        (
+            {"method": ["eagle3", "draft_model"], "model": {"eagle3": "x"}},
+            "'draft_model' takes a model: a folder, a hub id or a bundled one, got {'eagle3': 'x'}",
+        ),
+        (
+            {"method": ["eagle3", "ngram"], "model": {"ngram": "x"}},
+            "model has one for 'ngram'; those of the methods that draft with one are ['eagle3']",
+        ),
         ({"method": "eagle3", "model": {"eagle3": 5}}, "model must be text: a folder, a hub id or a bundled model, got 5"),
         ({"model": {"eagle3": "x"}}, "beside a model for each method name the methods"),
         (
@@ -120,7 +126,7 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "self", "skipped_layers": [-1]}, "must be an integer from 0"),
         ({"method": "guess"}, "'guess' is unknown"),
         ({"method": "mlp_speculator", "model": "x"}, "'mlp_speculator' is not supported yet"),
-        ({"method": "eagle3"}, "'eagle3' takes a model, got None"),
+        ({"method": "eagle3"}, "'eagle3' takes a model: a folder, a hub id or a bundled one, got None"),
         (
             {"method": ["eagle3", "draft_model"], "model": "x"},
             'eagle3 and draft_model draft with a model or a head: give `model` as an object with one for each, {"eagle3"',
@@ -144,7 +150,7 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "eagle", "model": "x", "draft_top_k": 2, "speculative_eagle_topk": 3}, "draft_top_k is given twice, as 2"),
         ({"method": "eagle", "model": "x", "speculative_num_draft_tokens": 1}, "integer from 2 to 65, got 1"),
         ({"method": "ngram", "model": "x"}, "'ngram' takes no model, got 'x'"),
-        ({"method": "draft_model"}, "'draft_model' takes a model, got None"),
+        ({"method": "draft_model"}, "'draft_model' takes a model: a folder, a hub id or a bundled one, got None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "integer from 1 to 64, got 0"),
         ({"method": "ngram", "num_speculative_tokens": True}, "integer from 1 to 64, got True"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max must be an integer from 5"),
@@ -168,6 +174,7 @@ def test_the_other_bound_of_the_lookup_gives_way_when_one_is_given():
         ({"method": "suffix", "lookahead_window": 3}, "lookahead_window is 3, but it is of lookahead alone"),
         ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be an integer from 2 to 1024, got 0"),
         ("{", "is not JSON"),
+        ("ngram", '; give {"method": "ngram"}'),
         ("[1]", "must be an object"),
     ],
 )

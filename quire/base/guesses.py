@@ -1,0 +1,20 @@
+"""What somebody may have meant by a name that is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def with_guesses(unknown: Sequence[str], known: Iterable[str]) -> str:
+    """Return the unknown names in a row, and the known ones behind them that are like them, if there are any."""
+    from difflib import get_close_matches  # takes a moment, and is seldom needed
+
+    names = list(known)
+    close = [guess for name in unknown for guess in get_close_matches(name, names, 2, 0.6) or _longer(name, names)]
+    hint = f" (did you mean {', '.join(dict.fromkeys(close))}?)" if close else ""
+    return ", ".join(unknown) + hint
+
+
+def _longer(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known names that begin with it."""
+    return [one for one in known if len(name) > 2 and one.startswith(name)][:2]
