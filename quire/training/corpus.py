@@ -38,6 +38,7 @@ def read_sequences(options: DraftTraining, folder: Path, show_progress: bool) ->
 
 def _fingerprint(options: DraftTraining) -> str:
     parts = (
+        *(_digest(file) for file in _text_files(options.text)),
         *(options.model, options.text.resolve(), options.sequence_tokens, options.prompt_tokens, options.num_sequences),
         *(options.sampled_share, options.seed),
     )
@@ -60,10 +61,23 @@ def _make_sequences(options: DraftTraining, show_progress: bool) -> NDArray[np.i
         llm.close()
 
 
-def _tokenize(text: Path, tokenizer: Tokenizer, show_progress: bool) -> NDArray[np.int32]:
+def _text_files(text: Path) -> list[Path]:
     files = sorted(p for p in text.rglob("*") if p.suffix in (".txt", ".md")) if text.is_dir() else [text]
     if not files:
         raise ConfigError(f"{text} holds no .txt or .md file; give a text file or a folder of them")
+    return files
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error})") from error
+
+
+def _tokenize(text: Path, tokenizer: Tokenizer, show_progress: bool) -> NDArray[np.int32]:
+    files = _text_files(text)
     found: list[NDArray[np.int32]] = []
     for file in tqdm(files, "reading text", disable=not show_progress):
         try:

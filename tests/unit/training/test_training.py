@@ -17,6 +17,7 @@ from quire.model.heads.build import read_layer_head, read_parallel_head
 from quire.model.heads.reference_head import ReferenceHead
 from quire.training import loop
 from quire.training.config import KINDS, DraftTraining
+from quire.training.corpus import read_sequences
 from quire.training.heads import build_head
 from quire.training.mtp_layout import from_stored
 from quire.training.target import Target
@@ -182,6 +183,14 @@ def test_too_little_text_is_refused(tiny_model, tmp_path):
     wanted.text.write_text("few words")
     with pytest.raises(ConfigError, match="too few"):
         loop.train_draft(wanted, show_progress=False)
+
+
+def test_text_is_read_anew_when_it_was_edited_in_place(tiny_model, tmp_path):
+    wanted = options(tiny_model, tmp_path, "medusa")
+    before = read_sequences(wanted, tmp_path, show_progress=False)
+    assert (read_sequences(wanted, tmp_path, show_progress=False) == before).all()
+    wanted.text.write_text(WORDS.upper() * 60)
+    assert (read_sequences(wanted, tmp_path, show_progress=False) != before).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
