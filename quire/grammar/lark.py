@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
@@ -11,6 +11,10 @@ from quire.grammar.schema_formats import narrow_formats
 
 _BOUNDED_WHITESPACE = r" |\n {0,24}"
 """One space, or a line break with indentation: an output cannot go on with white space for ever."""
+
+_ESCAPED_LETTERS = r"nrbtf\""
+r"""What may stand behind a backslash where names are declared and others are open: not u, as "\u0079" would be another name
+than "y" to llguidance. Control characters without a letter can then not be written, in values neither."""
 
 
 def quote(text: str) -> str:
@@ -47,12 +51,26 @@ def regex_source(pattern: str) -> str:
     return f"start: TEXT\nTEXT: {quote_regex(pattern)}\n"
 
 
-def schema_options(constraint: Constraint) -> dict[str, Any]:
-    """Return what llguidance is told about white space, and that nothing may be ignored."""
+def schema_options(schema: object, constraint: Constraint) -> dict[str, Any]:
+    """Return what llguidance is told about white space and escapes, and that nothing may be ignored."""
     options: dict[str, Any] = {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
+    if has_open_names(schema):
+        options["json_allowed_escapes"] = _ESCAPED_LETTERS
     if not constraint.disable_any_whitespace:
         options["whitespace_pattern"] = constraint.whitespace_pattern or _BOUNDED_WHITESPACE
     return options
+
+
+def has_open_names(part: object) -> bool:
+    """Whether an object may have names beside those that are declared; looks everywhere, as a $ref may lead anywhere."""
+    if isinstance(part, list):
+        return any(map(has_open_names, cast("list[object]", part)))
+    if not isinstance(part, dict):
+        return False
+    fields = cast("dict[str, object]", part)
+    if fields.get("additionalProperties") is not False and (fields.get("properties") or fields.get("patternProperties")):
+        return True
+    return any(map(has_open_names, fields.values()))
 
 
 def whitespace_of(constraint: Constraint) -> str:
@@ -69,4 +87,6 @@ def schema_fields(schema: object) -> Any:
 
 def inline_schema(schema: Any, constraint: Constraint) -> str:
     """Return a schema as an item of a rule."""
-    return "%json " + json.dumps({"x-guidance": schema_options(constraint), **schema_fields(schema)}, ensure_ascii=False)
+    return "%json " + json.dumps(
+        {"x-guidance": schema_options(schema, constraint), **schema_fields(schema)}, ensure_ascii=False
+    )

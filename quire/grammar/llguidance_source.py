@@ -20,7 +20,7 @@ def llguidance_source(constraint: Constraint, vocabulary: Vocabulary) -> str:
     if kind in ("json_schema", "json_object"):
         schema: Any = {"type": "object"} if kind == "json_object" else check_schema(constraint.parsed())
         fields = schema_fields(close_ends(schema, constraint.max_open_length))
-        return LLMatcher.grammar_from_json_schema(fields, overrides=schema_options(constraint))
+        return LLMatcher.grammar_from_json_schema(fields, overrides=schema_options(schema, constraint))
     if kind == "choice":
         return LLMatcher.grammar_from_lark(choice_source(constraint.parsed()))
     if kind == "regex":

@@ -16,7 +16,8 @@ import numpy as np
 
 from quire.contracts.argument_types import type_name
 from quire.contracts.constraint import Constraint
-from quire.grammar.errors import GrammarError
+from quire.grammar.errors import GrammarError, escape_pointer
+from quire.grammar.lark import has_open_names
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends, iter_schemas
@@ -39,6 +40,9 @@ _NEED_TYPE = frozenset(
 )  # fmt: skip
 _BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
 _MAX_WHITESPACE = 24
+_ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
+_ESCAPED_LETTERS = r"basic_escape ::= [\"\\bfnrt]"
+"""What may stand behind a backslash where names are declared and others are open, which escapes would be a way around."""
 
 
 class XgrammarBackend:
@@ -109,7 +113,7 @@ class ProbedXgrammar:
         kind, compiler = constraint.kind, self._compiler
         if kind in ("json_schema", "json_object"):
             schema: Any = {"type": "object"} if kind == "json_object" else _checked(constraint.parsed(), constraint)
-            return compiler.compile_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint))
+            return compiler.compile_grammar(_rules_of(schema, constraint))
         if kind == "regex":
             return compiler.compile_regex(constraint.source)
         if kind == "choice":
@@ -122,15 +126,9 @@ class ProbedXgrammar:
         return compiler.compile_structural_tag({"type": "structural_tag", "format": self._tag(constraint)})
 
     def _tag(self, constraint: Constraint) -> dict[str, Any]:
-        from xgrammar import Grammar
-
-        options = _whitespace(constraint)
-
-        def write(schema: dict[str, Any] | bool) -> str:
-            checked = json.dumps(_checked(schema, constraint))
-            return str(Grammar.from_json_schema(checked, strict_mode=False, **options))
-
-        return xgrammar_format(constraint.parsed(), self._special, write)
+        return xgrammar_format(
+            constraint.parsed(), self._special, lambda schema: _rules_of(_checked(schema, constraint), constraint)
+        )
 
 
 def check_for_xgrammar(constraint: Constraint, special: SpecialTexts) -> None:
@@ -143,6 +141,19 @@ def check_for_xgrammar(constraint: Constraint, special: SpecialTexts) -> None:
         xgrammar_format(constraint.parsed(), special, lambda schema: json.dumps(_checked(schema, constraint)))
     else:
         _checked(constraint.parsed(), constraint)
+
+
+def _rules_of(schema: object, constraint: Constraint) -> str:
+    """Return a checked schema as xgrammar's EBNF. Raises GrammarError where that has no rule for escapes."""
+    from xgrammar import Grammar
+
+    rules = str(Grammar.from_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint)))
+    if not has_open_names(schema):
+        return rules
+    narrowed, count = _ESCAPES.subn(lambda _: _ESCAPED_LETTERS, rules)
+    if count != 1:
+        raise GrammarError("this xgrammar writes escapes in another way: set additionalProperties to false")
+    return narrowed
 
 
 def _checked(parsed: object, constraint: Constraint) -> Any:
@@ -179,6 +190,13 @@ def _check_beside(schema: dict[str, Any], pointer: str) -> None:
     named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
     if set(cast("list[str]", schema.get("required") or ())) - named:
         raise GrammarError("xgrammar forgets required names that are not among the properties", f"{pointer}/required")
+    if schema.get("additionalProperties") is not False:
+        for name in named:
+            if json.dumps(name, ensure_ascii=False) != f'"{name}"':
+                raise GrammarError(
+                    "xgrammar takes a name that is escaped for another one: set additionalProperties to false",
+                    f"{pointer}/properties/{escape_pointer(name)}",
+                )
     for key in ("anyOf", "$ref"):
         if key in schema and schema.keys() - {key, "$defs", "definitions"}:
             raise GrammarError(f"xgrammar forgets what stands beside {key}", f"{pointer}/{key}")
