@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any, cast
+from urllib.parse import unquote
 
 _MAX_DEPTH = 8
 _MAX_DIGITS = 9
@@ -33,10 +34,12 @@ def has_lone_references(root: object) -> bool:
 
 def find_reference(root: object, reference: str) -> object | None:
     """Return the schema that a reference within its own document means, None where there is none."""
-    if not reference.startswith("#"):
+    base, _, fragment = reference.partition("#")
+    steps = unquote(fragment).split("/")
+    if base or "#" not in reference or steps[0]:
         return None
     found: object = root
-    for part in reference[1:].split("/")[1:]:
+    for part in steps[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and key in found:
             found = cast("Mapping[str, object]", found)[key]

@@ -17,14 +17,12 @@ from typing import Any, cast
 from quire.contracts.argument_types import find_reference, has_lone_references
 from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.schema_shape import check_integers, check_shape
+from quire.grammar.schema_walk import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS, References, iter_reached
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 _WIDE_OF_XGRAMMAR = frozenset(("date", "date-time", "time", "hostname", "ipv4"))
 """It lets days through that no month has, labels of 64 characters, and numbers of four digits."""
 _MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
 _LOOKAROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 _NOT_ENFORCED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
@@ -36,7 +34,7 @@ _MAX_STEP_ERROR = Fraction(1, 2**54)
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"))
 KNOWN_KEYWORDS = frozenset(
     (
-        *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
+        *SCHEMA_MAPS, *SCHEMA_LISTS, *SCHEMAS, *_NOT_ENFORCED, "$ref", "type", "enum", "const", "required", "format",
         "pattern", "uniqueItems", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength",
         "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "contentEncoding", "contentMediaType",
         "contentSchema",
@@ -84,16 +82,17 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
     check_integers(schema, "")
     cleaned = copy.deepcopy(schema)
     has_ids = _has_ids(cleaned)
+    references = References(cleaned)
     is_new_draft = _is_new_draft(cleaned)
     is_lone = has_lone_references(cleaned)
     is_draft4 = _is_draft4(cleaned)
-    for pointer, inner in iter_schemas(cleaned, ""):
+    for pointer, inner in iter_reached(cleaned):
         check_shape(inner, pointer)
         _check_draft(inner, pointer, is_lone)
         _write_bounds(inner, pointer, is_draft4)
         _drop_idle(inner, is_lone)
         _check_one(inner, pointer, is_new_draft, reach)
-        _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids)
+        _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids, references)
         _check_loop(cleaned, inner, f"{pointer}/$ref")
     return cleaned
 
@@ -103,7 +102,7 @@ def close_ends(schema: object, limit: int | None) -> object:
     if limit is None:
         return schema
     closed = copy.deepcopy(schema)
-    for _, inner in iter_schemas(closed, ""):
+    for _, inner in iter_reached(closed):
         kinds = inner.get("type")
         names: set[object] = set(cast("list[object]", kinds)) if isinstance(kinds, list) else {kinds}
         if "string" in names and not inner.keys() & {"maxLength", "pattern", "format", "enum", "const"}:
@@ -135,7 +134,7 @@ def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
     if is_lone and isinstance(schema.get("$ref"), str):
-        for key in schema.keys() - {"$ref", "$schema", "$id", "id", "definitions", "$defs"}:
+        for key in (schema.keys() & KNOWN_KEYWORDS) - {"$ref", "definitions", "$defs"}:
             del schema[key]
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
@@ -145,26 +144,6 @@ def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
     if "contains" not in schema:
         schema.pop("minContains", None)
         schema.pop("maxContains", None)
-
-
-def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it."""
-    if not isinstance(schema, dict):
-        return
-    fields = cast("dict[str, Any]", schema)
-    yield pointer, fields
-    for key in _SCHEMA_MAPS:
-        inner = fields.get(key)
-        if isinstance(inner, dict):
-            for name, item in cast("dict[str, Any]", inner).items():
-                yield from iter_schemas(item, f"{pointer}/{key}/{escape_pointer(name)}")
-    for key in (*_SCHEMA_LISTS, "items"):
-        inner = fields.get(key)
-        if isinstance(inner, list):
-            for position, item in enumerate(cast("list[Any]", inner)):
-                yield from iter_schemas(item, f"{pointer}/{key}/{position}")
-    for key in _SCHEMAS:
-        yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
 
 
 def iter_tag_schemas(part: object, pointer: str) -> Iterator[tuple[str, object]]:
@@ -282,9 +261,17 @@ def _is_new_draft(root: object) -> bool:
     return draft is None or (isinstance(draft, str) and "2020-12" in draft)
 
 
-def _check_reference(reference: object, pointer: str, has_ids: bool) -> None:
-    if isinstance(reference, str) and not reference.startswith("#") and not has_ids:
-        raise GrammarError(f"$ref {reference!r:.100}: only references within the schema (#...) can be followed", pointer)
+def _check_reference(reference: object, pointer: str, has_ids: bool, references: References) -> None:
+    """What is not found here is not checked either, so that nobody else may find it."""
+    if not isinstance(reference, str):
+        return
+    if not reference.startswith("#"):
+        if not has_ids:
+            raise GrammarError(f"$ref {reference!r:.100}: only references within the schema (#...) can be followed", pointer)
+        if "#" not in reference:
+            return
+    if not any(isinstance(target, dict | bool) for _, target in references.targets(reference)):
+        raise GrammarError(f"$ref {reference!r:.100} leads nowhere", pointer)
 
 
 def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:

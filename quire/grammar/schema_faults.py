@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from quire.grammar.errors import GrammarError, escape_pointer
-from quire.grammar.schema_check import iter_schemas
+from quire.grammar.schema_walk import iter_schemas
 
 NOTHING_MATCHES = "nothing can match it"
 _MAX_SEARCH_S = 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from quire.grammar.schema_check import iter_schemas
+from quire.grammar.schema_walk import iter_reached
 
 _DAY = (
     r"[0-9]{4}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
@@ -19,7 +19,7 @@ EXACT_FORMATS = {"date": _DAY, "time": _TIME, "date-time": rf"(?:{_DAY})T{_TIME}
 def narrow_formats(schema: object) -> object:
     """Return a checked schema in which a pattern stands beside each of these formats, and says what the format does."""
     narrowed = copy.deepcopy(schema)
-    for _, inner in iter_schemas(narrowed, ""):
+    for _, inner in iter_reached(narrowed):
         form = EXACT_FORMATS.get(str(inner.get("format")))
         if form is None:
             continue

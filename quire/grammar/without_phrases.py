@@ -13,9 +13,9 @@ from quire.grammar.errors import GrammarError
 from quire.grammar.excluding import excluding
 from quire.grammar.lark import regex_source
 from quire.grammar.rules import without
-from quire.grammar.schema_check import iter_schemas
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.schema_shape import check_shape
+from quire.grammar.schema_walk import iter_schemas
 from quire.grammar.thinned_schema import thin_schema
 
 _MAX_FORCED = 8

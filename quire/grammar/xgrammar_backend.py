@@ -20,7 +20,8 @@ from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.lark import has_open_names
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
-from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends, iter_schemas
+from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends
+from quire.grammar.schema_walk import iter_reached
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 from quire.grammar.xgrammar_tags import SAFE_PATTERN, xgrammar_format
@@ -161,7 +162,7 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
     schema = close_ends(check_schema(parsed, XGRAMMAR), constraint.max_open_length)
     if schema is False:
         raise GrammarError("the schema false allows nothing", "")
-    for pointer, inner in iter_schemas(schema):
+    for pointer, inner in iter_reached(schema):
         for key in list(inner):
             if key not in KNOWN_KEYWORDS:
                 del inner[key]  # it means nothing

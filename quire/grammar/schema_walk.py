@@ -1,0 +1,103 @@
+"""The schemas within a JSON schema, and those that its references lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, cast
+from urllib.parse import unquote
+
+from quire.contracts.argument_types import find_reference
+from quire.grammar.errors import escape_pointer
+
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it."""
+    if not isinstance(schema, dict):
+        return
+    fields = cast("dict[str, Any]", schema)
+    yield pointer, fields
+    for key in SCHEMA_MAPS:
+        inner = fields.get(key)
+        if isinstance(inner, dict):
+            for name, item in cast("dict[str, Any]", inner).items():
+                yield from iter_schemas(item, f"{pointer}/{key}/{escape_pointer(name)}")
+    for key in (*SCHEMA_LISTS, "items"):
+        inner = fields.get(key)
+        if isinstance(inner, list):
+            for position, item in enumerate(cast("list[Any]", inner)):
+                yield from iter_schemas(item, f"{pointer}/{key}/{position}")
+    for key in SCHEMAS:
+        yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
+
+
+def iter_reached(root: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every schema within a whole one as iter_schemas does, then those elsewhere that a $ref leads to, each once.
+
+    What is changed in a schema that was yielded is followed as it is then.
+    """
+    references = References(root)
+    seen: dict[int, object] = {}
+    waiting: list[tuple[str, object]] = [("", root)]
+    for place in waiting:
+        if id(place[1]) in seen:
+            continue
+        for pointer, schema in iter_schemas(place[1], place[0]):
+            if id(schema) in seen:
+                continue
+            seen[id(schema)] = schema
+            yield pointer, schema
+            reference = schema.get("$ref")
+            if isinstance(reference, str):
+                waiting += references.targets(reference)
+
+
+class References:
+    """Finds what the references within a schema may mean: with $id in it, more than they do."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+
+    def targets(self, reference: str) -> list[tuple[str, object]]:
+        """Return the values that it may lead to, each with the JSON pointer to it; none where it leads nowhere."""
+        base, _, written = reference.partition("#")
+        fragment = unquote(written)
+        if not base and not fragment:
+            return [("", self._root)]
+        if fragment and not fragment.startswith("/"):
+            return [
+                (pointer, fields)
+                for pointer, fields in self._objects
+                if fragment in (fields.get("$anchor"), fields.get("$dynamicAnchor")) or f"#{fragment}" in _names(fields)
+            ]
+        found = ((pointer, find_reference(resource, f"#{written}")) for pointer, resource in self._resources)
+        return [(f"{pointer}{fragment}", value) for pointer, value in found if value is not None]
+
+    @cached_property
+    def _resources(self) -> list[tuple[str, object]]:
+        """The whole, and what has a name of its own, where references may begin anew."""
+        return [("", self._root), *((pointer, fields) for pointer, fields in self._objects if pointer and any(_names(fields)))]
+
+    @cached_property
+    def _objects(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(_iter_objects(self._root, ""))
+
+
+def _names(fields: dict[str, Any]) -> list[str]:
+    return [name for name in (fields.get("$id"), fields.get("id")) if isinstance(name, str)]
+
+
+def _iter_objects(value: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield all objects in a JSON value, schemas or not."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        yield pointer, fields
+        for key, inner in fields.items():
+            yield from _iter_objects(inner, f"{pointer}/{escape_pointer(key)}")
+    elif isinstance(value, list):
+        for position, inner in enumerate(cast("list[object]", value)):
+            yield from _iter_objects(inner, f"{pointer}/{position}")
