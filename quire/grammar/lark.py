@@ -8,6 +8,7 @@ from typing import Any, cast
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.schema_formats import narrow_formats
+from quire.grammar.schema_patterns import narrow_patterns
 
 _BOUNDED_WHITESPACE = r" |\n {0,24}"
 """One space, or a line break with indentation: an output cannot go on with white space for ever."""
@@ -79,10 +80,10 @@ def whitespace_of(constraint: Constraint) -> str:
 
 
 def schema_fields(schema: object) -> Any:
-    """Return a checked schema as llguidance takes it. Raises GrammarError for one that allows nothing."""
+    """Return a checked schema as llguidance takes it. Raises GrammarError for what it cannot be given."""
     if schema is False:
         raise GrammarError("the schema false allows nothing", "")
-    return {} if schema is True else narrow_formats(schema)
+    return {} if schema is True else narrow_patterns(narrow_formats(schema))
 
 
 def inline_schema(schema: Any, constraint: Constraint) -> str:

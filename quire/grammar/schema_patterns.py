@@ -1,0 +1,83 @@
+"""Patterns whose classes llguidance would take too wide within JSON.
+
+It writes a class that holds all control characters, or all but the line feed, as if `"` and the backslash were in it, too. Such
+classes are written without U+0000, which no output needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any, cast
+
+from quire.grammar.errors import GrammarError, escape_pointer
+from quire.grammar.schema_walk import iter_reached
+
+_TAKEN_WIDE = '"\\'
+_VERBOSE = re.compile(r"\(\?[A-Za-z]*x")
+_SET_OPERATION = re.compile(r"&&|--|~~|\|\|")
+_BRACED = re.compile(r"\\[xuU]\{([0-9A-Fa-f]{1,6})\}")
+_NULL = re.compile(r"\\(?:x00|u0000|U00000000|[xuU]\{0+\})|\x00")
+_MAY_BE_WIDE = re.compile(rf"\[|\\[pP]|{_NULL.pattern}")
+_PIECE = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x..|u....|U........|.)|.", re.DOTALL)
+
+
+def narrow_patterns(schema: object) -> object:
+    """Return a checked schema in which no class of a pattern is taken too wide. Raises GrammarError where one cannot be."""
+    narrowed = copy.deepcopy(schema)
+    for pointer, inner in iter_reached(narrowed):
+        pattern = inner.get("pattern")
+        if isinstance(pattern, str):
+            inner["pattern"] = narrow_pattern(pattern, f"{pointer}/pattern")
+        named = cast("dict[str, Any]", inner.get("patternProperties") or {})
+        if named:
+            inner["patternProperties"] = {
+                narrow_pattern(name, f"{pointer}/patternProperties/{escape_pointer(name)}"): part
+                for name, part in named.items()
+            }
+    return narrowed
+
+
+def narrow_pattern(pattern: str, pointer: str) -> str:
+    """Return an expression that matches the same but for texts with U+0000. Raises GrammarError where there is none."""
+    if _MAY_BE_WIDE.search(pattern) is None:
+        return pattern
+    if _VERBOSE.search(pattern):
+        raise GrammarError("classes and the flag x cannot be enforced together", pointer)
+    parts = _parts(pattern)
+    if any(_NULL.fullmatch(part) for part in parts):
+        raise GrammarError("U+0000 cannot be enforced outside of classes", pointer)
+    return "".join(part if _is_exact(part) else rf"[{part}&&[^\x00]]" for part in parts)
+
+
+def _is_exact(part: str) -> bool:
+    """Whether a part of an expression is no class, or one without U+0000, or with all that it would be taken to hold."""
+    if part[:2] in (r"\p", r"\P"):
+        return False
+    if not part.startswith("["):
+        return True
+    if "[" in part[1:] or _SET_OPERATION.search(part):
+        return False
+    try:
+        holds = re.compile(_BRACED.sub(lambda found: rf"\U{found[1]:0>8}", part)).fullmatch
+    except (re.error, OverflowError):
+        return False
+    return holds("\x00") is None or all(map(holds, _TAKEN_WIDE))
+
+
+def _parts(pattern: str) -> list[str]:
+    """Return an expression in parts: classes with all that is nested in them, escapes, and single characters."""
+    parts: list[str] = []
+    depth, begin, is_empty = 0, 0, False
+    for match in _PIECE.finditer(pattern):
+        piece = match[0]
+        if depth == 0:
+            begin = match.start()
+        if piece == "[":
+            depth, is_empty = depth + 1, True
+        elif depth and not (is_empty and piece == "^" and pattern[match.start() - 1] == "["):
+            depth -= piece == "]" and not is_empty
+            is_empty = False
+        if depth == 0:
+            parts.append(pattern[begin : match.end()])
+    return parts if depth == 0 else [pattern]
