@@ -45,6 +45,14 @@ _ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
 _ESCAPED_LETTERS = r"basic_escape ::= [\"\\bfnrt]"
 """What may stand behind a backslash where names are declared and others are open, which escapes would be a way around."""
 
+_MENDED = (
+    (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"),  # characters that are counted
+    (r"([\0-.]) | ([0-}]) |", r"([ !#-.]) | ([0-[\]-}]) |"),  # of pointers
+    (r'("\\" [ -~])', r'("\\" "\\" [ !#-[\]-~])'),  # quoted in an address
+)
+"""Parts of its rules that let through control characters, quotation marks or backslashes which JSON has to escape, and what
+stands for them. None can be within a text of a schema."""
+
 
 class XgrammarBackend:
     """See Backend."""
@@ -149,6 +157,8 @@ def _rules_of(schema: object, constraint: Constraint) -> str:
     from xgrammar import Grammar
 
     rules = str(Grammar.from_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint)))
+    for wide, exact in _MENDED:
+        rules = rules.replace(wide, exact)
     if not has_open_names(schema):
         return rules
     narrowed, count = _ESCAPES.subn(lambda _: _ESCAPED_LETTERS, rules)

@@ -70,6 +70,28 @@ def test_matcher_is_complete_when_nothing_can_follow(compiler):
 
 
 @pytest.mark.parametrize(
+    ("schema", "right"),
+    [
+        ({"type": "string", "maxLength": 9}, ["", "aé /"]),
+        ({"type": "string", "minLength": 1}, ["a", "a b"]),
+        ({"type": "string", "format": "json-pointer"}, ["", "/a b/~0é", "/[x]"]),
+        ({"type": "string", "format": "relative-json-pointer"}, ["0#", "1/a/~1"]),
+        ({"type": "string", "format": "email"}, ["a.b@c.de", '"a b"@c.de', '"a\\q"@c.de']),
+        ({"type": "string", "pattern": "^[^a]+$"}, ["b"]),
+    ],
+)
+def test_texts_of_strings_are_json_whatever_bounds_them(compiler, schema, right):
+    values = compile_one(compiler, "json_schema", schema)
+    names = compile_one(compiler, "json_schema", {"type": "object", "propertyNames": schema})
+    assert all(accepts(values, json.dumps(text, ensure_ascii=False)) for text in right)
+    parts = [chr(code) for code in range(128)] + ["\\q", "\\u12", '\\"\\q\\"@a', '\\"\\u\\"@a', '\\"\\\\"\\"@a']
+    for text in [f"{begin}{part}" for begin in ("", "a", "/", "0/") for part in parts]:
+        for grammar, written in ((values, f'"{text}"'), (names, f'{{"{text}":1}}')):
+            if accepts(grammar, written):
+                assert json.loads(written) is not None
+
+
+@pytest.mark.parametrize(
     ("kind", "source", "words"),
     [
         ("json_schema", {"type": "integer", "multipleOf": 3}, "/multipleOf"),
