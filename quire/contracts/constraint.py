@@ -115,6 +115,8 @@ class Constraint:
         for name in ("disable_any_whitespace", "fit_max_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{self.param}: {name} must be true or false", self.param)
+        if self.kind in ("regex", "choice", "grammar"):
+            self._refuse_for_text()
         if pattern is None:
             return
         if not isinstance(pattern, str) or not pattern or len(pattern.encode()) > MAX_REGEX_BYTES:
@@ -127,6 +129,14 @@ class Constraint:
             )
         if self.disable_any_whitespace:
             raise RequestError(f"{self.param}: whitespace_pattern and disable_any_whitespace exclude each other", self.param)
+
+    def _refuse_for_text(self) -> None:
+        """Refuse options that mean nothing where the output is no JSON."""
+        for name in ("max_open_length", "whitespace_pattern", "disable_any_whitespace"):
+            if getattr(self, name) not in (None, False):
+                raise RequestError(
+                    f"{self.param}: {name} is for JSON, and has no effect on a {self.kind}: leave it out", self.param
+                )
 
     def _check_json(self) -> None:
         try:

@@ -50,3 +50,20 @@ def test_pattern_of_white_space_is_refused_by_its_name_when_it_matches_anything_
     with pytest.raises(RequestError, match="json_object: whitespace_pattern may match white space of JSON") as caught:
         StructuredOutputsParams(json_object=True, whitespace_pattern=pattern)
     assert caught.value.param == "structured_outputs.json_object"
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"regex": "a+"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}], ids=lambda wanted: next(iter(wanted))
+)
+@pytest.mark.parametrize(
+    "option",
+    [{"max_open_length": 4}, {"whitespace_pattern": " ?"}, {"disable_any_whitespace": True}],
+    ids=lambda one: next(iter(one)),
+)
+def test_option_of_json_is_refused_by_its_name_when_the_output_is_none(wanted, option):
+    (kind,), (name,) = wanted, option
+    with pytest.raises(RequestError, match=f"{kind}: {name} is for JSON") as caught:
+        StructuredOutputsParams(**wanted, **option)
+    assert caught.value.param == f"structured_outputs.{kind}"
+    StructuredOutputsParams(**wanted, disable_any_whitespace=False)
+    StructuredOutputsParams(json_object=True, **option)
