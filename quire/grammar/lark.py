@@ -14,8 +14,8 @@ _BOUNDED_WHITESPACE = r" |\n {0,24}"
 """One space, or a line break with indentation: an output cannot go on with white space for ever."""
 
 _ESCAPED_LETTERS = r"nrbtf\""
-r"""What may stand behind a backslash where names are declared and others are open: not u, as "\u0079" would be another name
-than "y" to llguidance. Control characters without a letter can then not be written, in values neither."""
+r"""What may stand behind a backslash where names are told in several ways: not u, as "\u0079" would be another name than "y" to
+llguidance. Control characters without a letter can then not be written, in values neither."""
 
 
 def quote(text: str) -> str:
@@ -63,13 +63,14 @@ def schema_options(schema: object, constraint: Constraint) -> dict[str, Any]:
 
 
 def has_open_names(part: object) -> bool:
-    """Whether an object may have names beside those that are declared; looks everywhere, as a $ref may lead anywhere."""
+    """Whether names of an object are told in several ways, as declared and open ones; looks anywhere, as a $ref may."""
     if isinstance(part, list):
         return any(map(has_open_names, cast("list[object]", part)))
     if not isinstance(part, dict):
         return False
     fields = cast("dict[str, object]", part)
-    if fields.get("additionalProperties") is not False and (fields.get("properties") or fields.get("patternProperties")):
+    ways = [fields.get("properties"), fields.get("patternProperties"), fields.get("additionalProperties") is not False]
+    if any(ways[:2]) and sum(map(bool, ways)) > 1:
         return True
     return any(map(has_open_names, fields.values()))
 

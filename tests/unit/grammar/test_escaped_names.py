@@ -33,6 +33,16 @@ def grammar_of(compiler, schema, kind="json_schema", backend="auto"):
         ({"type": "object", "properties": {"a": False}}, '{"b":1}', r'{"\u0061":1}'),
         ({"type": "object", "properties": {"a\n": {"type": "null"}}}, r'{"a\n":null}', r'{"a\u000a":1}'),
         ({"type": "object", "properties": {"a/": {"type": "null"}}}, r'{"a/":null}', r'{"a\/":1}'),
+        (
+            {
+                "type": "object",
+                "properties": {"a\n": False},
+                "patternProperties": {"^[^b]*$": {}},
+                "additionalProperties": False,
+            },
+            r'{"a\t":1}',
+            r'{"a\u000a":1}',
+        ),
         ({"$ref": "#/$defs/a", "$defs": {"a": OPEN}}, r'{"y":1,"é":"a"}', r'{"y":1,"\u0079":"a"}'),
         ({"$ref": "#/odd/a", "odd": {"a": OPEN}}, r'{"y":1}', r'{"y":1,"\u0079":"a"}'),
     ],
