@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import ConfigError, UnsupportedError
+from quire.base.logging import get_logger
 from quire.contracts.medusa_choices import Choices
 from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
 from quire.model.heads.build import read_parallel_head
@@ -26,6 +27,8 @@ from quire.model.resolve import resolve_model
 from quire.training.config import DraftTraining
 from quire.training.corpus import read_sequences
 from quire.training.target import Target
+
+logger = get_logger(__name__)
 
 _MAX_RANK = 32
 _NOWHERE = 1 << 20
@@ -113,7 +116,10 @@ def calibrate_tree(options: DraftTraining, head: str, num_nodes: int, show_progr
 
 
 def store_tree(folder: Path, tree: MedusaTree) -> None:
-    """Write a tree into the config.json of a head, which drafts it from then on."""
+    """Write a tree into the config.json of a head, which drafts it from then on. One without paths could not be read."""
+    if not tree.choices:
+        logger.warning("%s: the heads have foreseen no token, so that no tree is stored with them", folder)
+        return
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["medusa_choices"] = [list(path) for path in tree.choices]

@@ -83,6 +83,12 @@ def test_a_stored_tree_is_drafted_unless_another_is_asked_for(tiny_model, tmp_pa
         drafted(medusa_choices=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
 
 
+def test_no_tree_is_stored_with_heads_that_foresaw_nothing(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_heads": 2}')
+    store_tree(tmp_path, choose_tree(np.full((8, 2), 100), 9))
+    assert json.loads((tmp_path / "config.json").read_text()) == {"num_heads": 2}
+
+
 def test_calibration_finds_what_the_model_writes(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("It was a cold morning when the old man went down to the river. " * 60)
