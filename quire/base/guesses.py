@@ -11,8 +11,13 @@ def with_guesses(unknown: Sequence[str], known: Iterable[str]) -> str:
 
     names = list(known)
     close = [guess for name in unknown for guess in get_close_matches(name, names, 2, 0.6) or _longer(name, names)]
-    hint = f" (did you mean {', '.join(dict.fromkeys(close))}?)" if close else ""
-    return ", ".join(unknown) + hint
+    return ", ".join(unknown) + did_you_mean(close)
+
+
+def did_you_mean(close: Iterable[str]) -> str:
+    """Return what stands behind unknown names of which some known ones are close, each named once; "" for none."""
+    found = ", ".join(dict.fromkeys(close))
+    return f" (did you mean {found}?)" if found else ""
 
 
 def _longer(name: str, known: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import quire
 from quire.base.errors import QuireError
+from quire.base.guesses import did_you_mean
 from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
 from quire.cli import (
@@ -42,8 +43,7 @@ class CommandParser(argparse.ArgumentParser):
         if left:
             known = list(self._option_string_actions)
             close = [match for one in left for match in difflib.get_close_matches(one.split("=")[0], known, 1)]
-            hint = f" (did you mean {', '.join(dict.fromkeys(close))}?)" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(left)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(left)}{did_you_mean(close)}")
         return found, left
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from typing import Any, cast
+from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_formats import narrow_formats
+from quire.grammar.schema_formats import narrow_format
 from quire.grammar.schema_patterns import narrow_patterns
+from quire.grammar.schema_walk import has_open_names, iter_reached
 
 _BOUNDED_WHITESPACE = r" |\n {0,24}"
 """One space, or a line break with indentation: an output cannot go on with white space for ever."""
@@ -62,19 +64,6 @@ def schema_options(schema: object, constraint: Constraint) -> dict[str, Any]:
     return options
 
 
-def has_open_names(part: object) -> bool:
-    """Whether names of an object are told in several ways, as declared and open ones; looks anywhere, as a $ref may."""
-    if isinstance(part, list):
-        return any(map(has_open_names, cast("list[object]", part)))
-    if not isinstance(part, dict):
-        return False
-    fields = cast("dict[str, object]", part)
-    ways = [fields.get("properties"), fields.get("patternProperties"), fields.get("additionalProperties") is not False]
-    if any(ways[:2]) and sum(map(bool, ways)) > 1:
-        return True
-    return any(map(has_open_names, fields.values()))
-
-
 def whitespace_of(constraint: Constraint) -> str:
     """Return the expression of the white space that may stand in JSON, "" for none."""
     return "" if constraint.disable_any_whitespace else constraint.whitespace_pattern or _BOUNDED_WHITESPACE
@@ -84,7 +73,13 @@ def schema_fields(schema: object) -> Any:
     """Return a checked schema as llguidance takes it. Raises GrammarError for what it cannot be given."""
     if schema is False:
         raise GrammarError("the schema false allows nothing", "")
-    return {} if schema is True else narrow_patterns(narrow_formats(schema))
+    if schema is True:
+        return {}
+    narrowed = copy.deepcopy(schema)
+    for pointer, inner in iter_reached(narrowed):
+        narrow_format(inner)
+        narrow_patterns(inner, pointer)
+    return narrowed
 
 
 def inline_schema(schema: Any, constraint: Constraint) -> str:

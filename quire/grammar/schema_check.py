@@ -86,7 +86,7 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
     is_new_draft = _is_new_draft(cleaned)
     is_lone = has_lone_references(cleaned)
     is_draft4 = _is_draft4(cleaned)
-    for pointer, inner in iter_reached(cleaned):
+    for pointer, inner in iter_reached(cleaned, references):
         check_shape(inner, pointer)
         _check_draft(inner, pointer, is_lone)
         _write_bounds(inner, pointer, is_draft4)

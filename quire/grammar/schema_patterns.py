@@ -6,12 +6,10 @@ classes are written without U+0000, which no output needs.
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any, cast
 
 from quire.grammar.errors import GrammarError, escape_pointer
-from quire.grammar.schema_walk import iter_reached
 
 _TAKEN_WIDE = '"\\'
 _VERBOSE = re.compile(r"\(\?[A-Za-z]*x")
@@ -22,20 +20,16 @@ _MAY_BE_WIDE = re.compile(rf"\[|\\[pP]|{_NULL.pattern}")
 _PIECE = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x..|u....|U........|.)|.", re.DOTALL)
 
 
-def narrow_patterns(schema: object) -> object:
-    """Return a checked schema in which no class of a pattern is taken too wide. Raises GrammarError where one cannot be."""
-    narrowed = copy.deepcopy(schema)
-    for pointer, inner in iter_reached(narrowed):
-        pattern = inner.get("pattern")
-        if isinstance(pattern, str):
-            inner["pattern"] = narrow_pattern(pattern, f"{pointer}/pattern")
-        named = cast("dict[str, Any]", inner.get("patternProperties") or {})
-        if named:
-            inner["patternProperties"] = {
-                narrow_pattern(name, f"{pointer}/patternProperties/{escape_pointer(name)}"): part
-                for name, part in named.items()
-            }
-    return narrowed
+def narrow_patterns(schema: dict[str, Any], pointer: str) -> None:
+    """Write the patterns of a schema so that no class in them is taken too wide. Raises GrammarError where one cannot be."""
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        schema["pattern"] = narrow_pattern(pattern, f"{pointer}/pattern")
+    named = cast("dict[str, Any]", schema.get("patternProperties") or {})
+    if named:
+        schema["patternProperties"] = {
+            narrow_pattern(name, f"{pointer}/patternProperties/{escape_pointer(name)}"): part for name, part in named.items()
+        }
 
 
 def narrow_pattern(pattern: str, pointer: str) -> str:

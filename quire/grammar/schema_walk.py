@@ -35,12 +35,12 @@ def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[
         yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
 
 
-def iter_reached(root: object) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_reached(root: object, references: References | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every schema within a whole one as iter_schemas does, then those elsewhere that a $ref leads to, each once.
 
-    What is changed in a schema that was yielded is followed as it is then.
+    What is changed in a schema that was yielded is followed as it is then. references: of the same root, if there are any yet
     """
-    references = References(root)
+    references = references or References(root)
     seen: dict[int, object] = {}
     waiting: list[tuple[str, object]] = [("", root)]
     for place in waiting:
@@ -54,6 +54,19 @@ def iter_reached(root: object) -> Iterator[tuple[str, dict[str, Any]]]:
             reference = schema.get("$ref")
             if isinstance(reference, str):
                 waiting += references.targets(reference)
+
+
+def has_open_names(part: object) -> bool:
+    """Whether names of an object are told in several ways, as declared and open ones; looks anywhere, as a $ref may."""
+    if isinstance(part, list):
+        return any(map(has_open_names, cast("list[object]", part)))
+    if not isinstance(part, dict):
+        return False
+    fields = cast("dict[str, object]", part)
+    ways = [fields.get("properties"), fields.get("patternProperties"), fields.get("additionalProperties") is not False]
+    if any(ways[:2]) and sum(map(bool, ways)) > 1:
+        return True
+    return any(map(has_open_names, fields.values()))
 
 
 class References:

@@ -17,11 +17,10 @@ import numpy as np
 from quire.contracts.argument_types import type_name
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError, escape_pointer
-from quire.grammar.lark import has_open_names
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends
-from quire.grammar.schema_walk import iter_reached
+from quire.grammar.schema_walk import has_open_names, iter_reached
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 from quire.grammar.xgrammar_tags import SAFE_PATTERN, xgrammar_format

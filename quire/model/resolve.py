@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 import quire
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, shard_number
+from quire.base.guesses import did_you_mean
 from quire.base.logging import get_logger
 
 logger = get_logger(__name__)
@@ -86,8 +87,7 @@ def _download(model: str, revision: str | None) -> Path:
         folder = _download_folder(model, revision)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        guess = get_close_matches(model, (*BUNDLED_MODELS, *BUNDLED_HEADS), 1)
-        hint = f" (did you mean {guess[0]}?)" if guess else ""
+        hint = did_you_mean(get_close_matches(model, (*BUNDLED_MODELS, *BUNDLED_HEADS), 1))
         raise ConfigError(
             f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}; heads: "
             f"{', '.join(BUNDLED_HEADS)}), and not found on, or no access to, the Hugging Face hub: {reason}"

@@ -172,6 +172,11 @@ class SamplingRow:
             return None
         return "structured_outputs" if self.params.constraint is None else self.params.constraint.param
 
+    @property
+    def takes_forced(self) -> bool:
+        """Whether a token that nothing else can come in place of is taken without a look at its logits."""
+        return not (self.edits_logits or self.needs_logprob)
+
     def forced_tokens(self) -> Sequence[int]:
         """Return the tokens that the constraint forces next, as far as it sees; nothing else can be sampled there."""
         if self.matcher is None or self.grammar_error is not None or self.is_grammar_complete:

@@ -263,9 +263,8 @@ class Speculator:
         if not self._constrained or (proposer is not None and (proposer.observes or "last" in proposer.reads)):
             return found
         for sequence_id in self._constrained & drafts.keys():
-            sampling = self._followed[sequence_id].sequence.sampling
             count = count_shared(drafts[sequence_id], self._forced.of(sequence_id))
-            if count > 1 and not sampling.edits_logits and not sampling.needs_logprob:
+            if count > 1 and self._followed[sequence_id].sequence.sampling.takes_forced:
                 found[sequence_id] = count - 1
         return found
 

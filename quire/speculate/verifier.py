@@ -118,7 +118,7 @@ def verify(
 def _take_forced(candidate: Candidate, walk: Walk) -> bool:
     """Take what nothing else could be sampled in place of, without looking at logits; return whether more follows."""
     sampling = candidate.sampling
-    if candidate.num_forced == 0 or sampling.edits_logits or sampling.needs_logprob or sampling.grammar_error is not None:
+    if candidate.num_forced == 0 or not sampling.takes_forced or sampling.grammar_error is not None:
         return True
     for node, token_id in enumerate(candidate.draft.tokens[: candidate.num_forced]):
         walk.tokens.append(token_id)

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_PREFIX = "model.mtp_layers.0."
+from quire.model.heads.mtp import MIMO_MODULES, MIMO_PREFIX
+
 _MODULES = {
-    "pre_fc_norm_embedding": "token_layernorm",
-    "pre_fc_norm_hidden": "hidden_layernorm",
-    "fc": "input_proj",
-    "norm": "final_layernorm",
+    "pre_fc_norm_embedding": MIMO_MODULES["embed_norm"],
+    "pre_fc_norm_hidden": MIMO_MODULES["feature_norm"],
+    "fc": MIMO_MODULES["fuse"],
+    "norm": MIMO_MODULES["final_norm"],
 }
 _LAYER, _OF_QWEN = "layers.0.", "mtp."
 _BIASES = tuple(f"self_attn.{name}_proj.bias" for name in ("q", "k", "v"))
@@ -27,13 +28,13 @@ def to_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     stored: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
         if name.startswith(_LAYER):
-            stored[_PREFIX + name.removeprefix(_LAYER)] = tensor
+            stored[MIMO_PREFIX + name.removeprefix(_LAYER)] = tensor
         else:
             module = name.removesuffix(".weight")
-            stored[f"{_PREFIX}{_MODULES[module]}.weight"] = _other_half_first(tensor) if module == "fc" else tensor
+            stored[f"{MIMO_PREFIX}{_MODULES[module]}.weight"] = _other_half_first(tensor) if module == "fc" else tensor
     for bias in _BIASES:
-        weight = stored[_PREFIX + bias.replace(".bias", ".weight")]
-        stored.setdefault(_PREFIX + bias, torch.zeros(len(weight), dtype=weight.dtype))
+        weight = stored[MIMO_PREFIX + bias.replace(".bias", ".weight")]
+        stored.setdefault(MIMO_PREFIX + bias, torch.zeros(len(weight), dtype=weight.dtype))
     return stored
 
 
@@ -45,7 +46,7 @@ def from_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     modules = {stored: module for module, stored in _MODULES.items()}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        own = name.removeprefix(_PREFIX)
+        own = name.removeprefix(MIMO_PREFIX)
         module = modules.get(own.removesuffix(".weight"))
         if own == name:
             found[name] = tensor

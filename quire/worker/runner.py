@@ -214,6 +214,7 @@ class ModelRunner(DraftingRunner):
         step = self._batch.build(plan, drafts, self._speculator.count_unasked(drafts) if drafts else NONE_UNASKED)
         rows, reads = step.ready, () if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
+        keeps_all = has_prompt_logprobs or "final" in reads
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
         hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
         masks = self._constrained.start(rows, drafts, len(step.rows))
@@ -222,7 +223,7 @@ class ModelRunner(DraftingRunner):
             self._kv,
             step.logit_rows,
             hidden_rows,
-            keeps_all=has_prompt_logprobs or "final" in reads,
+            keeps_all=keeps_all,
             wants_best=all(row.sampling.is_plain for row in rows),
             needs_logits=bool(drafts) and (self._speculator.typical is not None or self._speculator.observes),
         )
@@ -250,7 +251,7 @@ class ModelRunner(DraftingRunner):
             result = self._sample(plan, rows, sampled, best, found_logprobs)
             paths = {} if is_napping else dict.fromkeys(result.sampled, ())
         for what in reads:
-            self._feed(what, step, paths, late, has_prompt_logprobs or "final" in reads)
+            self._feed(what, step, paths, late, keeps_all)
         if not is_napping:
             if self._speculator.observes:
                 self._speculator.observe(paths, [row.start.sequence_id for row in step.ready], logits)

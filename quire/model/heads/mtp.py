@@ -14,6 +14,13 @@ from quire.model.heads.head_spec import LayerHead
 from quire.model.heads.stored import HeadFolder, body_shapes, layer_sources
 
 MIMO_PREFIX = "model.mtp_layers.0."
+MIMO_MODULES = {
+    "fuse": "input_proj",
+    "embed_norm": "token_layernorm",
+    "feature_norm": "hidden_layernorm",
+    "final_norm": "final_layernorm",
+}
+"""Of what a LayerHead has beside its layer, the names behind the prefix."""
 
 
 def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
@@ -66,9 +73,7 @@ def _deepseek_names(prefix: str) -> dict[str, str]:
 
 
 def _mimo_names() -> dict[str, str]:
-    modules = {"fuse": "input_proj", "embed_norm": "token_layernorm", "feature_norm": "hidden_layernorm"}
-    modules |= {"layer": "", "final_norm": "final_layernorm"}
-    return {name: MIMO_PREFIX + module for name, module in modules.items()}
+    return {name: MIMO_PREFIX + module for name, module in (*MIMO_MODULES.items(), ("layer", ""))}
 
 
 def _read_mimo(folder: HeadFolder, target: ModelSpec) -> LayerHead:

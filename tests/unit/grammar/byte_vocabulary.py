@@ -1,9 +1,11 @@
 """Small vocabularies for the tests of grammars."""
 
+import json
 from contextlib import closing
 
 import numpy as np
 
+from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.masks import NO_DRAFT, MaskFill, fill_mask
 from quire.grammar.vocabulary import Vocabulary
@@ -23,6 +25,14 @@ def make_compiler():
     """Return a compiler for the smallest of them, as a context that closes it."""
     vocabulary = make_vocabulary()
     return closing(GrammarCompiler(lambda: vocabulary))
+
+
+def schema_grammar(compiler, schema, kind="json_schema", backend="auto"):
+    """Return the grammar of a JSON schema, by itself or as all of a structural tag."""
+    source = schema
+    if kind == "structural_tag":
+        source = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    return compiler.start(Constraint(kind=kind, source=json.dumps(source), param="here", backend=backend)).result()
 
 
 def accepts(grammar, text):

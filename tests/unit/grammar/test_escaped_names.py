@@ -7,18 +7,10 @@ import pytest
 pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
-from quire.contracts.constraint import Constraint
-from tests.unit.grammar.byte_vocabulary import accepts
+from tests.unit.grammar.byte_vocabulary import accepts, schema_grammar
 
 OPEN = {"type": "object", "properties": {"y": {"type": "integer"}}, "required": ["y"]}
 CLOSED = {**OPEN, "properties": {**OPEN["properties"], "z": {"type": "string"}}, "additionalProperties": False}
-
-
-def grammar_of(compiler, schema, kind="json_schema", backend="auto"):
-    source = schema
-    if kind == "structural_tag":
-        source = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    return compiler.start(Constraint(kind=kind, source=json.dumps(source), param="here", backend=backend)).result()
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
@@ -51,7 +43,7 @@ def test_escape_is_no_way_around_a_name_when_others_are_open(compiler, kind, bac
     if backend == "xgrammar":
         pytest.importorskip("xgrammar")
     try:
-        grammar = grammar_of(compiler, schema, kind, backend)
+        grammar = schema_grammar(compiler, schema, kind, backend)
     except RequestError:
         assert backend == "xgrammar"
         assert schema is not OPEN, "only odd ones may be refused"
@@ -63,7 +55,7 @@ def test_escape_is_no_way_around_a_name_when_others_are_open(compiler, kind, bac
 @pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "object"}, {"const": "\x1b"}, {"items": CLOSED}])
 def test_control_characters_can_be_written_when_names_are_closed_or_all_open(compiler, schema):
     text = {"string": r'"\u001b"', "object": r'{"\u001b":"\u001b"}'}.get(schema.get("type"), r'"\u001b"')
-    assert accepts(grammar_of(compiler, schema), r'[{"y":1,"z":"\u001b"}]' if "items" in schema else text)
+    assert accepts(schema_grammar(compiler, schema), r'[{"y":1,"z":"\u001b"}]' if "items" in schema else text)
 
 
 @pytest.mark.parametrize("name", ["a\n", 'a"', "a\\"])
@@ -71,6 +63,6 @@ def test_declared_name_is_refused_by_xgrammar_when_json_escapes_it_and_others_ar
     pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {name: {"type": "null"}}}
     with pytest.raises(RequestError, match="additionalProperties"):
-        grammar_of(compiler, schema, backend="xgrammar")
-    grammar = grammar_of(compiler, {**schema, "additionalProperties": False}, backend="xgrammar")
+        schema_grammar(compiler, schema, backend="xgrammar")
+    grammar = schema_grammar(compiler, {**schema, "additionalProperties": False}, backend="xgrammar")
     assert accepts(grammar, json.dumps({name: None}))

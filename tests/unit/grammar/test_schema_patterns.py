@@ -6,10 +6,10 @@ import re
 import pytest
 
 from quire.base.errors import RequestError
-from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_patterns import narrow_pattern, narrow_patterns
-from tests.unit.grammar.byte_vocabulary import accepts
+from quire.grammar.lark import schema_fields
+from quire.grammar.schema_patterns import narrow_pattern
+from tests.unit.grammar.byte_vocabulary import accepts, schema_grammar
 
 TEXTS = [
     "",
@@ -39,10 +39,7 @@ TEXTS = [
 
 def grammar_of(compiler, schema, kind="json_schema"):
     pytest.importorskip("llguidance")
-    source = schema
-    if kind == "structural_tag":
-        source = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    return compiler.start(Constraint(kind=kind, source=json.dumps(source), param="here")).result()
+    return schema_grammar(compiler, schema, kind)
 
 
 def written(text):
@@ -95,7 +92,7 @@ def test_pattern_stays_as_it_is_when_no_class_would_be_taken_too_wide(pattern):
 @pytest.mark.parametrize("pattern", [r"^(?x) [^ a ] $", "[a]\x00", r"(?:\x00|[\x01-\x1f])", r"\u0000", r"\x{0}[a]"])
 def test_pattern_is_refused_by_its_pointer_when_its_classes_cannot_be_told(compiler, pattern):
     with pytest.raises(GrammarError) as caught:
-        narrow_patterns({"items": {"pattern": pattern}})
+        schema_fields({"items": {"pattern": pattern}})
     assert caught.value.pointer == "/items/pattern"
     with pytest.raises(RequestError, match=r"\(at /patternProperties/"):
         grammar_of(compiler, {"type": "object", "patternProperties": {pattern: {}}})

@@ -1,16 +1,13 @@
 """Schemas that a reference leads to are checked like all others, wherever they stand."""
 
-import json
-
 import pytest
 
 from quire.base.errors import RequestError
-from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
+from quire.grammar.lark import schema_fields
 from quire.grammar.schema_check import XGRAMMAR, check_schema, close_ends
-from quire.grammar.schema_formats import narrow_formats
 from quire.grammar.schema_walk import iter_reached
-from tests.unit.grammar.byte_vocabulary import accepts
+from tests.unit.grammar.byte_vocabulary import accepts, schema_grammar
 
 DRAFTS = {number: f"http://json-schema.org/draft-{number:02}/schema#" for number in (4, 6, 7)}
 NARROW = {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}
@@ -19,7 +16,7 @@ COUNT = {"type": "integer"}
 
 def grammar_of(compiler, schema):
     pytest.importorskip("llguidance")
-    return compiler.start(Constraint(kind="json_schema", source=json.dumps(schema), param="here")).result()
+    return schema_grammar(compiler, schema)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +53,7 @@ def test_schema_is_yielded_once_when_references_lead_around():
 
 def test_schema_behind_a_reference_is_cleaned_and_narrowed_like_others():
     inner = {"type": "array", "minItems": 2.0, "uniqueItems": False, "items": {"type": "string", "format": "date"}}
-    found = narrow_formats(close_ends(check_schema({"$ref": "#/odd", "odd": inner}), 5))["odd"]
+    found = schema_fields(close_ends(check_schema({"$ref": "#/odd", "odd": inner}), 5))["odd"]
     assert found["minItems"] == 2
     assert "uniqueItems" not in found
     assert found["maxItems"] == 5
