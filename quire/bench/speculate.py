@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -117,6 +118,8 @@ class Line:
     spread           lower and upper quartile of these ratios
     decoding         median of the ratios of what came behind the first token of each run: of time per output token
     overall          ratio of the times of all runs together
+    cpu              median of the ratios of the process's CPU time, to which other programs add little; with one thread, what
+                     the whole runs would give on an idle machine, with more also how long these waited for each other
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
     same_outputs     share of the outputs with drafts that are those of plain decoding: all, but where acceptance is typical
@@ -131,6 +134,7 @@ class Line:
     spread: tuple[float, float]
     decoding: float
     overall: float
+    cpu: float
     plain_s: float
     speculative_s: float
     tokens_per_step: float
@@ -142,7 +146,7 @@ class Line:
     @staticmethod
     def header() -> str:
         """Return the line above those of `describe`."""
-        ratios = f"{'speed-up':>10}{'quartiles':>12}{'decoding':>9}{'overall':>9}"
+        ratios = f"{'speed-up':>10}{'quartiles':>12}{'decoding':>9}{'overall':>9}{'cpu':>6}"
         return f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"
 
     def describe(self) -> str:
@@ -150,8 +154,8 @@ class Line:
         shares = " ".join(f"{share:.2f}" for share in self.acceptance)
         spread = f"{self.spread[0]:.2f} {self.spread[1]:.2f}"
         return (
-            f"{self.method[:43]:<44}{self.batch_size:>6}{self.speed_up:>10.2f}{spread:>12}{self.decoding:>9.2f}"
-            f"{self.overall:>9.2f}"
+            f"{_label(self.method)[:43]:<44}{self.batch_size:>6}{self.speed_up:>10.2f}{spread:>12}{self.decoding:>9.2f}"
+            f"{self.overall:>9.2f}{self.cpu:>6.2f}"
             f"{self.tokens_per_step:>10.2f}{self.drafts_per_step:>8.2f}  {shares if self.drafts_per_step > 0 else '-'}"
             + (f"  (forced: {self.forced_share:g})" if self.forced_share is not None else "")
             + (f"  ({self.same_outputs:.0%} of the outputs are those without drafts)" if self.same_outputs < 1 else "")
@@ -172,6 +176,15 @@ class SpeculationRecord:
     def to_json(self) -> str:
         """Return the figures as JSON."""
         return json.dumps(asdict(self), indent=2)
+
+
+def _label(method: str) -> str:
+    """Return what tells a method from others, in few words: the values of its JSON."""
+    return method if method.startswith(_REPLAY) else " ".join([_short(value) for value in json.loads(method).values()])
+
+
+def _short(value: Any) -> str:
+    return PurePath(value).name if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _share_of(method: str) -> float:
@@ -282,6 +295,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         spread=(quarters[0], quarters[2]),
         decoding=statistics.median(one.decoding_s / other.decoding_s for one, other in zip(plain, speculative, strict=True)),
         overall=sum(one.whole_s for one in plain) / sum(other.whole_s for other in speculative),
+        cpu=statistics.median(one.cpu_s / other.cpu_s for one, other in zip(plain, speculative, strict=True)),
         plain_s=statistics.median(one.whole_s for one in plain),
         speculative_s=statistics.median(other.whole_s for other in speculative),
         tokens_per_step=num_tokens / (counts.num_steps * batch_size),
@@ -293,10 +307,11 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
 
 
 class _Took(NamedTuple):
-    """Seconds of a run, and of what came behind its first token."""
+    """Seconds of a run, of what came behind its first token, and of processors in all of it."""
 
     whole_s: float
     decoding_s: float
+    cpu_s: float
 
 
 def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_drafts: bool) -> tuple[list[Any], _Took]:
@@ -308,8 +323,8 @@ def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_draf
     ]
     # A salt of its own: no run finds the prefixes or the responses of another.
     salted = [{**prompt, "cache_salt": str(llm.llm_engine.stats.num_steps)} for prompt in prompts]
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     outputs = llm.generate(salted, params, use_tqdm=False)
-    whole_s = time.perf_counter() - begin
+    whole_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
     first = min(output.metrics.first_token_time for output in outputs)
-    return outputs, _Took(whole_s, max(output.metrics.finished_time for output in outputs) - first)
+    return outputs, _Took(whole_s, max(output.metrics.finished_time for output in outputs) - first, cpu_s)

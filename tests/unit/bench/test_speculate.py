@@ -32,8 +32,9 @@ def test_forced_shares_are_found_in_the_figures(tiny_model):
     assert by_method["replay:1", 1].tokens_per_step > 2.5
     assert by_method["replay:0", 1].tokens_per_step == 1.0
     assert by_method["replay:0", 2].acceptance == []
-    assert all(line.speed_up > 0 and line.decoding > 0 for line in record.lines)
+    assert all(line.speed_up > 0 and line.decoding > 0 and line.cpu > 0 for line in record.lines)
     assert "replay:1" in record.lines[0].describe()
+    assert record.lines[-1].describe().startswith("ngram ")
     assert json.loads(record.to_json())["lines"][0]["batch_size"] == 1
     assert json.loads(record.to_json())["task"] == "continue"
 
