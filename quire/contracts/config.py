@@ -47,6 +47,7 @@ class SchedulerConfig:
     long_prefill_token_threshold  prompt tokens that one sequence may compute in a step; 0: as many as the budget has left
     max_model_len           tokens of one sequence, prompt and output together
     policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
+    rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
     """
 
     max_num_seqs: int
@@ -57,6 +58,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
+    rope_switch_len: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks"):

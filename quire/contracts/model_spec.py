@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.base.errors import UnsupportedError
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,7 +41,7 @@ class RopeSpec:
     attention_factor    multiplies cos and sin
     short, long         longrope's divisors per frequency, dim / 2 each
     is_f32              rotate in f32 and round once; otherwise cos and sin are rounded to the dtype first
-    "dynamic" and "longrope" depend on a length: the engine's max_model_len decides, once, for every sequence
+    "dynamic" and "longrope" depend on the length of a sequence, see ModelSpec.rope_switch_len
     """
 
     dim: int
@@ -56,6 +58,11 @@ class RopeSpec:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     is_f32: bool = False
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on how long the sequence is."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +171,18 @@ class ModelSpec:
     final_softcap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+
+    def rope_switch_len(self, max_model_len: int) -> int | None:
+        """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.
+
+        None where all sequences of up to max_model_len tokens take the same. The long variant of "longrope" has the long
+        factors, that of "dynamic" the frequencies of max_model_len; the short variant is that of the original length. This is
+        what transformers does: https://arxiv.org/abs/2402.13753 and `dynamic_rope_update` in its modeling_rope_utils.py.
+
+        Raises UnsupportedError where layers switch at different lengths.
+        """
+        ropes = [layer.attention.rope for layer in self.layers if layer.attention.rope is not None]
+        lengths = sorted({rope.original_max for rope in ropes if rope.depends_on_length})
+        if len(lengths) > 1:
+            raise UnsupportedError(f"the layers' ropes change at different lengths ({lengths}): one length is supported")
+        return lengths[0] if lengths and max_model_len > lengths[0] else None

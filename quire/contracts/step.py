@@ -25,6 +25,7 @@ class SequenceStart:
     token_ids            all known tokens, the prompt first
     num_computed_tokens  tokens whose KV is already in the blocks; fewer than len(token_ids)
     block_ids            its block table, in order
+    uses_short_rope      its tokens take the short variant of the rope, see ModelSpec.rope_switch_len
     """
 
     sequence_id: SequenceId
@@ -33,6 +34,7 @@ class SequenceStart:
     token_ids: tuple[int, ...]
     num_computed_tokens: int
     block_ids: tuple[BlockId, ...]
+    uses_short_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from quire.base.errors import ConfigError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
+from quire.contracts.model_spec import ModelSpec
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
@@ -109,8 +110,10 @@ class LLMEngine:
                 enable_prefix_caching=config.enable_prefix_caching,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
+                rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
             )
         )
+        _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)
         self._runner = runner
         self._steps = StepLoop(
             self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False, windows=self.windows
@@ -347,6 +350,18 @@ class LLMEngine:
             self._steps.drain()
             self.grammars.close()
             self._runner.close()
+
+
+def _log_rope_variants(spec: ModelSpec, switch_len: int | None) -> None:
+    if switch_len is None:
+        return
+    logger.info("sequences that outgrow %d tokens are computed again, with the rope of long sequences", switch_len)
+    if any(layer.attention.rope is not None and layer.attention.rope.kind == "dynamic" for layer in spec.layers):
+        logger.warning(
+            "the dynamic rope of sequences longer than %d tokens is that of max_model_len: their tokens can differ from "
+            "those of transformers, which changes the rope with every token",
+            switch_len,
+        )
 
 
 def _read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:

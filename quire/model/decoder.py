@@ -35,6 +35,8 @@ class Decoder:
         self._parameters = dense
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
+        changing = [rope for rope in ropes if rope.depends_on_length]
+        self._short_frequencies = {rope: inverse_frequencies(rope, rope.original_max) for rope in changing}
         self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
@@ -42,6 +44,13 @@ class Decoder:
         self._tap_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
+
+    def _frequencies_of(self, rope: RopeSpec, step: AttentionInput) -> Tensor:
+        """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
+        short = self._short_frequencies.get(rope)
+        if short is None or step.short_ropes is None:
+            return self._frequencies[rope]
+        return torch.where(step.short_ropes[:, None], short, self._frequencies[rope])
 
     @torch.inference_mode()
     def forward(
@@ -58,7 +67,7 @@ class Decoder:
             x = x * (torch.tensor(spec.embed_scale, dtype=self.dtype) if spec.is_embed_scale_cast else spec.embed_scale)
         if spec.num_learned_positions:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
-        angles = {rope: cos_sin(rope, f, positions, self.dtype) for rope, f in self._frequencies.items()}
+        angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
         self._taps = []
         for index in range(len(self._layers)) if layers is None else layers:
             if index in self._tap_layers:

@@ -73,9 +73,9 @@ class DeviceDecoder:
         self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         tables = {
-            rope: rope_table(rope, inverse_frequencies(rope, max_model_len).to(device), max_model_len, self.dtype)
-            for rope in ropes
+            rope: _rope_of(rope, max_model_len, spec.rope_switch_len(max_model_len), self.dtype, device) for rope in ropes
         }
+        self.num_long_rope_rows = max_model_len
         self._layers = [
             DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order) for index, layer in enumerate(spec.layers)
         ]
@@ -119,7 +119,8 @@ class DeviceDecoder:
     def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceStep, pool: DeviceKvPool) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
-        token_ids, positions  [T] i64, the sequences of the step one after the other
+        token_ids, positions  [T] i64, the sequences of the step one after the other. Tokens with the short variant of a rope
+                              have num_long_rope_rows added to their positions
         Returns               [T, hidden_size], after the final norm
         """
         x = self.embedding.lookup(token_ids, self.dtype)
@@ -161,6 +162,16 @@ class DeviceDecoder:
         if self.spec.final_softcap is not None:
             logits.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
         return logits
+
+
+def _rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: torch.dtype, device: torch.device) -> Rope:
+    """Return the table of a rope; with switch_len, rows of so many positions of its short variant come last."""
+    long = rope_table(spec, inverse_frequencies(spec, max_model_len).to(device), max_model_len, dtype)
+    if switch_len is None:
+        return long
+    frequencies = inverse_frequencies(spec, spec.original_max if spec.depends_on_length else max_model_len)
+    short = rope_table(spec, frequencies.to(device), switch_len, dtype)
+    return Rope(spec, torch.cat((long.table, short.table)))
 
 
 class DeviceLayer:

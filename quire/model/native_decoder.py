@@ -50,7 +50,8 @@ class NativeDecoder:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self._max_model_len = max_model_len
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
-        self._angles = [NativeAngles(rope, max_model_len, self.dtype) for rope in ropes]
+        switch_len = spec.rope_switch_len(max_model_len)
+        self._angles = [NativeAngles(rope, max_model_len, self.dtype, switch_len or 0) for rope in ropes]
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._parts = self._builder(native, self._plan, spec, parameters, rope_index, quantize).build()
@@ -96,6 +97,11 @@ class NativeDecoder:
         for index, angles in enumerate(self._angles):
             angles.extend(count)
             self._plan.set_angles(index, angles.cos.data_ptr(), angles.sin.data_ptr(), *angles.cos.shape)
+
+    @property
+    def num_angles(self) -> int:
+        """Rows of the tables of angles before those of the short variant of a rope, see NativeAngles; `prepare` changes it."""
+        return self._angles[0].count if self._angles else 0
 
     def _bind(self, kv: KvPool) -> None:
         if self._kv is kv:
@@ -146,6 +152,8 @@ class NativeDecoder:
         layers                the layers to run, in order; None: all. The KV of the others is left as it is
         """
         self.prepare(kv, max(step.context_lens))
+        if step.short_ropes is not None:
+            positions = positions + step.short_ropes * self.num_angles
         trees, kept = step.trees, None if layers is None else _int32(layers)
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
@@ -195,6 +203,10 @@ class NativeDecoder:
         is_best_alone = wants_best and not needs_logits and self._plan.has_plain_logits
         logits, trees = self._no_logits if is_best_alone else self._new_logits(len(logit_rows)), runs.trees
         places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))
+        short = None if runs.short_ropes is None else runs.short_rope_tokens()
+        if short is not None:
+            rows = runs.positions() + short * self.num_angles
+            places = (rows.ctypes.data, *places[1:])
         best = self._plan.run(
             runs.token_ids,
             runs.starts,

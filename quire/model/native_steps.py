@@ -36,6 +36,7 @@ class OneTokenSteps:
     positions  [S] of the first tokens
     tables     [S, max_blocks] i64 the block tables; they hold the positions of all steps
     layers     those that are run, in order; None: all
+    short_ropes  [S] as in TokenRuns
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class OneTokenSteps:
         tables: NDArray[np.int64],
         num_steps: int,
         layers: Sequence[int] | None = None,
+        short_ropes: Sequence[bool] | None = None,
     ) -> None:
         first = np.array(positions, dtype=np.int64)
         num_rows, size = len(first), kv.spec.block_size
@@ -55,6 +57,8 @@ class OneTokenSteps:
         blocks, offsets = np.divmod(self._positions, size)
         self._slots = self._tables[np.arange(num_rows), blocks].astype(np.int64) * size + offsets
         self._lengths = (self._positions + 1).astype(np.int32)
+        if short_ropes is not None and any(short_ropes):
+            self._positions = self._positions + np.array(short_ropes) * decoder.num_angles
         self._tokens = np.zeros(num_rows, dtype=np.int64)
         self._starts = np.arange(num_rows + 1, dtype=np.int32)
         self._plan: Any = decoder.plan

@@ -40,6 +40,7 @@ class TokenRuns(NamedTuple):
     ends       S positions, each behind the last token of its run
     tables     S block tables [max_blocks], which hold these positions, and `addresses` where they lie
     trees      None: there are none
+    short_ropes  S flags: the sequence takes the short variant of the rope, see ModelSpec.rope_switch_len; None: none does
     """
 
     token_ids: list[int]
@@ -48,6 +49,21 @@ class TokenRuns(NamedTuple):
     tables: list[BlockTable]
     addresses: list[int]
     trees: TreePlaces | None = None
+    short_ropes: list[bool] | None = None
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return the positions [T] of the tokens; those of a tree by their depths."""
+        if self.trees is not None:
+            return self.trees.positions
+        counts, ends = np.diff(self.starts), np.array(self.ends)
+        offsets = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], counts)
+        return np.repeat(ends - counts, counts) + offsets
+
+    def short_rope_tokens(self) -> NDArray[np.bool_] | None:
+        """Return which tokens [T] take the short variant of the rope; None where none does."""
+        if self.short_ropes is None or not any(self.short_ropes):
+            return None
+        return np.repeat(self.short_ropes, np.diff(self.starts))
 
     def tensors(
         self, block_size: int, origins: list[int] | None = None, room: list[int] | None = None
@@ -73,5 +89,13 @@ class TokenRuns(NamedTuple):
             ancestors = torch.from_numpy(self.trees.ancestors.view(np.int64))
             trees = TreeInput(torch.from_numpy(self.trees.num_drafts), ancestors)
         lengths = (ends - first_seen).tolist()
-        attention = AttentionInput(torch.from_numpy(slots), self.starts, lengths, torch.from_numpy(tables), trees)
+        short = self.short_rope_tokens()
+        attention = AttentionInput(
+            torch.from_numpy(slots),
+            self.starts,
+            lengths,
+            torch.from_numpy(tables),
+            trees,
+            short_ropes=None if short is None else torch.from_numpy(short),
+        )
         return torch.tensor(self.token_ids, dtype=torch.int64), torch.from_numpy(places), attention

@@ -28,7 +28,7 @@ def extend_chains(
     """Append to the drafts of each sequence until it has as many as it shall have; the last of these has no KV then.
 
     target    the model that drafts, and its cache, which holds the known tokens but the last one, and all drafts but the last
-    layers    those that are run, in order; None: all
+    layers    those of the sequences' own model that are run, in order; None: all, of another model
     note_fed  told of every token whose KV was written, of a sequence: the draft, or None for its last known token
     """
     going = [chain for chain in chains if len(chain[1]) < chain[2]]
@@ -52,16 +52,18 @@ def _stepper(
 ) -> Callable[[Sequence[int]], Tensor]:
     """Return what computes a token of each sequence, from the positions `firsts` on, and returns the logits behind them."""
     model, kv = target.model, target.kv
+    short_ropes = [sequence.uses_short_rope for sequence in sequences] if layers is not None else None
     if isinstance(model, NativeDecoder):
         tables = np.stack([sequence.table for sequence in sequences])
-        return OneTokenSteps(model, kv, firsts, tables, num_steps, layers).run
+        return OneTokenSteps(model, kv, firsts, tables, num_steps, layers, short_ropes).run
     addresses = [address_of(sequence.table) for sequence in sequences]
     offsets = itertools.count(1)
 
     def run(token_ids: Sequence[int]) -> Tensor:
         ahead = next(offsets)
         ends, rows = [first + ahead for first in firsts], list(range(len(firsts)))
-        runs = TokenRuns(list(token_ids), [*rows, len(rows)], ends, [sequence.table for sequence in sequences], addresses)
+        tables = [sequence.table for sequence in sequences]
+        runs = TokenRuns(list(token_ids), [*rows, len(rows)], ends, tables, addresses, None, short_ropes)
         return model.step(*runs.tensors(kv.spec.block_size), kv, rows, layers=layers)
 
     return run

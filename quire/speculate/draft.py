@@ -124,6 +124,7 @@ class DraftedSequence:
     sampling   its sampling state
     table      [max_blocks] i64 its block table, which the worker keeps up to date
     memo       what its proposer has noted
+    uses_short_rope  as in SequenceStart
     """
 
     sequence_id: SequenceId
@@ -133,6 +134,7 @@ class DraftedSequence:
     sampling: SamplingRow
     table: NDArray[np.int64]
     memo: Any = None
+    uses_short_rope: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -60,7 +60,7 @@ def propose_drafts(speculator: Speculator, batch: InputBatch, plan: StepPlan) ->
         if start.request.pooling is None:
             row = batch.row(start.sequence_id)
             known = start.sequence_id, start.request, start.choice, row.token_ids, row.sampling, row.block_table
-            speculator.follow(DraftedSequence(*known))
+            speculator.follow(DraftedSequence(*known, uses_short_rope=start.uses_short_rope))
     return speculator.propose(plan)
 
 

@@ -122,10 +122,15 @@ class InputBatch:
     """Keeps the rows in step with the scheduler's plans.
 
     Its block tables are made once: max_num_seqs sequences of max_blocks blocks.
+
+    has_rope_variants  sequences take one of two variants of the rope, see ModelSpec.rope_switch_len
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, block_size: int, vocab_size: int, has_rope_variants: bool = False
+    ) -> None:
         self._block_size = block_size
+        self._has_rope_variants = has_rope_variants
         self._vocab_size = vocab_size
         self._rows: dict[SequenceId, Row] = {}
         self._prompt_rows: set[SequenceId] = set()  # those that ask for something about their prompt
@@ -213,7 +218,9 @@ class InputBatch:
             starts.append(len(token_ids))
             ends.append(end)
         trees = self._place_trees(rows, starts, ends, drafts) if has_trees else None
-        runs = TokenRuns(token_ids, starts, ends, [row.block_table for row in rows], [row.address for row in rows], trees)
+        short = [row.start.uses_short_rope for row in rows] if self._has_rope_variants else None
+        tables, addresses = [row.block_table for row in rows], [row.address for row in rows]
+        runs = TokenRuns(token_ids, starts, ends, tables, addresses, trees, short)
         return StepInput(runs, rows, drafts, ready, logit_rows + draft_rows, bool(self._prompt_rows), num_unasked)
 
     def _place_trees(

@@ -183,7 +183,8 @@ class ModelRunner(DraftingRunner):
         self._pages = PageSupply(self._kv)  # see take_pages
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
-        self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
+        has_variants = decoder.spec.rope_switch_len(memory.max_model_len) is not None
+        self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size, has_variants)
         self._constrained = ConstrainedRows()
         # Nothing asks for gradients here; torch is spared to look out for some, where it is what computes.
         self._inference = nullcontext() if isinstance(decoder, NativeDecoder) else torch.inference_mode()

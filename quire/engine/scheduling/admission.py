@@ -60,6 +60,7 @@ def new_sequence(
 ) -> Sequence:
     """Return a choice of a servable request, which waits, or is held until choice 0 has computed the prompt."""
     has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
+    switch_len = config.rope_switch_len
     return Sequence(
         sequence_id=sequence_id,
         request=request,
@@ -71,4 +72,5 @@ def new_sequence(
         token_ids=list(request.prompt_token_ids),
         added_s=now,
         status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
+        short_rope_len=None if switch_len is None or len(request.prompt_token_ids) > switch_len else switch_len,
     )

@@ -14,6 +14,8 @@ def give_draft_slots(draft: StepDraft, kv: KvAllocator, num_running: int) -> Non
             continue
         # With every draft accepted one more token follows, and the KV of the last one is never computed.
         num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - num_known - 1, draft.num_tokens_left)
+        if sequence.short_rope_len is not None:
+            num_slots = min(num_slots, sequence.short_rope_len - num_known)
         if num_slots <= 0:
             continue
         num_spare = kv.num_missing_blocks(sequence, 1 + num_slots)

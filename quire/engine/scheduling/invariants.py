@@ -6,6 +6,7 @@ from collections import Counter
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId
+from quire.engine.scheduling.kv_allocator import content_root
 from quire.engine.scheduling.prefix_index import PrefixEntry, block_key, root_key
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
@@ -114,6 +115,8 @@ def _find_problem(sequence: Sequence, scheduler: Scheduler) -> str | None:
         return "does not begin with its prompt"
     if sequence.num_tokens >= sequence.max_total_tokens:
         return "should have ended"
+    if sequence.short_rope_len is not None and sequence.num_tokens > sequence.short_rope_len:
+        return "should take the long variant of the rope"
     if sequence.status is not SequenceStatus.RUNNING:
         if sequence.block_ids or sequence.num_computed_tokens:
             return "does not run, but has blocks"
@@ -137,8 +140,8 @@ def _find_problem(sequence: Sequence, scheduler: Scheduler) -> str | None:
         entry = scheduler.kv.index.entry_of(block_id)
         if entry is None:
             continue
-        if entry.content.root != sequence.request.cache_salt:
-            return f"holds block {block_id} of another salt"
+        if entry.content.root != content_root(sequence):
+            return f"holds block {block_id} of another salt or rope"
         if _prefix_of(entry) != sequence.token_ids[: (index + 1) * size]:
             return f"holds block {block_id}, published with other tokens"
     return None

@@ -33,6 +33,17 @@ class BlockGrowth:
 
 NO_GROWTH = BlockGrowth()
 
+_MARK = "\udfff"
+"""Begins roots that are not only a salt. Half of a character: few salts begin with it, and those get one more."""
+
+
+def content_root(sequence: Sequence) -> str:
+    """Return what the keys of a sequence's blocks start from: what besides tokens changes their KV or keeps requests apart."""
+    salt = sequence.request.cache_salt
+    if sequence.short_rope_len is not None:
+        return f"{_MARK}short rope{salt}"
+    return f"{_MARK}{salt}" if salt.startswith(_MARK) else salt
+
 
 class KvAllocator:
     """The block pool and the prefix index together; the only writer of the block tables of sequences."""
@@ -173,7 +184,7 @@ class KvAllocator:
 
     def _contents(self, sequence: Sequence, num_blocks: int) -> list[BlockContent]:
         contents, size = sequence.block_contents, self.block_size
-        root = sequence.request.cache_salt
+        root = content_root(sequence)
         for index in range(len(contents), num_blocks):
             token_ids = tuple(sequence.token_ids[index * size : (index + 1) * size])
             parent_key = contents[-1].key if contents else root_key(root)

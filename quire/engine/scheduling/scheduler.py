@@ -25,6 +25,9 @@ The choices of a request (n > 1) are sequences of their own. All but choice 0 ar
 prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
 costs next to nothing then. Otherwise, or when choice 0 ends before, they wait like others, and the prefix cache serves them.
 
+A sequence that outgrows the short variant of its rope (longrope, dynamic) loses its blocks, too, and is computed again with the
+long variant, as transformers does it; see ModelSpec.rope_switch_len.
+
 A request with pooling params is a sequence like any other, which ends when its prompt is computed.
 
 While a step runs, the next may be planned (schedule_ahead): from what the sequences will have then, one token more each. That
@@ -290,13 +293,25 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         if len(self.in_flight) > 0:
             raise InvariantError(f"sequence {sequence.sequence_id} is preempted while a step is in flight")
+        self._drop_kv(sequence)
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+
+    def _recompute_with_long_rope(self, sequence: Sequence) -> None:
+        """Let a sequence that has outgrown the short variant of the rope wait until all its tokens are computed again.
+
+        No step in flight computes it: `num_tokens_behind` says that it has nothing to compute after the token that came now.
+        """
+        self._drop_kv(sequence)
+        sequence.short_rope_len = None
+        sequence.block_contents.clear()
+
+    def _drop_kv(self, sequence: Sequence) -> None:
         self.kv.release(sequence)
         self._forget_row(sequence)
         self._start_waiting(sequence)
         sequence.num_draft_wish = 0
         sequence.is_late = False
-        sequence.num_preemptions += 1
-        self._num_preemptions += 1
 
     def _forget_row(self, sequence: Sequence) -> None:
         if sequence.is_known:
@@ -316,6 +331,8 @@ class Scheduler:
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
             return self._end(sequence, "stop", pooled=pooled)
+        if ending is None and sequence.short_rope_len is not None and sequence.num_tokens > sequence.short_rope_len:
+            self._recompute_with_long_rope(sequence)
         is_start = bool(token_ids) and sequence.first_token_s is None
         if is_start:
             sequence.first_token_s = now

@@ -38,6 +38,8 @@ class Sequence:
     next_prompt_logprob  prompt position whose log probabilities are still to be handed out; all before it have been
     num_draft_wish       drafts that the worker could use behind its last known token; 0 unless it decodes
     is_late              the worker has not sampled its next token, and computes it again when it says so; only while RUNNING
+    short_rope_len       tokens up to which it takes the short variant of the rope; with one more it is computed again, with the
+                         long variant, and this is None. None, too, where there are no variants
     num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
     times                in seconds on the clock of the caller's `now`
     """
@@ -60,6 +62,7 @@ class Sequence:
     last_entry: PrefixEntry | None = None
     num_draft_wish: int = 0
     is_late: bool = False
+    short_rope_len: int | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
@@ -95,7 +98,8 @@ class Sequence:
         num_left = len(self.token_ids) - num_computed
         if num_left > 0:
             return num_left
-        is_last = len(self.token_ids) + 1 >= self.max_total_tokens
+        # With a token more it ends, or must be computed again with the other rope.
+        is_last = len(self.token_ids) + 1 >= self.max_total_tokens or self.short_rope_len == len(self.token_ids)
         is_forked = self.choice == 0 and self.num_computed_tokens < self.num_prompt_tokens <= num_computed
         return 0 if is_last or (is_forked and self.request.params.num_sequences > 1) else 1
 

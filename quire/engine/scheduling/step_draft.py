@@ -18,6 +18,7 @@ def _start(sequence: Sequence) -> SequenceStart:
         token_ids=tuple(sequence.token_ids),
         num_computed_tokens=sequence.num_computed_tokens,
         block_ids=tuple(sequence.block_ids),
+        uses_short_rope=sequence.short_rope_len is not None,
     )
 
 

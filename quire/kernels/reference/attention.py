@@ -36,6 +36,7 @@ class AttentionInput:
                     position context_lens[s] - 1
     block_tables    [S, max_blocks] i64; entries past the context are ignored but must be valid blocks
     trees           None: every sequence is causal
+    short_ropes     [T] bool, tokens of sequences with the short variant of the rope (ModelSpec.rope_switch_len); None: none
     """
 
     slots: Tensor
@@ -44,6 +45,7 @@ class AttentionInput:
     block_tables: Tensor
     trees: TreeInput | None = None
     decode_groups: dict[tuple[int | None, int], list[DecodeGroup]] = field(default_factory=dict)
+    short_ropes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

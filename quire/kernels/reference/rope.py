@@ -13,8 +13,8 @@ from quire.contracts.model_spec import RopeSpec
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:
     """Return the angle per position of each pair, [dim / 2] f32.
 
-    max_model_len  decides "dynamic" and "longrope", which depend on a length: one choice for every sequence, so that cached
-                   keys stay valid
+    max_model_len  decides "dynamic" and "longrope", which depend on a length. Their short variant is that of original_max;
+                   see ModelSpec.rope_switch_len
     """
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     base = 1.0 / spec.theta**exponent

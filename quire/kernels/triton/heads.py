@@ -24,7 +24,10 @@ LARGEST_OF = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Rope(NamedTuple):
-    """A rotary embedding; table [positions, dim] f32: the cosines of a position, then its sines, as `rope_table` makes it."""
+    """A rotary embedding; table [positions, dim] f32: the cosines of a position, then its sines, as `rope_table` makes it.
+
+    Where a rope has a short variant (ModelSpec.rope_switch_len) the rows of its positions follow those of the long variant.
+    """
 
     spec: RopeSpec
     table: Tensor

@@ -31,7 +31,8 @@ class HostStep:
     rows              [S] i32, lines of the device's tables; a line belongs to a sequence from its start to its end
     context_lens      [S] i32, tokens in the cache once this step is stored; 0: padding
     given_ids         [T] i64; -1: the token that the device sampled last for the sequence
-    positions, slots  [T] i64; slot -1: the token's KV is stored nowhere. Drafts of a tree have the positions of their depths
+    positions, slots  [T] i64; slot -1: the token's KV is stored nowhere. Drafts of a tree have the positions of their depths.
+                      Tokens with the short variant of a rope have rows of the rope table that follow those of the long variant
     logit_rows        [R] i64 tokens whose logits are wanted, those of drafts last
     sampled_rows      [R] i32 lines of theirs
     sample_positions  [R] i64 of the tokens that will be sampled
@@ -57,11 +58,18 @@ class HostStep:
         return len(self.given_ids) == len(self.counts) == len(self.logit_rows)
 
 
-def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on_device: NDArray[np.bool_]) -> HostStep:
+def host_step(
+    step: StepInput,
+    tables: NDArray[np.int64],
+    block_size: int,
+    is_on_device: NDArray[np.bool_],
+    num_long_rope_rows: int = 0,
+) -> HostStep:
     """Return the arrays of a step.
 
     tables        [N, max_blocks] of the batch, which hold this step's tokens
     is_on_device  [N] whether the last token of a line's sequence is the one that the device sampled last for it
+    num_long_rope_rows  rows of the rope table before those of the short variant
     """
     runs = step.runs
     starts, ends = np.array(runs.starts), np.array(runs.ends)
@@ -81,6 +89,10 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
     # Only the last known token of a sequence can be one that the device has sampled.
     fed = logit_rows[: len(sampled_rows)][is_on_device[sampled_rows]]
     given_ids[fed] = -1
+    sample_positions = positions[logit_rows] + 1
+    short = None if runs.short_ropes is None else runs.short_rope_tokens()
+    if short is not None:
+        positions = positions + short * num_long_rope_rows
     num_drafts = len(logit_rows) - len(sampled_rows)
     if num_drafts:
         drafts = [len(step.drafts.get(row.start.sequence_id, ())) for row in step.ready]
@@ -94,7 +106,7 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
         slots,
         logit_rows,
         sampled_rows,
-        positions[logit_rows] + 1,
+        sample_positions,
         num_drafts,
         runs.trees,
     )

@@ -101,7 +101,9 @@ class DeviceRunner(DraftingRunner):
         self._decoder, self._stepper, self._draft_steppers = decoder, stepper, draft_steppers
         self._block_size = memory.kv.block_size
         max_blocks = -(-memory.max_model_len // self._block_size)
-        self._batch = InputBatch(max_num_seqs, max_blocks, self._block_size, decoder.spec.vocab_size)
+        has_variants = decoder.spec.rope_switch_len(memory.max_model_len) is not None
+        self._batch = InputBatch(max_num_seqs, max_blocks, self._block_size, decoder.spec.vocab_size, has_variants)
+        self._num_long_rope_rows = decoder.num_long_rope_rows
         self._is_on_device = np.zeros(max_num_seqs, np.bool_)  # whether a line's last token is the device's own
         self._constrained = ConstrainedRows()
         self._num_on_their_way = 0
@@ -161,7 +163,7 @@ class DeviceRunner(DraftingRunner):
             return _StepOnDevice(self, plan, step, launched, masks, [], [], False, [], False)
         has_prompt_logprobs = step.wants_prompt and any(_wants_logprobs(step, index) for index in range(len(step.rows)))
         pooled_runs = step.pooled_rows() if step.wants_prompt else []
-        host = host_step(step, self._batch.tables, self._block_size, self._is_on_device)
+        host = host_step(step, self._batch.tables, self._block_size, self._is_on_device, self._num_long_rope_rows)
         columns, num_ready = self._stepper.columns, len(step.ready)
         left_to_host = columns.left_to_host(host.sampled_rows[:num_ready])
         if drafts and speculator.typical is not None:

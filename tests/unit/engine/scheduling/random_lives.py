@@ -25,6 +25,7 @@ def random_config(rng):
         num_kv_blocks=rng.choice([3, 6, 9, 12, 20, 40]),
         enable_prefix_caching=rng.random() < 0.75,
         policy=rng.choice(["fcfs", "priority"]),
+        rope_switch_len=rng.choice([None, None, 5, 8, 21]),
     )
 
 

@@ -1,7 +1,7 @@
 """A worker that knows only what StepPlans say, and a driver that checks every promise of the scheduler while it runs.
 
-The fake KV of a token is a hash of the salt and of all tokens up to it, so that any block that is stale, copied wrongly or
-shared wrongly is seen at the first step that reads it.
+The fake KV of a token is a hash of the salt, of the variant of the rope and of all tokens up to it, so that any block that is
+stale, copied wrongly or shared wrongly is seen at the first step that reads it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ def extend_chain(chain: list[int], token_ids, salt: str) -> None:
         chain.append(last)
 
 
+def kv_root(request: Request, uses_short_rope: bool) -> str:
+    """Return what the fake KV of a request starts from."""
+    return f"short rope {request.cache_salt}" if uses_short_rope else request.cache_salt
+
+
 def sample(request: Request, choice: int, chain: list[int]) -> int:
     """Return the token after the prefix of `chain`: a function of the request, the choice and the prefix alone."""
     return mix_seed(mix_seed(request.seed, choice) ^ chain[-1], len(chain)) % VOCAB_SIZE
@@ -85,8 +90,12 @@ def reference_run(request: Request, choice: int, config: SchedulerConfig):
     limit = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
     if params.max_tokens is not None:
         limit = min(limit, num_prompt + params.max_tokens)
+    is_short = None
     while True:
-        extend_chain(chain, tokens, request.cache_salt)
+        was_short, is_short = is_short, config.rope_switch_len is not None and len(tokens) <= config.rope_switch_len
+        if is_short is not was_short:
+            chain = []
+        extend_chain(chain, tokens, kv_root(request, is_short))
         token = sample(request, choice, chain)
         tokens.append(token)
         output = tokens[num_prompt:]
@@ -110,6 +119,11 @@ class Row:
     num_computed: int
     chain: list[int] = field(default_factory=list)
     pooled: list[int] = field(default_factory=list)
+    uses_short_rope: bool = False
+
+    @property
+    def root(self) -> str:
+        return kv_root(self.request, self.uses_short_rope)
 
 
 class FakeWorker:
@@ -118,6 +132,7 @@ class FakeWorker:
 
     def __init__(self, config: SchedulerConfig, max_sampled: int = 1, seed: int = 0, max_drafts: int = 0) -> None:
         self.block_size = config.block_size
+        self.rope_switch_len = config.rope_switch_len
         self.num_blocks = config.num_kv_blocks
         self.kv = [[-1] * config.block_size for _ in range(config.num_kv_blocks)]
         self.rows: dict[SequenceId, Row] = {}
@@ -144,8 +159,9 @@ class FakeWorker:
             row = self.rows[sequence_id]
             assert num_tokens >= 1
             assert row.num_computed + num_tokens <= len(row.tokens)
+            assert not row.uses_short_rope or len(row.tokens) <= self.rope_switch_len
             assert len(row.table) * self.block_size >= row.num_computed + num_tokens
-            extend_chain(row.chain, row.tokens, row.request.cache_salt)
+            extend_chain(row.chain, row.tokens, row.root)
             self.check_row(row)
             for position in range(row.num_computed, row.num_computed + num_tokens):
                 block = row.table[position // self.block_size]
@@ -214,7 +230,7 @@ class FakeWorker:
             assert holders[block] == 1, f"a draft is written into block {block}, which {holders[block]} sequences hold"
             if offset <= num_accepted:
                 tokens.append(sample(row.request, row.choice, chain))
-                extend_chain(chain, tokens, row.request.cache_salt)
+                extend_chain(chain, tokens, row.root)
             self.kv[block][position % self.block_size] = chain[position] if offset <= num_accepted else -self.rng.random()
         return num_drafts, num_accepted
 
@@ -226,8 +242,11 @@ class FakeWorker:
 
     def _sample(self, row: Row, count: int | None) -> tuple[int, ...]:
         first = len(row.tokens)
-        for _ in range(count or self.rng.randint(1, self.max_sampled)):
-            extend_chain(row.chain, row.tokens, row.request.cache_salt)
+        most = self.rope_switch_len + 1 - first if row.uses_short_rope else first + self.max_sampled
+        assert count is None or not row.uses_short_rope or count <= most, "a draft stands where the other rope is needed"
+        count = count or min(most, self.rng.randint(1, self.max_sampled))
+        for _ in range(count):
+            extend_chain(row.chain, row.tokens, row.root)
             row.tokens.append(sample(row.request, row.choice, row.chain))
         return tuple(row.tokens[first:])
 
@@ -242,8 +261,15 @@ class FakeWorker:
             assert start.sequence_id in plan.num_scheduled_tokens
             assert 0 <= start.num_computed_tokens < len(start.token_ids)
             assert start.token_ids[: len(start.request.prompt_token_ids)] == start.request.prompt_token_ids
+            is_short = self.rope_switch_len is not None and len(start.token_ids) <= self.rope_switch_len
+            assert start.uses_short_rope == is_short
             self.rows[start.sequence_id] = Row(
-                start.request, start.choice, list(start.token_ids), list(start.block_ids), start.num_computed_tokens
+                start.request,
+                start.choice,
+                list(start.token_ids),
+                list(start.block_ids),
+                start.num_computed_tokens,
+                uses_short_rope=is_short,
             )
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             assert sequence_id in known
@@ -339,7 +365,8 @@ class Driver:
         assert (update.pooled is not None) == (request.pooling is not None and update.finish_reason == "stop")
         if update.pooled is not None:
             chain: list[int] = []
-            extend_chain(chain, request.prompt_token_ids, request.cache_salt)
+            prompt, switch_len = request.prompt_token_ids, self.config.rope_switch_len
+            extend_chain(chain, prompt, kv_root(request, switch_len is not None and len(prompt) <= switch_len))
             assert update.pooled == pool(request, chain), "pooled are other tokens than those of the prompt, each once"
         assert (update.stats is None) == (update.finish_reason is None)
         assert (update.error is not None) == (update.finish_reason == "error")

@@ -37,6 +37,19 @@ def test_greedy_tokens_are_the_cpus(case, tmp_path):
     assert tokens(found) == tokens(expected)
 
 
+@pytest.mark.golden
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("case", ["phi3-longrope", "llama-dynamic"])
+def test_sequences_that_outgrow_the_short_rope_have_the_cpus_tokens(case, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    prompts = [PROMPTS[0][:length] for length in (29, 31, 37)]
+    options = {"max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 24}
+    expected, _ = outputs_of(folder, prompts, greedy(5), "cpu", **options)
+    found, _ = outputs_of(folder, prompts, greedy(5), DEVICE, **options)
+    assert tokens(found) == tokens(expected)
+
+
 def test_every_family_is_compared():
     families = {case.partition("-")[0] for case in CASES} | {"qwen3-moe"}
     assert [family for family in families if not any(case.startswith(family) for case in IN_THE_INTERPRETER)] == []
