@@ -27,12 +27,12 @@ void check_rank(int rank, int size) {
 template <class Wait>
 int wait_in_pieces(double timeout_s, Wait wait) {
     i64 left_ns = timeout_s < 0 ? -1 : static_cast<i64>(timeout_s * 1e9);
-    for (;;) {
+    for (bool spins = true;; spins = false) {
         const i64 piece_ns = left_ns < 0 || left_ns > SIGNAL_CHECK_NS ? SIGNAL_CHECK_NS : left_ns;
         WaitResult result;
         {
             nb::gil_scoped_release release;
-            result = wait(piece_ns);
+            result = wait(piece_ns, spins);
         }
         if (result != WaitResult::timed_out) return static_cast<int>(result);
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -48,7 +48,7 @@ void bind_waits(nb::module_& m) {
           "Arrive at the next barrier, without waiting.");
     m.def("wait_for_barrier", [](uintptr_t state, int rank, int size, double timeout_s) {
         check_rank(rank, size);
-        return wait_in_pieces(timeout_s, [&](i64 ns) { return wait_for_barrier(state_at(state), rank, size, ns); });
+        return wait_in_pieces(timeout_s, [&](i64 ns, bool spins) { return wait_for_barrier(state_at(state), rank, size, ns, spins); });
     }, "state"_a, "rank"_a, "size"_a, "timeout_s"_a = -1.0, "Wait for all ranks at the barrier that this rank has arrived at: 0 done, 1 aborted, 2 timed out.");
     m.def("process_barrier_wait", [](uintptr_t state, int rank, int size) {
         check_rank(rank, size);
@@ -56,7 +56,7 @@ void bind_waits(nb::module_& m) {
         return process_barrier_wait(state_at(state), rank, size);
     }, "state"_a, "rank"_a, "size"_a, "Arrive and wait, as a native step does; False: the group was aborted.");
     m.def("wait_for_counter", [](uintptr_t state, int rank, uintptr_t counter, u32 least, double timeout_s) {
-        return wait_in_pieces(timeout_s, [&](i64 ns) { return wait_for_counter(state_at(state), rank, counter_at(counter), least, ns); });
+        return wait_in_pieces(timeout_s, [&](i64 ns, bool spins) { return wait_for_counter(state_at(state), rank, counter_at(counter), least, ns, spins); });
     }, "state"_a, "rank"_a, "counter"_a, "least"_a, "timeout_s"_a = -1.0, "Wait until a counter has reached a value: 0 done, 1 aborted, 2 timed out.");
     m.def("advance_counter", [](uintptr_t counter, u32 value) { advance_counter(counter_at(counter), value); }, "counter"_a, "value"_a,
           "Set a counter and wake those who sleep on it.");
@@ -83,6 +83,8 @@ void bind_process_barrier(nb::module_& m) {
     m.def("read_abort_word", [](uintptr_t state) { return read_abort_word(state_at(state)); }, "state"_a, "0, or reason << 16 | rank + 1.");
     m.def("raise_heartbeat", [](uintptr_t state, int rank) { raise_heartbeat(state_at(state), rank); }, "state"_a, "rank"_a);
     m.def("heartbeat", [](uintptr_t state, int rank) { return __atomic_load_n(&state_at(state)->ranks[rank].heartbeat, __ATOMIC_RELAXED); }, "state"_a, "rank"_a);
+    m.def("raise_process_beat", [](uintptr_t state, int rank) { __atomic_fetch_add(&state_at(state)->ranks[rank].process_beat, 1, __ATOMIC_RELAXED); }, "state"_a, "rank"_a);
+    m.def("process_beat", [](uintptr_t state, int rank) { return __atomic_load_n(&state_at(state)->ranks[rank].process_beat, __ATOMIC_RELAXED); }, "state"_a, "rank"_a);
     m.def("set_location", [](uintptr_t state, int rank, u32 location) { set_location(state_at(state), rank, location); }, "state"_a, "rank"_a, "location"_a);
     m.def("location", [](uintptr_t state, int rank) { return __atomic_load_n(&state_at(state)->ranks[rank].location, __ATOMIC_RELAXED); }, "state"_a, "rank"_a);
     m.def("set_pid", [](uintptr_t state, int rank, i32 pid) { __atomic_store_n(&state_at(state)->ranks[rank].pid, pid, __ATOMIC_RELEASE); }, "state"_a, "rank"_a, "pid"_a);

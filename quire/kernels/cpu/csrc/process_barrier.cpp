@@ -68,14 +68,14 @@ void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 n
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns) {
+WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins) {
     if (has_reached(load(counter), least)) return WaitResult::done;
-    for (u32 spin = 0; spin < state->num_spins; ++spin) {
+    for (u32 spin = 0; spins && spin < state->num_spins; ++spin) {
         if (has_reached(load(counter), least)) return WaitResult::done;
         if (read_abort_word(state) != 0) return WaitResult::aborted;
         pause();
     }
-    for (u32 turn = 0; turn < state->num_yields; ++turn) {
+    for (u32 turn = 0; spins && turn < state->num_yields; ++turn) {
         if (has_reached(load(counter), least)) return WaitResult::done;
         if (read_abort_word(state) != 0) return WaitResult::aborted;
         if (turn % YIELDS_PER_HEARTBEAT == 0) raise_heartbeat(state, rank);
@@ -107,7 +107,7 @@ void arrive_at_barrier(BarrierState* state, int rank) {
     advance_counter(arrived, __atomic_load_n(&arrived->value, __ATOMIC_RELAXED) + 1);
 }
 
-WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns) {
+WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins) {
     const u32 wanted = __atomic_load_n(&state->ranks[rank].arrived.value, __ATOMIC_RELAXED);
     const i64 end_ns = timeout_ns < 0 ? 0 : now_ns() + timeout_ns;
     for (int other = 0; other < size; ++other) {
@@ -117,7 +117,7 @@ WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout
             left_ns = end_ns - now_ns();
             if (left_ns < 0) left_ns = 0;
         }
-        const WaitResult result = wait_for_counter(state, rank, &state->ranks[other].arrived, wanted, left_ns);
+        const WaitResult result = wait_for_counter(state, rank, &state->ranks[other].arrived, wanted, left_ns, spins);
         if (result != WaitResult::done) return result;
     }
     return read_abort_word(state) == 0 ? WaitResult::done : WaitResult::aborted;

@@ -24,7 +24,8 @@ struct alignas(128) RankState {
     SharedCounter arrived;  // barriers that this rank has arrived at
     // On a line of their own: written in waits, and by the loop of a worker, while others read `arrived`.
     alignas(64) u32 heartbeat;
-    u32 location;  // where the rank is, for messages: a layer's number + 1, 0 for nowhere. Set by whoever computes
+    u32 location;      // where the rank is, for messages: a layer's number + 1, 0 for nowhere. Set by whoever computes
+    u32 process_beat;  // raised by a thread of the rank's process, whatever the rank does: stands still in a stopped process
     i32 pid;
 };
 
@@ -48,15 +49,15 @@ void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 n
 // assumed of what other ranks have written. All that a rank wrote before is visible to the others after.
 bool process_barrier_wait(BarrierState* state, int rank, int size);
 
-// The two halves. A wait may be repeated after it timed out; timeout_ns < 0: no limit.
+// The two halves. A wait may be repeated after it timed out, and need not spin then; timeout_ns < 0: no limit.
 void arrive_at_barrier(BarrierState* state, int rank);
-WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns);
+WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins = true);
 
 // The first rank that has arrived at fewer barriers than `rank`; -1 where there is none.
 int find_missing_rank(const BarrierState* state, int rank, int size);
 
 // Wait until a counter has reached `least`; done even in an aborted group where it has.
-WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns);
+WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
 // Set a counter of this rank's own, after all that it wrote before, and wake those who sleep on it.
 void advance_counter(SharedCounter* counter, u32 value);
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire.kernels.native import load_native
+from tests.ranks import run_threads, start_processes, statuses_of
 
 native = load_native()
 pytestmark = pytest.mark.skipif(native is None, reason="the native kernels are not built")
@@ -31,43 +32,6 @@ class Shared:
         self.numbers = np.frombuffer(self.map, np.int64, 512, offset)
         self.address = start + offset
         native.initialise_barrier(self.state, size, spins, yields)
-
-
-def run_threads(size, body):
-    failures = []
-
-    def run(rank):
-        try:
-            body(rank)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    assert not failures, failures
-
-
-def start_processes(size, body):
-    """Fork a child per rank that exits with what body(rank) returns."""
-    pids = []
-    for rank in range(size):
-        pid = os.fork()
-        if pid == 0:
-            status = 99
-            try:
-                status = body(rank)
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    return pids
-
-
-def statuses_of(pids):
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def exchange(shared, rank, rounds):
