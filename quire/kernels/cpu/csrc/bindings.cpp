@@ -17,6 +17,8 @@ void bind_elementwise(nb::module_& m);
 void bind_sampler(nb::module_& m);
 void bind_quantize(nb::module_& m);
 void bind_peak(nb::module_& m);
+void bind_process_barrier(nb::module_& m);
+void bind_process_collectives(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of quire.";
@@ -39,4 +41,6 @@ NB_MODULE(_native, m) {
     bind_sampler(m);
     bind_quantize(m);
     bind_peak(m);
+    bind_process_barrier(m);
+    bind_process_collectives(m);
 }

@@ -1,0 +1,75 @@
+// A barrier between ranks, in memory that all of them map: processes of one host, or threads of one process.
+//
+// Every rank counts the barriers it has arrived at. A rank has passed its n-th barrier when every rank has arrived at n or more, so
+// nothing is ever reset and a missing rank is known by name. A wait spins, then yields its core, then sleeps on a futex for at most
+// 50 ms at a time; between these it looks at the abort word and raises the heartbeat of its rank.
+//
+// The types hold plain numbers, changed only by the functions below; all zeros is a valid state before initialise_barrier. Every
+// function here may be called from files of any instruction set: all are compiled once, without ISA flags.
+#pragma once
+#include "simd_types.h"
+
+namespace quire {
+
+constexpr int MAX_RANKS = 64;
+constexpr i64 FUTEX_SLEEP_NS = 50 * 1000 * 1000;
+
+// A number that one rank raises and others wait for. Compared as signed differences, so it may wrap.
+struct SharedCounter {
+    u32 value;
+    u32 num_sleepers;
+};
+
+struct alignas(128) RankState {
+    SharedCounter arrived;  // barriers that this rank has arrived at
+    // On a line of their own: written in waits, and by the loop of a worker, while others read `arrived`.
+    alignas(64) u32 heartbeat;
+    u32 location;      // where the rank is, for messages: a layer's number + 1, 0 for nowhere. Set by whoever computes
+    u32 process_beat;  // raised by a thread of the rank's process, whatever the rank does: stands still in a stopped process
+    i32 pid;
+};
+
+// Why a group ends. The abort word is reason << 16 | rank + 1; 0 while the group runs.
+enum class AbortReason : u32 { none = 0, ended = 1, failed = 2, stalled = 3, closed = 4 };
+
+struct alignas(128) BarrierState {
+    u32 abort_word;
+    u32 num_ranks;
+    u32 num_spins;   // before a wait yields
+    u32 num_yields;  // before it sleeps
+    RankState ranks[MAX_RANKS];
+};
+
+enum class WaitResult { done = 0, aborted = 1, timed_out = 2 };
+
+// Set up a state before any rank uses it. More ranks than cores should spin little: the rank that is waited for needs the core.
+void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields);
+
+// Arrive at the next barrier and wait until all ranks have. False: the group was aborted (see abort_word), and nothing may be
+// assumed of what other ranks have written. All that a rank wrote before is visible to the others after.
+bool process_barrier_wait(BarrierState* state, int rank, int size);
+
+// The two halves. A wait may be repeated after it timed out, and need not spin then; timeout_ns < 0: no limit.
+void arrive_at_barrier(BarrierState* state, int rank);
+WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins = true);
+
+// The first rank that has arrived at fewer barriers than `rank`; -1 where there is none.
+int find_missing_rank(const BarrierState* state, int rank, int size);
+
+// Wait until a counter has reached `least`; done even in an aborted group where it has.
+WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
+// Set a counter of this rank's own, after all that it wrote before, and wake those who sleep on it.
+void advance_counter(SharedCounter* counter, u32 value);
+
+// End the group: every wait returns `aborted`, those that sleep at once or after 50 ms. Only the first call counts; returns whether
+// this was it.
+bool abort_group(BarrierState* state, int rank, AbortReason reason);
+
+static inline u32 read_abort_word(const BarrierState* state) { return __atomic_load_n(&state->abort_word, __ATOMIC_ACQUIRE); }
+
+// Say that the rank is alive. Called by waits, and by loops that compute for long without one.
+static inline void raise_heartbeat(BarrierState* state, int rank) { __atomic_fetch_add(&state->ranks[rank].heartbeat, 1, __ATOMIC_RELAXED); }
+
+static inline void set_location(BarrierState* state, int rank, u32 location) { __atomic_store_n(&state->ranks[rank].location, location, __ATOMIC_RELAXED); }
+
+}  // namespace quire

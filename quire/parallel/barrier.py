@@ -1,0 +1,232 @@
+"""ProcessBarrier: where ranks that share memory wait for each other, and how they learn why a group has ended."""
+
+from __future__ import annotations
+
+import enum
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+from quire.base.errors import UnsupportedError, WorkerError
+from quire.base.logging import get_logger
+from quire.base.threads import num_usable_cores
+from quire.kernels.native import load_native
+from quire.parallel.shared_memory import SharedMemoryFile
+
+logger = get_logger(__name__)
+
+NUM_SPINS = 2000
+NUM_YIELDS = 200
+_FEW_SPINS = 50
+"""Where there are more ranks than cores: a rank that is waited for needs the core."""
+
+_WARN_S = 5.0
+_ACCOUNT_BYTES = 1024
+_ACCOUNT_HEAD = struct.Struct("<ii")  # rank + 1 that it is about, bytes of the text
+_LEADER_ACCOUNT_S = 0.3
+_DONE, _ABORTED, _TIMED_OUT = 0, 1, 2
+
+
+class AbortReason(enum.IntEnum):
+    """Why a group has ended; the numbers are those of process_barrier.h."""
+
+    ENDED = 1
+    FAILED = 2
+    STALLED = 3
+    CLOSED = 4
+
+
+class GroupClosedError(WorkerError):
+    """The leader has closed the group: nothing failed."""
+
+
+def native_extension() -> ModuleType:
+    """Return the native kernels. Raises UnsupportedError where they were not built or are turned off."""
+    native = load_native()
+    if native is None:
+        raise UnsupportedError("ranks that share memory need the native kernels, which were not built or are off")
+    return native
+
+
+class ProcessBarrier:
+    """A barrier of a group's ranks, in an area of shared memory; used by one thread of each rank at a time.
+
+    ranks  what the members are called in messages and in the abort word: their ranks in the world
+    """
+
+    def __init__(
+        self, memory: SharedMemoryFile, rank: int, size: int, name: str = "barrier", ranks: Sequence[int] | None = None
+    ) -> None:
+        """Attach to the areas of `areas()`; `initialise` has been called by whoever made the memory."""
+        self._native = native_extension()
+        self._memory = memory
+        self._name = name
+        self.rank = rank
+        self.size = size
+        self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
+        self.address = memory.address(name)
+
+    @staticmethod
+    def areas(size: int, name: str = "barrier") -> dict[str, int]:
+        """Return the areas that a barrier of so many ranks needs."""
+        return {name: native_extension().BARRIER_STATE_BYTES, f"{name}.accounts": size * _ACCOUNT_BYTES}
+
+    @staticmethod
+    def initialise(memory: SharedMemoryFile, size: int, name: str = "barrier", num_cores: int | None = None) -> None:
+        """Set up the state, once, before any rank attaches."""
+        cores = num_usable_cores() if num_cores is None else num_cores
+        spins = NUM_SPINS if size <= cores else _FEW_SPINS
+        native_extension().initialise_barrier(memory.address(name), size, spins, NUM_YIELDS)
+
+    # Waits
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Arrive and wait for all ranks. Raises WorkerError where the group has ended, or after timeout_s.
+
+        Whoever is waited for is named in the log every 5 s.
+        """
+        self._native.arrive_at_barrier(self.address, self.rank)
+        waited_s = 0.0
+        while True:
+            piece_s = _WARN_S if timeout_s is None else min(_WARN_S, timeout_s - waited_s)
+            result = self._native.wait_for_barrier(self.address, self.rank, self.size, piece_s)
+            if result == _DONE:
+                return
+            if result == _ABORTED:
+                raise self.abort_error()
+            waited_s += piece_s
+            missing = self._native.find_missing_rank(self.address, self.rank, self.size)
+            if timeout_s is not None and waited_s >= timeout_s:
+                raise WorkerError(
+                    f"{self.describe_rank(missing)} has not reached the barrier for {waited_s:g} s", self._global(missing)
+                )
+            self.warn_slow(missing, waited_s)
+
+    def wait_for_counter(self, address: int, least: int, timeout_s: float | None = None) -> bool:
+        """Wait until a shared counter has reached a value; False: not within timeout_s. Raises WorkerError."""
+        result = self._native.wait_for_counter(
+            self.address, self.rank, address, least & 0xFFFFFFFF, -1.0 if timeout_s is None else timeout_s
+        )
+        if result == _ABORTED:
+            raise self.abort_error()
+        return result == _DONE
+
+    def warn_slow(self, missing: int, waited_s: float) -> None:
+        """Say in the log which member this rank waits for."""
+        logger.warning("rank %d has waited for %s for %.0f s", self._global(self.rank), self.describe_rank(missing), waited_s)
+
+    @property
+    def num_passed(self) -> int:
+        """The barriers that this rank has arrived at, modulo 2**32."""
+        return self._native.num_barriers(self.address, self.rank)
+
+    def num_arrived(self, member: int) -> int:
+        """The barriers that a member has arrived at, modulo 2**32."""
+        return self._native.num_barriers(self.address, member)
+
+    # Signs of life
+
+    def beat(self) -> None:
+        """Say that this rank is alive; waits do so themselves."""
+        self._native.raise_heartbeat(self.address, self.rank)
+
+    def heartbeat(self, member: int) -> int:
+        """A number that changes as long as a member waits or says that it is alive."""
+        return self._native.heartbeat(self.address, member)
+
+    def process_beat(self, member: int) -> int:
+        """A number that changes as long as the process of a member runs."""
+        return self._native.process_beat(self.address, member)
+
+    def beat_process(self) -> None:
+        """Called by a thread of this rank's process."""
+        self._native.raise_process_beat(self.address, self.rank)
+
+    def set_pid(self, pid: int) -> None:
+        """Tell the others which process this rank is."""
+        self._native.set_pid(self.address, self.rank, pid)
+
+    def pid(self, member: int) -> int:
+        """The process of a member, 0 as long as it has not said so."""
+        return self._native.pid(self.address, member)
+
+    def set_location(self, layer: int | None) -> None:
+        """Note which layer this rank computes, for messages; native steps do so themselves."""
+        self._native.set_location(self.address, self.rank, 0 if layer is None else layer + 1)
+
+    def describe_rank(self, member: int) -> str:
+        """Return "rank 2 (pid 4711, layer 3)", as much as is known."""
+        pid, location = self.pid(member), self._native.location(self.address, member)
+        known = ([f"pid {pid}"] if pid else []) + ([f"layer {location - 1}"] if location else [])
+        return f"rank {self._global(member)}" + (f" ({', '.join(known)})" if known else "")
+
+    def _global(self, member: int) -> int:
+        return self.ranks[member] if 0 <= member < self.size else -1
+
+    # The end of a group
+
+    def abort(self, rank: int, reason: AbortReason, text: str = "") -> bool:
+        """End the group because of a rank (of the world): every wait of every member raises. Returns whether it was the first.
+
+        text  what the others' errors shall say; kept in shared memory before the word is set
+        """
+        if text and self._native.read_abort_word(self.address) == 0:
+            self._write_account(rank, text)
+        return self._native.abort_group(self.address, rank, int(reason))
+
+    @property
+    def abort_cause(self) -> tuple[int, AbortReason] | None:
+        """The rank that ended the group and why; None while it runs."""
+        word = self._native.read_abort_word(self.address)
+        return None if word == 0 else ((word & 0xFFFF) - 1, AbortReason(word >> 16))
+
+    def check(self) -> None:
+        """Raise WorkerError where the group has ended."""
+        if self.abort_cause is not None:
+            raise self.abort_error()
+
+    def abort_error(self) -> WorkerError:
+        """Return the error that says why the group has ended."""
+        cause = self.abort_cause
+        if cause is None:
+            return WorkerError("a wait of a group of ranks ended without a reason", self._global(self.rank))
+        rank, reason = cause
+        if reason is AbortReason.CLOSED:
+            return GroupClosedError("the group of ranks has been closed", rank)
+        return WorkerError(self._account_of(rank, reason), rank)
+
+    def _account_of(self, rank: int, reason: AbortReason) -> str:
+        """Return the best text about a rank: its own where it failed, else the leader's, which alone knows a child's signal."""
+        limit_s = time.monotonic() + (_LEADER_ACCOUNT_S if reason is AbortReason.ENDED and rank != self.ranks[0] else 0.0)
+        while True:
+            accounts = self._read_accounts(rank)
+            member = self.ranks.index(rank) if rank in self.ranks else -1
+            preferred = member if reason is AbortReason.FAILED else 0
+            if preferred in accounts:
+                return accounts[preferred]
+            if time.monotonic() >= limit_s:
+                break
+            time.sleep(0.005)
+        if accounts:
+            return next(iter(accounts.values()))
+        name = self.describe_rank(member) if member >= 0 else f"rank {rank}"
+        return f"{name} has {'stopped answering' if reason is AbortReason.STALLED else reason.name.lower()}"
+
+    def _write_account(self, rank: int, text: str) -> None:
+        own = self._memory.area(f"{self._name}.accounts")[self.rank * _ACCOUNT_BYTES :][:_ACCOUNT_BYTES]
+        body = text.encode(errors="replace")[: _ACCOUNT_BYTES - _ACCOUNT_HEAD.size]
+        _ACCOUNT_HEAD.pack_into(own, 0, 0, len(body))
+        own[_ACCOUNT_HEAD.size :][: len(body)] = memoryview(body)
+        _ACCOUNT_HEAD.pack_into(own, 0, rank + 1, len(body))
+
+    def _read_accounts(self, rank: int) -> Mapping[int, str]:
+        """Return what members have written about a rank, by member."""
+        found: dict[int, str] = {}
+        area = self._memory.area(f"{self._name}.accounts")
+        for member in range(self.size):
+            row = area[member * _ACCOUNT_BYTES :][:_ACCOUNT_BYTES]
+            about, num_bytes = _ACCOUNT_HEAD.unpack_from(row)
+            if about == rank + 1:
+                found[member] = bytes(row[_ACCOUNT_HEAD.size :][:num_bytes]).decode(errors="replace")
+        return found

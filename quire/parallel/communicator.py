@@ -1,0 +1,242 @@
+"""Communicator: what ranks of one group exchange; a group of one rank; and a communicator that counts another's calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+
+
+class Communicator(Protocol):
+    """The collectives of a group. Every rank makes the same calls in the same order, with tensors of the same dtype.
+
+    Tensors are contiguous and on the group's device. Sizes are numbers of rows (of the first dimension), one for each rank,
+    and may differ and be 0; None: the same for all. Every call raises WorkerError where the group has ended.
+    """
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        ...
+
+    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Write the parts of all ranks into `out`, one after the other along the first dimension."""
+        ...
+
+    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """Replace x by the sum of the ranks' x.
+
+        Floats are added in f32 in the order of ranks and rounded once: the same bits on every rank, whatever the size.
+        in_order=False: large tensors may be added in any order, where that is faster.
+        """
+        ...
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Write into `out` this rank's rows of the sum of the ranks' x, added as in all_reduce."""
+        ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """Send to each rank its rows of x (sizes), and write what each has sent here into `out` (out_sizes), in rank order."""
+        ...
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Replace x by that of rank `source`."""
+        ...
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send x to one other rank, which calls recv with a tensor of the same shape. The others take no part."""
+        ...
+
+    def recv(self, x: Tensor, source: int) -> None:
+        """Replace x by what rank `source` has sent."""
+        ...
+
+
+def check_tensor(name: str, x: Tensor, device_type: str | None = None) -> None:
+    """Raise InvariantError for a tensor that a collective cannot take."""
+    if not x.is_contiguous():
+        raise InvariantError(f"{name} of a collective must be contiguous, got strides {x.stride()} of shape {tuple(x.shape)}")
+    if device_type is not None and x.device.type != device_type:
+        raise InvariantError(f"{name} of a collective must be on a device of type {device_type}, got {x.device}")
+
+
+def check_peer(name: str, peer: int, rank: int, size: int, may_be_self: bool = False) -> None:
+    """Raise InvariantError for a rank that is not in the group, or that is this rank where that has no meaning."""
+    if not 0 <= peer < size or (peer == rank and not may_be_self):
+        raise InvariantError(
+            f"{name} must be {'a' if may_be_self else 'another'} rank from 0 to {size - 1}, got {peer} on rank {rank}"
+        )
+
+
+def sizes_of(sizes: Sequence[int] | None, own_rows: int, num_ranks: int) -> list[int]:
+    """Return the rows of each rank. Raises InvariantError for another number of sizes than ranks."""
+    if sizes is None:
+        return [own_rows] * num_ranks
+    if len(sizes) != num_ranks or any(size < 0 for size in sizes):
+        raise InvariantError(f"sizes must be a number >= 0 for each of {num_ranks} ranks, got {list(sizes)}")
+    return list(sizes)
+
+
+def check_rows(name: str, x: Tensor, rows: int, like: Tensor) -> None:
+    """Raise InvariantError unless x has so many rows, of the shape and dtype of another tensor's."""
+    if x.dim() < 1 or x.shape[0] != rows or x.shape[1:] != like.shape[1:] or x.dtype != like.dtype:
+        wanted = (rows, *like.shape[1:])
+        raise InvariantError(f"{name} must be {like.dtype} of shape {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
+
+
+def check_gather(out: Tensor, part: Tensor, sizes: Sequence[int] | None, rank: int, size: int) -> list[int]:
+    """Return the rows of each rank of an all_gather. Raises InvariantError where shapes do not fit."""
+    rows = sizes_of(sizes, part.shape[0] if part.dim() else 0, size)
+    check_rows("part", part, rows[rank], part)
+    check_rows("out", out, sum(rows), part)
+    return rows
+
+
+def check_scatter(out: Tensor, x: Tensor, sizes: Sequence[int] | None, rank: int, size: int) -> list[int]:
+    """Return the rows of each rank of a reduce_scatter. Raises InvariantError where shapes do not fit."""
+    rows = sizes_of(sizes, out.shape[0] if out.dim() else 0, size)
+    check_rows("out", out, rows[rank], out)
+    check_rows("x", x, sum(rows), out)
+    return rows
+
+
+def check_exchange(
+    out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], rank: int, size: int
+) -> tuple[list[int], list[int]]:
+    """Return the rows received and sent of an all_to_all. Raises InvariantError where shapes do not fit."""
+    received, sent = sizes_of(out_sizes, 0, size), sizes_of(sizes, 0, size)
+    check_rows("x", x, sum(sent), x)
+    check_rows("out", out, sum(received), x)
+    if received[rank] != sent[rank]:
+        raise InvariantError(f"rank {rank} sends {sent[rank]} rows to itself and expects {received[rank]}")
+    return received, sent
+
+
+def row_bytes(x: Tensor) -> int:
+    """Return the bytes of a row of the first dimension."""
+    return x[0].numel() * x.element_size() if x.shape[0] else x.new_empty(x.shape[1:]).numel() * x.element_size()
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one dtype: floats in f32 from the left, rounded once to their dtype; integers exactly."""
+    if not parts[0].is_floating_point():
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+class LocalCommunicator:
+    """A group of one rank: everything is a copy."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Copy the part."""
+        check_gather(out, part, sizes, 0, 1)
+        out.copy_(part)
+
+    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """Leave x as it is."""
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Copy x."""
+        check_scatter(out, x, sizes, 0, 1)
+        out.copy_(x)
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """Copy x."""
+        check_exchange(out, x, out_sizes, sizes, 0, 1)
+        out.copy_(x)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Leave x as it is."""
+        check_peer("source", source, 0, 1, may_be_self=True)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Raise InvariantError: there is nobody else."""
+        check_peer("to", to, 0, 1)
+
+    def recv(self, x: Tensor, source: int) -> None:
+        """Raise InvariantError: there is nobody else."""
+        check_peer("source", source, 0, 1)
+
+
+@dataclass(slots=True)
+class OperationCount:
+    """What one operation has been called for.
+
+    num_bytes  of the tensors that this rank gave
+    seconds    of the calls, as the host sees them: on a GPU the time to launch
+    """
+
+    num_calls: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class CountingCommunicator:
+    """Passes calls on to another communicator and counts them by operation; `counts` may be read at any time."""
+
+    def __init__(self, inner: Communicator, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._inner = inner
+        self._clock = clock
+        self.rank = inner.rank
+        self.size = inner.size
+        self.counts: dict[str, OperationCount] = {}
+
+    def _count(self, name: str, num_bytes: int, call: Callable[[], None]) -> None:
+        began_s = self._clock()
+        call()
+        count = self.counts.setdefault(name, OperationCount())
+        count.num_calls += 1
+        count.num_bytes += num_bytes
+        count.seconds += self._clock() - began_s
+
+    def barrier(self) -> None:
+        """See Communicator."""
+        self._count("barrier", 0, self._inner.barrier)
+
+    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator."""
+        self._count("all_gather", part.nbytes, lambda: self._inner.all_gather(out, part, sizes))
+
+    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """See Communicator."""
+        self._count("all_reduce", x.nbytes, lambda: self._inner.all_reduce(x, in_order))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator."""
+        self._count("reduce_scatter", x.nbytes, lambda: self._inner.reduce_scatter(out, x, sizes))
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """See Communicator."""
+        self._count("all_to_all", x.nbytes, lambda: self._inner.all_to_all(out, x, out_sizes, sizes))
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """See Communicator."""
+        self._count("broadcast", x.nbytes if source == self.rank else 0, lambda: self._inner.broadcast(x, source))
+
+    def send(self, x: Tensor, to: int) -> None:
+        """See Communicator."""
+        self._count("send", x.nbytes, lambda: self._inner.send(x, to))
+
+    def recv(self, x: Tensor, source: int) -> None:
+        """See Communicator."""
+        self._count("recv", 0, lambda: self._inner.recv(x, source))

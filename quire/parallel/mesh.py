@@ -1,0 +1,104 @@
+"""DeviceMesh: which rank has which coordinates, and which ranks form a group. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.base.errors import ConfigError
+from quire.contracts.parallel import ParallelConfig
+
+MeshDimension = Literal["tensor", "context", "attention_data", "pipeline"]
+MeshGroup = Literal["tensor", "context", "attention_data", "pipeline", "expert", "stage", "world"]
+
+_DIMENSIONS: tuple[MeshDimension, ...] = ("tensor", "context", "attention_data", "pipeline")
+"""From the innermost, whose ranks are numbered one after the other."""
+
+_VARYING: dict[MeshGroup, tuple[MeshDimension, ...]] = {
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "attention_data": ("attention_data",),
+    "pipeline": ("pipeline",),
+    "expert": ("tensor", "attention_data"),
+    "stage": ("tensor", "context", "attention_data"),
+    "world": _DIMENSIONS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCoordinates:
+    """Where a rank is along each dimension, from 0."""
+
+    tensor: int = 0
+    context: int = 0
+    attention_data: int = 0
+    pipeline: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMesh:
+    """The ranks of one replica as a grid of four dimensions. Raises ConfigError for ranks outside of it."""
+
+    tensor: int = 1
+    context: int = 1
+    attention_data: int = 1
+    pipeline: int = 1
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> DeviceMesh:
+        """Return the mesh of a configuration."""
+        return cls(
+            tensor=config.tensor_parallel_size,
+            context=config.decode_context_parallel_size,
+            attention_data=config.attention_data_parallel_size,
+            pipeline=config.pipeline_parallel_size,
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tensor * self.context * self.attention_data * self.pipeline
+
+    def coordinates(self, rank: int) -> MeshCoordinates:
+        """Return where a rank is."""
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"rank must be from 0 to {self.size - 1}, got {rank}")
+        at: dict[str, int] = {}
+        for name in _DIMENSIONS:
+            rank, at[name] = divmod(rank, getattr(self, name))
+        return MeshCoordinates(**at)
+
+    def rank_of(self, coordinates: MeshCoordinates) -> int:
+        """Return the rank at some coordinates."""
+        rank = 0
+        for name in reversed(_DIMENSIONS):
+            at, size = getattr(coordinates, name), getattr(self, name)
+            if not 0 <= at < size:
+                raise ConfigError(f"coordinate {name!r} must be from 0 to {size - 1}, got {at}")
+            rank = rank * size + at
+        return rank
+
+    def group(self, rank: int, group: MeshGroup) -> tuple[int, ...]:
+        """Return the ranks of one of a rank's groups, this rank included, in ascending order.
+
+        "tensor", "context", "attention_data", "pipeline": the ranks that differ from it in this coordinate only;
+        "expert": in tensor and attention_data; "stage": all of its pipeline stage; "world": all.
+        """
+        if group not in _VARYING:
+            raise ConfigError(f"group must be one of {', '.join(_VARYING)}, got {group!r}")
+        fixed = [name for name in _DIMENSIONS if name not in _VARYING[group]]
+        own = self.coordinates(rank)
+
+        def is_member(other: int) -> bool:
+            at = self.coordinates(other)
+            return all(getattr(at, name) == getattr(own, name) for name in fixed)
+
+        return tuple(other for other in range(self.size) if is_member(other))
+
+    def is_first_stage(self, rank: int) -> bool:
+        """Return whether a rank has the embedding."""
+        return self.coordinates(rank).pipeline == 0
+
+    def is_last_stage(self, rank: int) -> bool:
+        """Return whether a rank has the LM head."""
+        return self.coordinates(rank).pipeline == self.pipeline - 1

@@ -1,0 +1,86 @@
+"""PeerWatch: which rank is late or gone, where ranks share nothing but a store of torch.distributed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from quire.base.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = get_logger(__name__)
+
+_TICK_S = 0.5
+_FAILURE_KEY = "quire/failure"
+
+
+class PeerWatch:
+    """Keeps this rank's progress in the store, and answers when another rank asks who is still there.
+
+    A thread posts the number of operations that this rank has begun whenever it has changed, twice a second at most.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._num_begun = 0
+        self._has_answered = False
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-peer-watch", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Note that this rank begins an operation."""
+        self._num_begun += 1
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+
+    def _run(self) -> None:
+        posted = 0
+        while not self._is_closed.wait(_TICK_S):
+            try:
+                if posted != self._num_begun:
+                    posted = self._num_begun
+                    self._store.set(f"quire/begun/{self._rank}", str(posted))
+                if not self._has_answered and self._store.check([_FAILURE_KEY]):
+                    self._answer()
+            except RuntimeError as error:  # the store is gone with the rank that hosts it; operations will say so
+                logger.debug("rank %d cannot reach the store: %s", self._rank, error)
+                return
+
+    def _answer(self) -> None:
+        self._has_answered = True
+        self._store.set(f"quire/alive/{self._rank}", "1")
+
+    def late_ranks(self) -> list[int]:
+        """Return the ranks that have begun fewer operations than this one, as far as they have posted."""
+        late: list[int] = []
+        for other in range(self._size):
+            key = f"quire/begun/{other}"
+            begun = int(self._store.get(key)) if self._store.check([key]) else 0
+            if other != self._rank and begun < self._num_begun:
+                late.append(other)
+        return late
+
+    def gone_ranks(self, limit_s: float = 3 * _TICK_S) -> list[int]:
+        """Ask all ranks whether they are there; return those that have not answered within limit_s.
+
+        The store is on rank 0: where it cannot be reached that is the rank that is gone.
+        """
+        try:
+            self._store.set(_FAILURE_KEY, str(self._rank))
+            self._answer()
+            end_s = time.monotonic() + limit_s
+            missing = [other for other in range(self._size) if other != self._rank]
+            while missing and time.monotonic() < end_s:
+                missing = [other for other in missing if not self._store.check([f"quire/alive/{other}"])]
+                time.sleep(0.02)
+        except RuntimeError:
+            return [0]
+        return missing

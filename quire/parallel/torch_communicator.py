@@ -1,0 +1,263 @@
+"""TorchCommunicator: ranks of several hosts over gloo, or of several GPUs over NCCL."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import UnsupportedError, WorkerError
+from quire.base.logging import get_logger
+from quire.parallel.communicator import (
+    check_exchange,
+    check_gather,
+    check_peer,
+    check_scatter,
+    check_tensor,
+    sum_in_order,
+)
+from quire.parallel.peer_watch import PeerWatch
+
+if TYPE_CHECKING:
+    from torch.distributed import Backend, Store, Work
+
+logger = get_logger(__name__)
+
+ORDERED_BYTES = 1 << 20
+"""What is gathered at once to be summed in order, and up to which an all-reduce is always in order."""
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+_WARN_S = 5.0
+_TICK_S = 0.1
+
+
+class TorchCommunicator:
+    """A Communicator over a process group of torch.distributed. Used by one thread of each rank at a time.
+
+    On a GPU calls are launched on the current stream and return at once. On a CPU they return when they are done.
+
+    group          with the methods of torch.distributed's process groups: allreduce, _allgather_base, alltoall_base, ...
+    device_type    of the tensors: "cpu" or "cuda"
+    watch          says which rank is late or gone; None: errors and warnings name none
+    check          raises where something else knows that the group has ended, such as ProcessBarrier.check
+    """
+
+    def __init__(
+        self,
+        group: Backend,
+        device_type: str,
+        watch: PeerWatch | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._group = group
+        self._device_type = device_type
+        self._watch = watch
+        self._check = check
+        self._waiter = _Waiter() if device_type == "cpu" else None
+
+    @classmethod
+    def gloo(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = _DEFAULT_TIMEOUT,
+        interface: str | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> TorchCommunicator:
+        """Connect over gloo; every rank calls this. interface: of the network, None: what GLOO_SOCKET_IFNAME or gloo says."""
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        named = {"interface": interface} if interface is not None else {}
+        device = ProcessGroupGloo.create_device(**named) if named else ProcessGroupGloo.create_default_device()
+        options._devices = [device]
+        group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+        return cls(group, "cpu", PeerWatch(PrefixStore("watch", store), rank, size), check)
+
+    @classmethod
+    def nccl(
+        cls, store: Store, rank: int, size: int, timeout: timedelta = _DEFAULT_TIMEOUT, check: Callable[[], None] | None = None
+    ) -> TorchCommunicator:
+        """Connect over NCCL, with the current CUDA device; every rank calls this."""
+        from torch import distributed
+
+        if not distributed.is_nccl_available():
+            raise UnsupportedError("this build of torch has no NCCL; GPUs on several ranks need one with CUDA")
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return cls(
+            distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl", store), rank, size, options), "cuda", check=check
+        )
+
+    def close(self) -> None:
+        """End the threads; the group must be idle."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._waiter is not None:
+            self._waiter.close()
+
+    def _finish(self, name: str, launch: Callable[[], Work | None]) -> None:
+        """Launch an operation and wait for it. Raises WorkerError where it failed, naming the rank at fault if known."""
+        if self._watch is not None:
+            self._watch.begin()
+        try:
+            work = launch()
+            if work is None:
+                return
+            if self._waiter is None:
+                work.wait()
+            else:
+                self._waiter.wait(work, lambda waited_s: self._tick(name, waited_s))
+        except RuntimeError as error:
+            raise self._failure(name, error) from error
+
+    def _tick(self, name: str, waited_s: float) -> None:
+        if self._check is not None:
+            self._check()
+        if self._watch is not None and waited_s % _WARN_S < _TICK_S and waited_s >= _WARN_S:
+            late = self._watch.late_ranks()
+            whom = ", ".join(f"rank {other}" for other in late) if late else "another rank"
+            logger.warning("rank %d has waited for %s in %s for %.0f s", self.rank, whom, name, waited_s)
+
+    def _failure(self, name: str, error: RuntimeError) -> WorkerError:
+        if self._check is not None:
+            try:
+                self._check()
+            except WorkerError as known:
+                return known
+        gone = self._watch.gone_ranks() if self._watch is not None else []
+        if gone:
+            named = " and ".join(f"rank {other}" for other in gone)
+            return WorkerError(f"{named} is gone: {name} of rank {self.rank} failed ({error})", gone[0])
+        return WorkerError(f"{name} of rank {self.rank} failed: {error}", self.rank)
+
+    # Collectives
+
+    def barrier(self) -> None:
+        """See Communicator. On a GPU the stream waits, not the host."""
+        self._finish("barrier", self._group.barrier)
+
+    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator. Parts of different sizes are padded to the largest."""
+        rows = check_gather(out, part, sizes, self.rank, self.size)
+        self._check_tensors(out=out, part=part)
+        most = max(rows)
+        if most == 0:
+            return
+        if min(rows) == most:
+            self._gather(as_sendable(out), as_sendable(part))
+            return
+        padded = as_sendable(part).new_empty((most, *as_sendable(part).shape[1:]))
+        padded[: rows[self.rank]] = as_sendable(part)
+        gathered = padded.new_empty((self.size, *padded.shape))
+        self._gather(gathered, padded)
+        torch.cat([gathered[other, :count] for other, count in enumerate(rows)], out=as_sendable(out))
+
+    def _gather(self, out: Tensor, part: Tensor) -> None:
+        if part.numel():
+            self._finish("all_gather", lambda: self._group._allgather_base(out.view(-1), part.view(-1)))
+
+    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """See Communicator. In order it is an all-gather and a sum of our own; else, above ORDERED_BYTES, the library's."""
+        self._check_tensors(x=x)
+        if x.numel() == 0:
+            return
+        if not in_order and x.nbytes > ORDERED_BYTES:
+            self._finish("all_reduce", lambda: self._group.allreduce([x]))
+            return
+        flat = x.view(-1)
+        for piece in flat.split(max(1, ORDERED_BYTES // x.element_size())):
+            gathered = piece.new_empty((self.size, piece.numel()))
+            self._gather(as_sendable(gathered), as_sendable(piece))
+            piece.copy_(sum_in_order(gathered.unbind(0)))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator: an all-to-all and a sum of our own."""
+        rows = check_scatter(out, x, sizes, self.rank, self.size)
+        self._check_tensors(out=out, x=x)
+        own = rows[self.rank]
+        gathered = x.new_empty((self.size * own, *x.shape[1:]))
+        self._exchange("reduce_scatter", gathered, x, [own] * self.size, rows)
+        out.copy_(sum_in_order(gathered.view(self.size, *out.shape).unbind(0)))
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """See Communicator."""
+        received, sent = check_exchange(out, x, out_sizes, sizes, self.rank, self.size)
+        self._check_tensors(out=out, x=x)
+        self._exchange("all_to_all", out, x, received, sent)
+
+    def _exchange(self, name: str, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> None:
+        given, taken = as_sendable(x), as_sendable(out)
+        self._finish(name, lambda: self._group.alltoall_base(taken, given, received, sent))
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """See Communicator."""
+        check_peer("source", source, self.rank, self.size, may_be_self=True)
+        self._check_tensors(x=x)
+        if x.numel():
+            self._finish("broadcast", lambda: self._group.broadcast(as_sendable(x), source))
+
+    def send(self, x: Tensor, to: int) -> None:
+        """See Communicator."""
+        check_peer("to", to, self.rank, self.size)
+        self._check_tensors(x=x)
+        if x.numel():
+            self._finish("send", lambda: self._group.send([as_sendable(x)], to, 0))
+
+    def recv(self, x: Tensor, source: int) -> None:
+        """See Communicator."""
+        check_peer("source", source, self.rank, self.size)
+        self._check_tensors(x=x)
+        if x.numel():
+            self._finish("recv", lambda: self._group.recv([as_sendable(x)], source, 0))
+
+    def _check_tensors(self, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor, self._device_type)
+
+
+def as_sendable(x: Tensor) -> Tensor:
+    """Return a tensor, float8 as its bytes: the libraries do not know it, and moving needs no arithmetic."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+class _Waiter:
+    """A thread that waits for operations, so that the caller can look at other things meanwhile and be interrupted."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[Work, threading.Event, list[RuntimeError]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quire-gloo-wait", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, is_done, errors = item
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+            is_done.set()
+
+    def wait(self, work: Work, tick: Callable[[float], None]) -> None:
+        """Wait for an operation; tick(seconds waited) is called ten times a second and may raise."""
+        is_done, errors = threading.Event(), []
+        self._works.put((work, is_done, errors))
+        num_ticks = 0
+        while not is_done.wait(_TICK_S):
+            num_ticks += 1
+            tick(num_ticks * _TICK_S)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the thread after what it waits for."""
+        self._works.put(None)

@@ -1,0 +1,70 @@
+"""Ranks for tests: threads of one process, and forked processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from quire.parallel.barrier import ProcessBarrier
+from quire.parallel.ring import ring_areas
+from quire.parallel.shared_memory import SharedMemoryFile
+from quire.parallel.shm_communicator import ShmCommunicator
+
+
+def run_threads(size, body, timeout_s=30):
+    """Call body(rank) in a thread per rank; return the results, or raise the first error."""
+    results, failures = [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    limit_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, limit_s - time.monotonic()))
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+def start_processes(size, body):
+    """Fork a child per rank, which exits with what body(rank) returns, 99 where it raises; return their ids."""
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            status = 99
+            try:
+                status = body(rank)
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    return pids
+
+
+def statuses_of(pids):
+    """Wait for children; return how each exited, -N for signal N."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+class SharedGroup:
+    """The memory of a group, and what each rank makes of it."""
+
+    def __init__(self, size, slot_bytes=4096, mailbox_bytes=1024, num_cores=None, **areas):
+        self.size = size
+        own = ShmCommunicator.areas(size, slot_bytes=slot_bytes, mailbox_bytes=mailbox_bytes)
+        self.memory = SharedMemoryFile.create({**ProcessBarrier.areas(size), **own, **ring_areas(size), **areas})
+        ProcessBarrier.initialise(self.memory, size, num_cores=num_cores)
+
+    def barrier(self, rank):
+        return ProcessBarrier(self.memory, rank, self.size)
+
+    def communicator(self, rank):
+        return ShmCommunicator(self.memory, self.barrier(rank))

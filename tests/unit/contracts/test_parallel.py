@@ -1,0 +1,52 @@
+"""ParallelConfig: what is accepted, and what an error names."""
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.contracts.parallel import ParallelConfig
+
+
+def test_default_is_one_rank():
+    config = ParallelConfig()
+    assert config.world_size == 1
+    assert config.shares == (1.0,)
+
+
+def test_sizes_multiply_and_replicas_do_not_count():
+    config = ParallelConfig(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        decode_context_parallel_size=2,
+        attention_data_parallel_size=2,
+        data_parallel_size=7,
+        enable_expert_parallel=True,
+    )
+    assert config.world_size == 24
+
+
+def test_shares_may_be_a_list():
+    config = ParallelConfig(tensor_parallel_size=2, tensor_parallel_shares=[2, 1])
+    assert config.shares == (2, 1)
+    assert hash(config) == hash(ParallelConfig(tensor_parallel_size=2, tensor_parallel_shares=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
+        ({"pipeline_parallel_size": 1.5}, "pipeline_parallel_size must be an integer >= 1, got 1.5"),
+        ({"data_parallel_size": True}, "data_parallel_size"),
+        ({"decode_context_parallel_size": "2"}, "decode_context_parallel_size"),
+        ({"attention_data_parallel_size": None}, "attention_data_parallel_size"),
+        ({"enable_expert_parallel": 1}, "enable_expert_parallel must be True or False, got 1"),
+        ({"tensor_parallel_size": 16, "pipeline_parallel_size": 5}, "at most 64, got 16 \\* 5 \\* 1 \\* 1 = 80 ranks"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1,)}, "one number for each of the 2"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1, 0)}, "numbers > 0, got 0"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1, float("inf"))}, "finite"),
+        ({"tensor_parallel_shares": "auto"}, "tensor_parallel_shares must be None or a sequence"),
+        ({"attention_data_parallel_size": 2}, "enable_expert_parallel=True"),
+    ],
+)
+def test_bad_values_are_named(fields, told):
+    with pytest.raises(ConfigError, match=told):
+        ParallelConfig(**fields)
