@@ -20,6 +20,7 @@ from quire.model.native_angles import NativeAngles
 from quire.model.native_model import NativeModelBuilder
 from quire.model.native_weights import NativeWeight
 from quire.model.reused_rows import ReusedRows
+from quire.model.tensor_shards import RankGroup
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Narrow, Parameter, StoredParameter
 
@@ -36,6 +37,8 @@ class NativeDecoder:
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way, so that what is packed can go
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     quantize       applied to every weight by its name just before it is packed, to an expert's on its own
+    group          the tensor-parallel ranks of which this is one; None: it has the whole model. Every rank must make the same
+                   calls of `run`, `step` and `logits_at`, of which rank 0 alone gets results
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class NativeDecoder:
         parameters: dict[str, Parameter | StoredParameter],
         max_model_len: int,
         quantize: Callable[[str, Tensor], Narrow] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -54,6 +58,10 @@ class NativeDecoder:
         self._angles = [NativeAngles(rope, max_model_len, self.dtype, switch_len or 0) for rope in ropes]
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         rope_index = {rope: index for index, rope in enumerate(ropes)}
+        self._group = group
+        if group is not None:
+            shard = group.shard
+            self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, shard.vocabulary.start, group.rows_file)
         self._parts = self._builder(native, self._plan, spec, parameters, rope_index, quantize).build()
         self._extend_angles(_FIRST_POSITIONS)
         self._kv: KvPool | None = None
@@ -66,7 +74,7 @@ class NativeDecoder:
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
         """Return what makes the plan; args: see NativeModelBuilder."""
-        return NativeModelBuilder(*args)
+        return NativeModelBuilder(*args, shard=None if self._group is None else self._group.shard)
 
     @property
     def embedding(self) -> NativeWeight:

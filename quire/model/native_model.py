@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,8 @@ from quire.base.logging import get_logger
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
+from quire.model.tensor_shards import LayerShard, ModelShard
+from quire.parallel.shards import ShardRange
 from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.weight import QuantizedWeight
 
@@ -78,7 +79,8 @@ class NativeModelBuilder:
     plan        native, and empty
     parameters  as `open_parameters` or `load_parameters` return them; emptied on the way, so that what is packed can go
     ropes       the number of each rope in the plan
-    quantize    applied to every weight by its name just before it is packed, to an expert's on its own
+    quantize    applied to every weight by its name just before it is packed, to an expert's on its own; row by row
+    shard       the part of the model that this rank has; None: all of it
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class NativeModelBuilder:
         parameters: dict[str, Parameter | StoredParameter],
         ropes: Mapping[RopeSpec, int],
         quantize: Callable[[str, Tensor], Narrow] | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
+        self._shard = shard
         self._native = native
         self._plan = plan
         self._spec = spec
@@ -106,9 +110,10 @@ class NativeModelBuilder:
         """Pack all weights and complete the plan. Raises InvariantError when parameters are left that nothing reads."""
         spec, plan = self._spec, self._plan
         embedding = self._parameters["embed.weight"]
-        embed = self._pack("embed")
+        vocabulary = None if self._shard is None else self._shard.vocabulary
+        embed = self._pack("embed", rows=vocabulary)
         is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
-        head = self._pack("lm_head") if is_head_own else embed
+        head = self._pack("lm_head", rows=vocabulary) if is_head_own else embed
         if not is_head_own:
             self._parameters.pop("lm_head.weight", None)
         del embedding
@@ -120,7 +125,12 @@ class NativeModelBuilder:
         self._screen_bytes = plan.screen_head() if is_screened(spec) else 0
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
         numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
-        return self._complete(embed, head, (self._build_layer(layer, f"layers.{index}.") for index, layer in numbered))
+        return self._complete(
+            embed, head, (self._build_layer(layer, f"layers.{index}.", self._layer_shard(index)) for index, layer in numbered)
+        )
+
+    def _layer_shard(self, index: int) -> LayerShard | None:
+        return None if self._shard is None else self._shard.layers[index]
 
     def _complete(self, embedding: NativeWeight, head: NativeWeight, layers: Iterable[Any]) -> NativeParts:
         """Put the layers into the plan and end it."""
@@ -134,10 +144,16 @@ class NativeModelBuilder:
         self._plan.is_near = self._packer.is_near
         return NativeParts(embedding, head, kept, self._packer.num_bytes, self._screen_bytes)
 
-    def _pack(self, name: str, dtype: torch.dtype | None = None) -> NativeWeight:
+    def _pack(self, name: str, dtype: torch.dtype | None = None, rows: ShardRange | None = None) -> NativeWeight:
+        """Return a packed weight with its bias; rows: those of this rank."""
         parameter = self._parameters.pop(f"{name}.weight")
         weight = self._open(parameter) if isinstance(parameter, StoredParameter) else parameter
-        packed = self._packer.pack(self._quantized(f"{name}.weight", weight), self._vector(f"{name}.bias"), dtype)
+        if isinstance(weight, QuantizedStack):
+            raise TypeError(f"{name} is a stack of weights")
+        bias = self._vector(f"{name}.bias")
+        if rows is not None:
+            weight, bias = _rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
+        packed = self._packer.pack(self._quantized(f"{name}.weight", weight), bias, dtype)
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
         return packed
@@ -148,10 +164,8 @@ class NativeModelBuilder:
             return parameter.open_narrow(index)
         return parameter.open() if index is None else parameter.open_expert(index)
 
-    def _quantized(self, name: str, weight: Parameter | Narrow) -> Narrow:
+    def _quantized(self, name: str, weight: Narrow) -> Narrow:
         """Return a weight as it is packed: quantised, where it is to be, or made exact, see `is_made_exact`."""
-        if isinstance(weight, QuantizedStack):
-            raise TypeError(f"{name} is a stack of weights")
         if isinstance(weight, Tensor):
             return weight if self._quantize is None else self._quantize(name, weight)
         if not isinstance(weight, QuantizedWeight) or weight.is_token_quantized:
@@ -194,7 +208,7 @@ class NativeModelBuilder:
         bias = None if bias is None else bias.float().contiguous()
         norm.set(spec.kind == "layer", size, spec.eps, weight.data_ptr(), 0 if bias is None else bias.data_ptr())
 
-    def _build_layer(self, spec: LayerSpec, prefix: str) -> Any:
+    def _build_layer(self, spec: LayerSpec, prefix: str, shard: LayerShard | None = None) -> Any:
         layer, attention, hidden = self._native.PlanLayer(), spec.attention, self._spec.hidden_size
         for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
             self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
@@ -202,44 +216,53 @@ class NativeModelBuilder:
         for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size)
+        rows = _attention_rows(spec, shard)
         for name in ("q", "k", "v", "o"):
-            setattr(layer, name, self._pack(prefix + name))
+            setattr(layer, name, self._pack(prefix + name, rows=rows.get(name)))
         layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        if shard is not None:
+            _set_shard(layer, spec, shard)
         layer.scale, layer.window, layer.softcap = (
             attention.scale,
             min(attention.window or 0, _MAX_WINDOW),
             attention.softcap or 0.0,
         )
         sinks = self._vector(f"{prefix}sinks.weight")
+        if sinks is not None and shard is not None:
+            sinks = sinks[shard.heads.heads.start : shard.heads.heads.stop]
         layer.sinks = [] if sinks is None else sinks.float().tolist()
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
         layer.is_qk_norm_whole, layer.residual_scale = is_whole, spec.residual_scale
         if isinstance(spec.mlp, MoeSpec):
-            self._build_experts(layer, spec.mlp, prefix)
+            self._build_experts(layer, spec.mlp, prefix, shard)
         else:
-            self._build_mlp(layer, spec.mlp, prefix)
+            self._build_mlp(layer, spec.mlp, prefix, shard)
         return layer
 
-    def _build_mlp(self, layer: Any, spec: MlpSpec, prefix: str) -> None:
+    def _build_mlp(self, layer: Any, spec: MlpSpec, prefix: str, shard: LayerShard | None) -> None:
         layer.set_activation(_ACTIVATIONS[spec.activation])
         for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
-            setattr(layer, name, self._pack(prefix + name))
+            rows = None if shard is None else shard.outputs if name == "down" else shard.inner
+            setattr(layer, name, self._pack(prefix + name, rows=rows))
 
-    def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str) -> None:
+    def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
         layer.set_activation(_ACTIVATIONS[spec.expert.activation])
         layer.top_k, layer.is_renormalized = spec.top_k, spec.is_renormalized
         if spec.expert.clamp is not None:
             layer.gate_limit, layer.gate_slope = spec.expert.clamp.limit, spec.expert.clamp.slope
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32)
-        inner = spec.expert.intermediate_size
-        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (0, inner, 2 * inner))
-        down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (0, self._spec.hidden_size))
+        size = spec.expert.intermediate_size
+        inner = ShardRange(0, size) if shard is None else shard.inner
+        outputs = ShardRange(0, self._spec.hidden_size) if shard is None else shard.outputs
+        up = ShardRange(size + inner.start, size + inner.stop)
+        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (inner, up))
+        down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (outputs,))
         for parts in zip(both, down, strict=True):
             layer.add_expert(*parts[0], *parts[1])
 
-    def _pack_experts(self, module: str, num_experts: int, cuts: tuple[int, ...]) -> list[list[NativeWeight]]:
-        """Return the weights of every expert of a stack, its rows cut into several. All read their inputs in one form:
+    def _pack_experts(self, module: str, num_experts: int, ranges: tuple[ShardRange, ...]) -> list[list[NativeWeight]]:
+        """Return the weights of every expert of a stack, one for each range of its rows. All read their inputs in one form:
         where stored ones differ, they become dense."""
         name = f"{module}.weight"
         stack, bytes_before = self._parameters.pop(name), self._packer.num_bytes
@@ -247,11 +270,12 @@ class NativeModelBuilder:
         packed: list[list[NativeWeight]] = []
         form: InputForm | None = None
         for index in range(num_experts):
-            weight = self._quantized(name, self._expert(stack, index))
-            if index > 0 and input_form(weight) != form:
+            weight = self._expert(stack, index)
+            parts = [self._quantized(name, _rows(weight, part.start, part.stop)) for part in ranges]
+            if index > 0 and input_form(parts[0]) != form:
                 break
-            form = input_form(weight)
-            packed.append(self._pack_rows(stack, index, weight, biases, cuts))
+            form = input_form(parts[0])
+            packed.append(self._pack_parts(stack, index, parts, biases, ranges))
         if len(packed) == num_experts:
             return packed
         logger.warning("the experts of a layer are quantised in different forms: they are kept in %s", self._spec.dtype)
@@ -260,7 +284,7 @@ class NativeModelBuilder:
         for index in range(num_experts):
             weight = self._expert(stack, index)
             dense = weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
-            packed.append(self._pack_rows(stack, index, dense, biases, cuts))
+            packed.append(self._pack_parts(stack, index, [dense[part.start : part.stop] for part in ranges], biases, ranges))
         return packed
 
     def _expert(self, stack: Parameter | StoredParameter, index: int) -> Narrow:
@@ -270,24 +294,47 @@ class NativeModelBuilder:
             return stack.weights[index]
         return stack[index] if isinstance(stack, Tensor) else stack
 
-    def _pack_rows(
+    def _pack_parts(
         self,
         stack: Parameter | StoredParameter,
         index: int,
-        weight: Narrow,
+        parts: Sequence[Narrow],
         biases: Tensor | None,
-        cuts: tuple[int, ...],
+        ranges: tuple[ShardRange, ...],
     ) -> list[NativeWeight]:
         bias = None if biases is None else biases[index]
         # Gate and up of an expert are one job, which takes them to be alike.
         packed = [
-            self._packer.pack(_rows(weight, start, stop), None if bias is None else bias[start:stop], may_be_short=False)
-            for start, stop in pairwise(cuts)
+            self._packer.pack(part, None if bias is None else bias[rows.start : rows.stop], may_be_short=False)
+            for part, rows in zip(parts, ranges, strict=True)
         ]
         if isinstance(stack, StoredParameter):
             stack.give_back(index)
         return packed
 
 
+def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, ShardRange]:
+    """Return the rows of q, k, v and o that a rank has."""
+    if shard is None:
+        return {}
+    dim = spec.attention.head_dim
+    heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
+    return {"q": heads, "k": kv_heads, "v": kv_heads, "o": shard.outputs}
+
+
+def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
+    """Tell a native layer which part of the model's layer it is."""
+    attention, heads, kv_heads = spec.attention, shard.heads.heads, shard.heads.kv_heads
+    layer.num_heads, layer.num_kv_heads = heads.size, kv_heads.size
+    layer.first_head, layer.first_kv_head = heads.start, kv_heads.start
+    layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
+    layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
+    is_mixture = isinstance(spec.mlp, MoeSpec)
+    layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size
+
+
 def _rows(weight: Narrow, start: int, stop: int) -> Narrow:
+    """Return rows of a weight; the weight itself where these are all."""
+    if start == 0 and stop == weight.shape[0]:
+        return weight
     return weight[start:stop] if isinstance(weight, Tensor) else weight.rows(start, stop)

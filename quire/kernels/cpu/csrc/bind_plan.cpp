@@ -47,6 +47,8 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
+    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
+    QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
 #undef QUIRE_FIELD
     layer.def("set_activation", [](PlanLayer& l, i32 activation) { l.activation = static_cast<Activation>(activation); })
         .def("add_expert", [](PlanLayer& l, std::shared_ptr<NativeWeight> gate, std::shared_ptr<NativeWeight> up, std::shared_ptr<NativeWeight> down) {
@@ -76,6 +78,11 @@ void bind_setup(PlanClass& plan) {
         .def("set_angles", [](Plan& p, i32 index, uintptr_t cosine, uintptr_t sine, i64 count, i32 half) {
             p.set_angles(index, reinterpret_cast<const float*>(cosine), reinterpret_cast<const float*>(sine), count, half);
         }, "index"_a, "cosine"_a, "sine"_a, "count"_a, "half"_a)
+        .def("set_rank_group", [](Plan& p, uintptr_t barrier, int rank, int size, i32 first_output, int file) {
+            if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
+            p.set_rank_group(reinterpret_cast<BarrierState*>(barrier), rank, size, first_output, file);
+        }, "barrier"_a, "rank"_a, "size"_a, "first_output"_a, "file"_a, "Make the plan that of one rank of several; see RankGroup in rank_group.h.")
+        .def_prop_ro("num_barriers", &Plan::num_barriers)
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)
         .def("finish", &Plan::finish)
@@ -123,7 +130,7 @@ void bind_steps(PlanClass& plan) {
                 in.best = best.data();
             }
             p.step(in);
-            if (wants_best && in.best == nullptr) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
+            if (wants_best && in.best == nullptr && p.gives_results()) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
             "num_drafts"_a = 0, "ancestors"_a = 0, nb::call_guard<nb::gil_scoped_release>(),

@@ -77,6 +77,15 @@ void Plan::set_angles(i32 index, const float* cosine, const float* sine, i64 cou
     angles_[index] = {cosine, sine, count, half};
 }
 
+void Plan::set_rank_group(BarrierState* barrier, int rank, int size, i32 first_output, int file) {
+    if (entry_ != Entry::token) throw std::invalid_argument("heads that draft are not sharded");
+    group_.barrier = barrier;
+    group_.rank = rank;
+    group_.size = size;
+    group_.first_output = first_output;
+    group_.rows.set_file(file);
+}
+
 void Plan::measure(const Site& site, i64 rows) {
     i64 words = 0, groups = 0;
     for (const InputForm& form : site.forms) {
@@ -89,6 +98,10 @@ void Plan::measure(const Site& site, i64 rows) {
 
 void Plan::finish_layer(PlanLayer& l) {
     if (!l.sinks.empty() && static_cast<i32>(l.sinks.size()) != l.num_heads) throw std::invalid_argument("sinks are one for each head of a layer");
+    if (l.total_heads == 0) l.total_heads = l.num_heads;
+    if (l.total_kv_heads == 0) l.total_kv_heads = l.num_kv_heads;
+    if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
+    if (l.is_qk_norm_whole && l.q_norm.is_present && is_sharded()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
     l.q_form = l.attn_site.add(l.q->weight);
     l.k_form = l.attn_site.add(l.k->weight);
     l.v_form = l.attn_site.add(l.v->weight);
@@ -106,19 +119,20 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.down_site, l.top_k);
         max_experts_ = std::max(max_experts_, static_cast<i32>(l.experts.size()));
         max_top_k_ = std::max(max_top_k_, l.top_k);
-        inner_size_ = std::max(inner_size_, static_cast<i32>(row_stride(l.experts[0].up->weight.n)) * l.top_k);
+        inner_size_ = std::max(inner_size_, static_cast<i32>(row_stride(l.total_inner)) * l.top_k);
     } else {
         if (l.gate) l.gate_form = l.mlp_site.add(l.gate->weight);
         l.up_form = l.mlp_site.add(l.up->weight);
         l.down_form = l.down_site.add(l.down->weight);
         measure(l.down_site, 1);
-        inner_size_ = std::max(inner_size_, l.up->weight.n);
+        inner_size_ = std::max(inner_size_, l.total_inner);
     }
     measure(l.attn_site, 1);
     measure(l.o_site, 1);
     measure(l.mlp_site, 1);
     qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
-    attention_size_ = std::max(attention_size_, l.num_heads * l.head_dim);
+    attention_size_ = std::max(attention_size_, l.total_heads * l.head_dim);
+    own_row_size_ = std::max(std::max(own_row_size_, hidden_), whole_qk_size_);
 }
 
 void Plan::finish() {
@@ -189,16 +203,20 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         };
         take(x_, rows * row_stride(hidden_));
         take(qkv_, rows * row_stride(qkv_size_));
-        take(attended_, rows * row_stride(attention_size_));
-        take(inner_, rows * row_stride(inner_size_));
-        take(extra_, rows * row_stride(hidden_));
+        if (is_sharded()) {  // see reserve_shared
+            take(spare_, rows * row_stride(std::max(hidden_, attention_size_)));
+        } else {
+            take(attended_, rows * row_stride(attention_size_));
+            take(inner_, rows * row_stride(inner_size_));
+            take(extra_, rows * row_stride(hidden_));
+            take(pair_out_, pairs * row_stride(hidden_));
+        }
         take(normed_, rows * row_stride(hidden_));
-        take(row_, num_threads * row_stride(hidden_));
+        take(row_, num_threads * row_stride(own_row_size_));
         take(beside_, beside_size_ == 0 ? 0 : rows * row_stride(beside_size_));
         take(kept_, rows * static_cast<i64>(kept_layers_.size()) * hidden_);
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);
-        take(pair_out_, pairs * row_stride(hidden_));
         take(chosen_, pairs);
         take(pair_row_, pairs);
         take(pair_of_, pairs);
@@ -217,6 +235,30 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
     row_threads_ = num_threads;
 }
 
-i64 Plan::scratch_bytes() const { return arena_.bytes + attention_scratch_.bytes; }
+void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
+    if (num_tokens > shared_rows_) shared_rows_ = std::max(num_tokens, std::min(2 * shared_rows_, 4096));
+    shared_logit_rows_ = std::max(shared_logit_rows_, num_logit_rows);
+    const i64 rows = shared_rows_, pairs = rows * max_top_k_;
+    u8* base = nullptr;
+    for (int pass = 0; pass < 2; ++pass) {
+        i64 used = 0;
+        const auto take = [&](auto& pointer, i64 count) {
+            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
+            pointer = reinterpret_cast<Value*>(base + used);
+            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
+        };
+        take(attended_, rows * row_stride(attention_size_));
+        take(inner_, rows * row_stride(inner_size_));
+        take(extra_, rows * row_stride(hidden_));
+        take(pair_out_, pairs * row_stride(hidden_));
+        take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
+        take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
+        take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);
+        take(shared_logits_, static_cast<i64>(shared_logit_rows_) * vocab_);
+        if (pass == 0) base = group_.rows.reserve(used);
+    }
+}
+
+i64 Plan::scratch_bytes() const { return arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes(); }
 
 }  // namespace quire

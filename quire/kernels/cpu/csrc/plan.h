@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "native_weight.h"
+#include "rank_group.h"
 #include "screen.h"
 #include "tables.h"
 
@@ -61,6 +62,9 @@ struct PlanLayer {
     std::vector<float> sinks;                    // [num_heads], or none
     i32 top_k = 0;
     bool is_renormalized = true;
+    // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
+    // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
+    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
     KvLayer kv;
     // Derived when the plan is finished: the form of each weight at its site.
     Site attn_site, o_site, mlp_site, expert_site, down_site;
@@ -120,6 +124,13 @@ public:
     // How rows begin: see Entry. is_residual_normed: what attention reads of the features is also what layers add to;
     // recycles_normed: a row gives the next one what is behind the final norm.
     void set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed);
+    // Make the plan that of one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
+    // the barrier and the open file of shared rows must live as long as the plan.
+    void set_rank_group(BarrierState* barrier, int rank, int size, i32 first_output, int file);
+    bool is_sharded() const { return group_.barrier != nullptr; }
+    bool gives_results() const { return group_.rank == 0; }
+    bool is_aborted() const { return group_.is_aborted; }
+    u64 num_barriers() const { return group_.num_barriers; }
     // Keep the inputs of these layers, in rising order, in every step from now on.
     void keep_inputs(std::vector<i32> layers);
     void finish();
@@ -157,6 +168,14 @@ private:
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
+    // Give out the memory that ranks share; its layout is a function of the steps so far, the same in every rank.
+    void reserve_shared(i32 num_tokens, i32 num_logit_rows);
+    // End a step of a rank: wait until all ranks have written their results. Throws std::runtime_error where the group is aborted.
+    void meet_ranks();
+    // Put a rank's best outputs where the others find them, before meet_ranks.
+    void share_best(const StepInput& input, int num_threads_used);
+    // Give rank 0, after meet_ranks, what all ranks have found: logits [num_rows][vocab], or the best outputs [num_rows].
+    void take_results(i32 num_rows, float* logits, i32* best);
     void reserve_attention(const Batch& batch);
     // Make ready for the best tokens of so many rows.
     void begin_best(i32 num_rows);
@@ -164,6 +183,13 @@ private:
     void find_last_ask(const StepInput& input);
 
     std::mutex guard_;  // one step at a time: its memory is the plan's
+    RankGroup group_;
+    // Shared by ranks: rows of q and k of all heads (only where these are normed as a whole), logits, and the best output of each rank.
+    float *whole_qk_ = nullptr, *shared_logits_ = nullptr, *rank_best_values_ = nullptr;
+    i32* rank_best_indices_ = nullptr;
+    float* spare_ = nullptr;  // a rank's own: rows as wide as x_ or attended_
+    i32 shared_rows_ = 0, shared_logit_rows_ = 0;
+    i32 whole_qk_size_ = 0, own_row_size_ = 0;
     i32 hidden_, vocab_;
     bool is_bf16_;
     std::shared_ptr<NativeWeight> embed_, position_embed_, head_;

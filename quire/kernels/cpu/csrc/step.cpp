@@ -26,13 +26,34 @@ bool are_alike(const Weight& a, const Weight& b) {
 
 // One thread's walk through a step. All threads take the same way; what they share lies in the plan.
 struct Stepper : StepExperts {
+    // The rank that has a token's row of the vocabulary gives it to all.
+    void embed_sharded() {
+        const Weight& embed = plan.embed_->weight;
+        each(in.batch.num_tokens, [&](i64 row) {
+            const i64 token = in.token_ids[row] - plan.group_.first_output;
+            if (token < 0 || token >= embed.n) return;
+            kernels.linear->unpack_row(embed, static_cast<i32>(token), extra(row));
+            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(extra(row), plan.hidden_, plan.embed_scale_, 0.0f);
+        });
+        rank_barrier();
+        each(in.batch.num_tokens, [&](i64 row) {
+            memcpy(x(row), extra(row), sizeof(float) * plan.hidden_);
+            add_position(row);
+        });
+    }
+
+    void add_position(i64 row) const {
+        if (!plan.position_embed_) return;
+        kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
+        kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
+    }
+
     void embed() {
+        if (plan.is_sharded()) return embed_sharded();
         each(in.batch.num_tokens, [&](i64 row) {
             kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), x(row));
             if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, plan.embed_scale_, 0.0f);
-            if (!plan.position_embed_) return;
-            kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
-            kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
+            add_position(row);
         });
     }
 
@@ -106,7 +127,7 @@ struct Stepper : StepExperts {
         const bool is_beside = plan.entry_ == Entry::beside;  // its input is twice as wide, and at most half of the rows are wanted
         float* const input = is_beside ? plan.beside_ : plan.normed_;
         const i64 input_stride = is_beside ? row_stride(plan.beside_size_) : hidden_stride();
-        keep_wanted_rows(input, is_beside ? plan.normed_ : plan.extra_, input_stride);
+        keep_wanted_rows(input, input, is_beside ? plan.normed_ : free_rows(), input_stride);
         if (num_rows == 0) return;
         pack_all(l.attn_site, input, input_stride);
         const Packed few = packed(l.attn_site, l.q_form, num_rows);
@@ -117,7 +138,9 @@ struct Stepper : StepExperts {
     void rotate_and_store(const PlanLayer& l, bool has_few) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const bool is_whole = l.q_norm.is_present && l.is_qk_norm_whole;
-        if (is_whole) {
+        if (is_whole && plan.is_sharded()) {
+            norm_whole_heads(l);
+        } else if (is_whole) {
             each(in.batch.num_tokens, [&](i64 row) {
                 float* q = plan.qkv_ + row * row_stride(qkv_size(l));
                 if (row < num_rows) kernels.elementwise->norm(l.q_norm.job, q, q);
@@ -136,6 +159,28 @@ struct Stepper : StepExperts {
             if (row < num_rows) turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[has_few ? in.wanted_rows[row] : row]);
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
+        });
+    }
+
+    // Norm q and k of all ranks' heads together; each rank takes its own of the result.
+    void norm_whole_heads(const PlanLayer& l) {
+        const i64 dim = l.head_dim, q_size = l.num_heads * dim, kv_size = l.num_kv_heads * dim, total_q = l.total_heads * dim;
+        const i64 width = row_stride(plan.whole_qk_size_);
+        const auto whole_q = [&](i64 row) { return plan.whole_qk_ + row * width; };
+        each(in.batch.num_tokens, [&](i64 row) {
+            const float* own = plan.qkv_ + row * row_stride(qkv_size(l));
+            if (row < num_rows) memcpy(whole_q(row) + l.first_head * dim, own, sizeof(float) * q_size);
+            memcpy(whole_q(row) + total_q + l.first_kv_head * dim, own + q_size, sizeof(float) * kv_size);
+        });
+        rank_barrier();
+        each(in.batch.num_tokens, [&](i64 row) {
+            float* const own = plan.qkv_ + row * row_stride(qkv_size(l));
+            if (row < num_rows) {
+                kernels.elementwise->norm(l.q_norm.job, whole_q(row), own_row());
+                memcpy(own, own_row() + l.first_head * dim, sizeof(float) * q_size);
+            }
+            kernels.elementwise->norm(l.k_norm.job, whole_q(row) + total_q, own_row());
+            memcpy(own + q_size, own_row() + l.first_kv_head * dim, sizeof(float) * kv_size);
         });
     }
 
@@ -158,50 +203,59 @@ struct Stepper : StepExperts {
         a.is_bf16 = plan.is_bf16_;
         a.q = plan.qkv_;
         a.q_stride = row_stride(qkv_size(l));
-        a.out = plan.attended_;
-        a.out_stride = row_stride(l.num_heads * l.head_dim);
+        a.out = plan.attended_ + l.first_head * l.head_dim;
+        a.out_stride = row_stride(l.total_heads * l.head_dim);
         a.scratch = plan.attention_scratch_.data;
         kernels.attention->attend(worker, a, batch);
+        rank_barrier();
     }
 
-    // No later block mixes rows: those of x_ that are wanted, and of `beside`, move to the front and go on alone.
-    void keep_wanted_rows(float* beside, float* free, i64 width) {
+    // Rows as wide as x_ that hold nothing at the last attention; a rank's own.
+    float* free_rows() const { return plan.is_sharded() ? plan.spare_ : plan.extra_; }
+
+    // No later block mixes rows: those of x_ that are wanted, and of `beside`, move to the front (of `target`) and go on alone.
+    void keep_wanted_rows(const float* beside, float* target, float* free, i64 width) {
         if (worker.rank == 0) {
-            const auto gather = [&](float* values, float* between, i64 size) {
+            const auto gather = [&](const float* values, float* to, float* between, i64 size) {
                 for (i32 i = 0; i < in.num_wanted_rows; ++i) memcpy(between + i * size, values + in.wanted_rows[i] * size, sizeof(float) * size);
-                memcpy(values, between, sizeof(float) * size * in.num_wanted_rows);
+                if (to != between) memcpy(to, between, sizeof(float) * size * in.num_wanted_rows);
             };
-            gather(plan.x_, plan.extra_, hidden_stride());
-            gather(beside, free, width);
+            gather(plan.x_, plan.x_, free_rows(), hidden_stride());
+            gather(beside, target, free, width);
         }
         num_rows = in.num_wanted_rows;
         barrier(worker);
     }
 
     void attention(const PlanLayer& l, bool is_last) {
-        const i64 width = row_stride(l.num_heads * l.head_dim);
+        const i64 width = row_stride(l.total_heads * l.head_dim);
         const bool has_few = is_last && plan.has_last_ask_;
         project(l, has_few);
         rotate_and_store(l, has_few);
         if (num_rows == 0) return;
         attend(l, has_few ? plan.last_ask_ : in.batch);
-        if (is_last && !in.keeps_all && !has_few) keep_wanted_rows(plan.attended_, plan.qkv_, width);
-        pack_all(l.o_site, plan.attended_, width);
-        run_to_residual(*l.o, packed(l.o_site, l.o_form, num_rows), l.attn_out, l.residual_scale);
+        float* attended = plan.attended_;
+        if (is_last && !in.keeps_all && !has_few) {
+            if (plan.is_sharded()) attended = plan.spare_;  // other ranks still read the shared rows
+            keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
+        }
+        pack_all(l.o_site, attended, width);
+        run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l));
     }
 
     // Whether the activation can be written as the input of the last layer of the block: no scale of a group has to be found first.
-    static bool is_packed_at_once(const PlanLayer& l, bool is_joint) {
+    bool is_packed_at_once(const PlanLayer& l, bool is_joint) const {
         const InputForm& form = l.down_site.forms[0];
-        return (!l.gate || is_joint) && l.down_site.forms.size() == 1 && form.kind == Format::bf16 && form.columns == nullptr && form.k == l.up->weight.n;
+        return !plan.is_sharded() && (!l.gate || is_joint) && l.down_site.forms.size() == 1 && form.kind == Format::bf16 && form.columns == nullptr && form.k == l.up->weight.n;
     }
 
     // Return the input of the last layer: what the activation wrote, or else is packed here.
     Packed activate(const PlanLayer& l) {
-        const i64 inner = row_stride(l.up->weight.n);
+        const i64 inner = row_stride(l.total_inner);
+        float* const own = plan.inner_ + l.first_inner;
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
         const bool is_joint = l.gate && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
-        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, plan.inner_, inner);
+        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, own, inner);
         first.second = is_joint ? &l.up->weight : nullptr;
         first.activation = l.activation;
         first.limit = l.gate_limit;
@@ -216,20 +270,22 @@ struct Stepper : StepExperts {
         }
         run(&first, 1);
         if (l.gate && !is_joint) {
-            const LinearJob second = job(*l.up, up_input, Finish::multiply, plan.inner_, inner);
+            const LinearJob second = job(*l.up, up_input, Finish::multiply, own, inner);
             run(&second, 1);
         }
+        rank_barrier();
         pack_all(l.down_site, plan.inner_, inner);
         return result;
     }
 
     void feed_forward(const PlanLayer& l) {
-        norm_and_pack(l.mlp_site, l.mlp_in, &l.attn_out, l.residual_scale, l.router != nullptr, -1);
+        norm_and_pack(l.mlp_site, l.mlp_in, waiting_attention(l), l.residual_scale, l.router != nullptr, -1);
         if (l.router) {
             mixture(l);
             return;
         }
-        run_to_residual(*l.down, activate(l), l.mlp_out, l.residual_scale);
+        const Packed input = activate(l);
+        run_to_residual(l, *l.down, input, waiting_mlp(l));
     }
 
     void layers() {
@@ -238,17 +294,19 @@ struct Stepper : StepExperts {
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = layer(i);
             const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
+            if (plan.is_sharded() && worker.rank == 0) set_location(plan.group_.barrier, plan.group_.rank, static_cast<u32>(i) + 1);
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else
-                norm_and_pack(l.attn_site, l.attn_in, before ? &before->mlp_out : nullptr, before ? before->residual_scale : 1.0f, false,
+                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_mlp(*before) : nullptr, before ? before->residual_scale : 1.0f, false,
                               in.layers == nullptr ? static_cast<i32>(i) : in.layers[i]);
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
+            if (plan.group_.is_aborted) return;
         }
         const PlanLayer& last = layer(count - 1);
-        if (last.mlp_out.is_present) each(num_rows, [&](i64 row) { add_normed(last.mlp_out, last.residual_scale, row); });
+        if (const Norm* waiting = waiting_mlp(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row); });
     }
 
     // Hidden states after the final norm of `count` rows of x_.
@@ -284,10 +342,11 @@ struct Stepper : StepExperts {
     // Logits of `count` rows.
     void logits(const i32* rows, i32 count, float* out) {
         const Packed input = pack_for_head(rows, count);
-        const LinearJob head = job(*plan.head_, input, Finish::store, out, plan.vocab_);
+        float* const own = plan.is_sharded() ? plan.shared_logits_ + plan.group_.first_output : out;
+        const LinearJob head = job(*plan.head_, input, Finish::store, own, plan.vocab_);
         run(&head, 1);
         if (plan.has_plain_logits()) return;
-        each(count, [&](i64 i) { kernels.elementwise->scale_and_cap(out + i * plan.vocab_, plan.vocab_, plan.logit_scale_, plan.softcap_); });
+        each(count, [&](i64 i) { kernels.elementwise->scale_and_cap(own + i * plan.vocab_, plan.head_->weight.n, plan.logit_scale_, plan.softcap_); });
     }
 };
 
@@ -309,7 +368,7 @@ void step_body(void* argument, Worker& worker) {
     Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
     stepper.enter_or_embed();
     stepper.layers();
-    if (in.num_logit_rows == 0) return;
+    if (in.num_logit_rows == 0 || call.plan->is_aborted()) return;
     const i32* rows = in.keeps_all ? in.wanted_rows : nullptr;
     if (in.best != nullptr)
         stepper.best(rows, in.num_logit_rows);
@@ -340,9 +399,16 @@ void Plan::step(const StepInput& input) {
     const std::lock_guard<std::mutex> lock(guard_);
     find_last_ask(input);
     reserve(input.batch.num_tokens, input.batch);
+    if (is_sharded()) reserve_shared(input.batch.num_tokens, input.num_logit_rows);
     if (input.best != nullptr) begin_best(input.num_logit_rows);
     Call call = {this, &input, nullptr, 0, nullptr};
     run_team(num_threads, step_body, &call);
+    if (is_sharded()) {
+        if (input.best != nullptr) share_best(input, call.num_threads);
+        meet_ranks();
+        take_results(input.num_logit_rows, input.logits, input.best);
+        return;
+    }
     for (i32 row = 0; input.best != nullptr && row < input.num_logit_rows; ++row) {
         const i64 first = static_cast<i64>(row) * call.num_threads;
         float value = 0.0f;
@@ -350,6 +416,36 @@ void Plan::step(const StepInput& input) {
         input.best[row] = std::isfinite(value) ? found : -1;
     }
     if (input.best != nullptr && is_screening_) screening_.end();
+}
+
+void Plan::share_best(const StepInput& input, int num_threads_used) {
+    for (i32 row = 0; row < input.num_logit_rows; ++row) {
+        const i64 first = static_cast<i64>(row) * num_threads_used, place = static_cast<i64>(row) * group_.size + group_.rank;
+        const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, num_threads_used, rank_best_values_[place]);
+        rank_best_indices_[place] = found < 0 ? -1 : found + group_.first_output;
+    }
+    if (is_screening_) screening_.end();
+}
+
+void Plan::meet_ranks() {
+    ++group_.num_barriers;
+    set_location(group_.barrier, group_.rank, 0);
+    group_.is_aborted = group_.is_aborted || !process_barrier_wait(group_.barrier, group_.rank, group_.size);
+    if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
+}
+
+void Plan::take_results(i32 num_rows, float* logits, i32* best) {
+    if (group_.rank != 0) return;
+    if (best == nullptr) {
+        if (num_rows > 0) memcpy(logits, shared_logits_, sizeof(float) * num_rows * vocab_);
+        return;
+    }
+    for (i32 row = 0; row < num_rows; ++row) {
+        const i64 first = static_cast<i64>(row) * group_.size;
+        float value = 0.0f;
+        const i32 found = best_of(rank_best_values_ + first, rank_best_indices_ + first, group_.size, value);
+        best[row] = std::isfinite(value) ? found : -1;
+    }
 }
 
 void Plan::begin_best(i32 num_rows) {
@@ -364,9 +460,13 @@ void Plan::begin_best(i32 num_rows) {
 void Plan::logits(const i32* rows, i32 count, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
+    if (is_sharded()) reserve_shared(0, count);
     const StepInput none;
     Call call = {this, &none, rows, count, out};
     run_team(std::min(num_threads, row_threads_), logits_body, &call);
+    if (!is_sharded()) return;
+    meet_ranks();
+    take_results(count, out, nullptr);
 }
 
 void Plan::move_tokens(const i64* from, const i64* to, i32 count) {

@@ -55,7 +55,7 @@ struct StepExperts : StepRows {
 
     void mixture(const PlanLayer& l) {
         const i32 num_experts = static_cast<i32>(l.experts.size());
-        const i64 hidden = hidden_stride(), inner = row_stride(l.experts[0].up->weight.n);
+        const i64 hidden = hidden_stride(), inner = row_stride(l.total_inner);
         const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
         const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
         run(&router, 1);
@@ -68,26 +68,31 @@ struct StepExperts : StepRows {
         run_experts(
             l, l.expert_site.forms[0], [&](i64 place) { return plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden; },
             [&](const Expert& expert, const Packed& input, i64 first) {
-                LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner, inner);
+                LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner + l.first_inner, inner);
                 j.second = &expert.up->weight;
                 j.activation = l.activation;
                 j.limit = l.gate_limit;
                 j.slope = l.gate_slope;
                 return j;
             });
+        rank_barrier();
         run_experts(
             l, l.down_site.forms[0], [&](i64 place) { return plan.inner_ + place * inner; },
-            [&](const Expert& expert, const Packed& input, i64 first) { return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden, hidden); });
+            [&](const Expert& expert, const Packed& input, i64 first) {
+                return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden + l.first_output, hidden);
+            });
+        rank_barrier();
         each(num_rows, [&](i64 row) { add_experts(l, row); });
     }
 
-    // The weighted sum of a row's experts, in the order in which they were chosen.
+    // The weighted sum of a row's experts, in the order in which they were chosen, joins the residual.
     void add_experts(const PlanLayer& l, i64 row) const {
-        float* sum = l.mlp_out.is_present ? extra(row) : own_row();
+        float* sum = own_row();
         memset(sum, 0, sizeof(float) * plan.hidden_);
         for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at)
             kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), plan.route_weights_[at], plan.hidden_);
-        if (!l.mlp_out.is_present) kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
+        if (l.mlp_out.is_present) kernels.elementwise->norm(l.mlp_out.job, sum, sum);
+        kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
     }
 };
 

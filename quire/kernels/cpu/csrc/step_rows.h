@@ -31,7 +31,18 @@ struct StepRows {
     i64 hidden_stride() const { return row_stride(plan.hidden_); }
     float* x(i64 row) const { return plan.x_ + row * hidden_stride(); }
     float* extra(i64 row) const { return plan.extra_ + row * hidden_stride(); }
-    float* own_row() const { return plan.row_ + worker.rank * hidden_stride(); }
+    float* own_row() const { return plan.row_ + worker.rank * row_stride(plan.own_row_size_); }
+
+    // Wait until all ranks have come here; nothing with one rank. In an aborted group it returns at once: `layers` ends the step.
+    void rank_barrier() {
+        RankGroup& group = plan.group_;
+        if (group.barrier == nullptr) return;
+        if (worker.rank == 0) {
+            ++group.num_barriers;
+            group.is_aborted = group.is_aborted || !process_barrier_wait(group.barrier, group.rank, group.size);
+        }
+        barrier(worker);
+    }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
     // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. One row is packed by every
@@ -92,12 +103,12 @@ struct StepRows {
     }
 
     // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
-    // One row is normed by every thread for itself, unless others read it from normed_.
+    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_.
     void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept) {
-        const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr && before->is_present;
+        const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr;
         if (!is_own || has_before) {
             each(num_rows, [&](i64 row) {
-                if (has_before) add_normed(*before, scale, row);
+                if (has_before) add_result(*before, scale, row);
                 if (is_own) return;
                 keep_input(kept, row);
                 norm_row(norm, row, plan.normed_ + row * hidden_stride());
@@ -133,11 +144,15 @@ struct StepRows {
             if (kept[i] == layer) memcpy(plan.kept_ + (row * count + i) * plan.hidden_, x(row), sizeof(float) * plan.hidden_);
     }
 
-    // A block's result joins the residual: here where a norm comes between, else the linear layer has added it.
-    void add_normed(const Norm& norm, float scale, i64 row) const {
-        if (!norm.is_present) return;
-        kernels.elementwise->norm(norm.job, extra(row), extra(row));
-        kernels.elementwise->add_scaled(x(row), extra(row), scale, plan.hidden_);
+    // The norm of a result that waits in extra_, where a norm comes between or other ranks have parts of it; null where the result
+    // has joined the residual already.
+    const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present ? &l.attn_out : nullptr; }
+    const Norm* waiting_mlp(const PlanLayer& l) const { return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr; }
+
+    // A block's result joins the residual. extra_ is not changed: other ranks read it.
+    void add_result(const Norm& norm, float scale, i64 row) const {
+        if (norm.is_present) kernels.elementwise->norm(norm.job, extra(row), own_row());
+        kernels.elementwise->add_scaled(x(row), norm.is_present ? own_row() : extra(row), scale, plan.hidden_);
     }
 
     void norm_row(const Norm& norm, i64 row, float* to) const {
@@ -147,10 +162,12 @@ struct StepRows {
             memcpy(to, x(row), sizeof(float) * plan.hidden_);
     }
 
-    // A linear layer whose result is added to the residual, or goes to extra_ where `norm` comes first.
-    void run_to_residual(const NativeWeight& weight, const Packed& input, const Norm& norm, float scale) {
-        const LinearJob j = norm.is_present ? job(weight, input, Finish::store, plan.extra_, hidden_stride()) : job(weight, input, Finish::add, plan.x_, hidden_stride(), scale);
+    // A linear layer whose result is added to the residual, or goes to extra_ where it waits.
+    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting) {
+        const LinearJob j = waiting != nullptr ? job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride())
+                                               : job(weight, input, Finish::add, plan.x_, hidden_stride(), l.residual_scale);
         run(&j, 1);
+        rank_barrier();
     }
 };
 

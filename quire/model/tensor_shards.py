@@ -1,0 +1,95 @@
+"""ModelShard: which rows of which weight a tensor-parallel rank has.
+
+Every weight is sharded by its outputs, so that a rank forms whole sums over all inputs and no sum crosses ranks: results are
+gathered, and have the same bits at any number of ranks. This is the column-parallel half of Megatron-LM
+(https://arxiv.org/abs/1909.08053), applied to every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.base.errors import ConfigError
+from quire.contracts.kv_spec import KvDtype, KvSpec
+from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.parallel.shards import OUTPUT_MULTIPLE, HeadRange, ShardRange, head_range, shard_range
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShard:
+    """The part of a layer that a rank has.
+
+    heads    its query heads, and the key and value heads that they read
+    inner    its columns of the inside of the feed-forward block, of every expert
+    outputs  its columns of the residual stream: rows of o and down
+    """
+
+    heads: HeadRange
+    inner: ShardRange
+    outputs: ShardRange
+
+    @classmethod
+    def of(cls, layer: LayerSpec, hidden_size: int, rank: int, shares: Sequence[float]) -> LayerShard:
+        """Return the part of a rank."""
+        attention = layer.attention
+        return cls(
+            head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
+            _output_range(_inner_size(layer), rank, shares),
+            _output_range(hidden_size, rank, shares),
+        )
+
+
+def _inner_size(layer: LayerSpec) -> int:
+    return layer.mlp.expert.intermediate_size if isinstance(layer.mlp, MoeSpec) else layer.mlp.intermediate_size
+
+
+def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
+    """Return the outputs of a rank: whole panels of the kernels where there are enough; results do not depend on that."""
+    return shard_range(total, rank, shares, OUTPUT_MULTIPLE if total >= OUTPUT_MULTIPLE * len(shares) else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """The part of a model that a rank has; norms, routers and learned positions are whole on every rank.
+
+    vocabulary  its rows of the embedding and of the LM head
+    """
+
+    rank: int
+    size: int
+    vocabulary: ShardRange
+    layers: tuple[LayerShard, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, rank: int, shares: Sequence[float]) -> ModelShard:
+        """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
+
+        Raises ConfigError where a rank would have no part of a weight.
+        """
+        layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
+        found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
+        least = min(spec.vocab_size, spec.hidden_size, *(_inner_size(layer) for layer in spec.layers))
+        if least < len(shares):
+            raise ConfigError(f"tensor_parallel_size must be at most {least} for this model, got {len(shares)}")
+        return found
+
+    def kv_spec(self, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
+        """Return the shape of the rank's KV cache."""
+        shapes = tuple(
+            (shard.heads.kv_heads.size, layer.attention.head_dim) for shard, layer in zip(self.layers, spec.layers, strict=True)
+        )
+        return KvSpec(block_size, dtype, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A rank's place in a tensor-parallel group on one host, for the native kernels.
+
+    barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
+    rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
+    """
+
+    shard: ModelShard
+    barrier_address: int
+    rows_file: int

@@ -1,0 +1,70 @@
+"""Tensor-parallel ranks as threads of this process, so that a model on several ranks is built in milliseconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from quire.contracts.kv_spec import KvDtype, KvSpec
+from quire.contracts.model_spec import ModelSpec
+from quire.kv.pool import KvPool
+from quire.model.native_decoder import NativeDecoder
+from quire.model.tensor_shards import ModelShard, RankGroup
+from quire.parallel.barrier import ProcessBarrier, native_extension
+from quire.parallel.shared_memory import SharedMemoryFile
+
+
+class RankThreads:
+    """The ranks of a model; what is called on it is called on every rank at once.
+
+    parameters  returns the model's parameters anew: each rank empties its own
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Callable[[], dict[str, Any]],
+        shares: Sequence[float],
+        max_model_len: int,
+        quantize: Callable[..., Any] | None = None,
+    ) -> None:
+        self.spec, self._size = spec, len(shares)
+        self._memory = SharedMemoryFile.create(ProcessBarrier.areas(self._size))
+        ProcessBarrier.initialise(self._memory, self._size)
+        address = self._memory.address("barrier")
+        self._files = [os.memfd_create("rows")]
+        self.shards = [ModelShard.of(spec, rank, shares) for rank in range(self._size)]
+        self.decoders = []
+        for shard in self.shards:
+            group = RankGroup(shard, address, self._files[0])
+            self.decoders.append(NativeDecoder(native_extension(), spec, parameters(), max_model_len, quantize, group))
+        self._pool = ThreadPoolExecutor(self._size)
+
+    def pools(self, block_size: int, dtype: KvDtype, num_blocks: int) -> list[KvPool]:
+        """Return a cache for each rank."""
+        return [KvPool(shard.kv_spec(self.spec, block_size, dtype), num_blocks) for shard in self.shards]
+
+    def call(self, act: Callable[[NativeDecoder, int], Any]) -> Any:
+        """Return what act(decoder, rank) returns on rank 0, when all ranks have returned."""
+        futures = [self._pool.submit(act, decoder, rank) for rank, decoder in enumerate(self.decoders)]
+        return [future.result(timeout=60) for future in futures][0]
+
+    @property
+    def num_barriers(self) -> list[int]:
+        """Of every rank, so far."""
+        return [decoder.plan.num_barriers for decoder in self.decoders]
+
+    def close(self) -> None:
+        """End the threads and free the memory."""
+        self._pool.shutdown()
+        self.decoders.clear()
+        for file in self._files:
+            os.close(file)
+        self._memory.close()
+
+
+def whole_kv_spec(spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
+    """Return the shape of the cache of one rank that has the whole model."""
+    return KvSpec.of(spec, block_size, dtype)
