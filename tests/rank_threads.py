@@ -49,7 +49,8 @@ class RankThreads:
     def call(self, act: Callable[[NativeDecoder, int], Any]) -> Any:
         """Return what act(decoder, rank) returns on rank 0, when all ranks have returned."""
         futures = [self._pool.submit(act, decoder, rank) for rank, decoder in enumerate(self.decoders)]
-        return [future.result(timeout=60) for future in futures][0]
+        results = [future.result(timeout=60) for future in futures]
+        return results[0]
 
     @property
     def num_barriers(self) -> list[int]:
