@@ -19,15 +19,21 @@ from quire.kernels.native import load_native
 from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
-from tests.ranks import SharedGroup, start_processes, statuses_of
+from tests.ranks import SharedGroup, files_in_dev_shm, start_processes, statuses_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 WORKER = "tests.parallel_worker"
 
 
-def listing():
-    return set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """A temporary folder of their own for the processes of a test."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def is_alive(pid):
@@ -70,6 +76,7 @@ def check_steps_failure_and_end(size):
         for value in range(10):
             assert step(workers, value) == [value * size * (size + 1) / 2] * 5
         pids, last = workers.pids, size - 1
+        assert not any(files_in_dev_shm(pid) for pid in pids.values())
         began_s = time.monotonic()
         os.kill(pids[last], signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"rank {last} \(pid {pids[last]}\): killed by SIGKILL") as caught:
@@ -80,8 +87,7 @@ def check_steps_failure_and_end(size):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_workers_start_work_and_end_with_one_of_them(size):
-    shared, temporary = listing()
+def test_workers_start_work_and_end_with_one_of_them(size, temporary):
     descriptors = len(os.listdir("/proc/self/fd"))
     check_steps_failure_and_end(size)
 
@@ -90,8 +96,7 @@ def test_workers_start_work_and_end_with_one_of_them(size):
         return len(os.listdir("/proc/self/fd")) == descriptors
 
     assert wait_until(has_closed_descriptors)
-    assert listing()[0] <= shared
-    assert not {name for name in listing()[1] - temporary if name.startswith("quire")}
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.slow
@@ -155,8 +160,7 @@ def test_stopped_worker_is_named_and_killed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "terminate"])
-def test_workers_die_with_their_leader_and_leave_nothing(number):
-    shared, temporary = listing()
+def test_workers_die_with_their_leader_and_leave_nothing(number, temporary):
     code = (
         "from quire.parallel.launch import spawn_workers; import time;"
         "w = spawn_workers('tests.parallel_worker', 3, {'do': 'work'});"
@@ -165,12 +169,12 @@ def test_workers_die_with_their_leader_and_leave_nothing(number):
     leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment_with_quire())
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 2
+    assert not any(files_in_dev_shm(pid) for pid in (leader.pid, *pids))
     leader.send_signal(number)
     leader.wait()
     leader.stdout.close()
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 1.0)
-    assert listing()[0] <= shared
-    assert not {name for name in listing()[1] - temporary if name.startswith("quire")}
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.slow

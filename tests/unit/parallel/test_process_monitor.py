@@ -15,7 +15,7 @@ from quire.parallel.barrier import AbortReason, GroupClosedError, ProcessBarrier
 from quire.parallel.process_monitor import ProcessMonitor
 from quire.parallel.ring import RingReader, RingWriter
 from quire.parallel.shared_memory import SharedMemoryFile
-from tests.ranks import SharedGroup, start_processes, statuses_of
+from tests.ranks import SharedGroup, files_in_dev_shm, start_processes, statuses_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -91,7 +91,6 @@ def run_until_error(group, rank, operation):
 
 
 def end_and_check(operation, victim, signal_number):
-    before = set(os.listdir("/dev/shm"))
     group = SharedGroup(SIZE, times=SIZE * 8, idle=64)
     pids = start_processes(SIZE, lambda rank: run_until_error(group, rank, operation))
     try:
@@ -99,6 +98,7 @@ def end_and_check(operation, victim, signal_number):
         while any(group.barrier(rank).pid(rank) == 0 for rank in range(SIZE)) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(0.15)  # all are in the operation, and know each other's processes
+        assert not any(files_in_dev_shm(pid) for pid in pids)
         began_s = time.monotonic()
         os.kill(pids[victim], signal_number)
         others = [rank for rank in range(SIZE) if rank != victim]
@@ -108,7 +108,6 @@ def end_and_check(operation, victim, signal_number):
     finally:
         os.kill(pids[victim], signal.SIGKILL)
         assert statuses_of([pids[victim]]) == [-signal.SIGKILL]
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.parametrize("operation, victim", [(name, index % SIZE) for index, name in enumerate(OPERATIONS)])
