@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.ring import ring_areas
@@ -52,6 +53,14 @@ def start_processes(size, body):
 def statuses_of(pids):
     """Wait for children; return how each exited, -N for signal N."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def files_in_dev_shm(pid):
+    """Return the files of /dev/shm that a process has open or mapped: what it could leave there."""
+    folder = Path(f"/proc/{pid}")
+    links = [os.readlink(path) for path in (folder / "fd").iterdir()]
+    mapped = [line.split()[-1] for line in (folder / "maps").read_text().splitlines()]
+    return sorted({name for name in (*links, *mapped) if name.startswith("/dev/shm")})
 
 
 class SharedGroup:

@@ -172,7 +172,7 @@ class ProcessBarrier:
         text  what the others' errors shall say; kept in shared memory before the word is set
         """
         if text and self._native.read_abort_word(self.address) == 0:
-            self._write_account(rank, text)
+            self.write_account(rank, text)
         return self._native.abort_group(self.address, rank, int(reason))
 
     @property
@@ -213,7 +213,8 @@ class ProcessBarrier:
         name = self.describe_rank(member) if member >= 0 else f"rank {rank}"
         return f"{name} has {'stopped answering' if reason is AbortReason.STALLED else reason.name.lower()}"
 
-    def _write_account(self, rank: int, text: str) -> None:
+    def write_account(self, rank: int, text: str) -> None:
+        """Keep what this rank knows about the end of a rank (of the world), for the errors of all."""
         own = self._memory.area(f"{self._name}.accounts")[self.rank * _ACCOUNT_BYTES :][:_ACCOUNT_BYTES]
         body = text.encode(errors="replace")[: _ACCOUNT_BYTES - _ACCOUNT_HEAD.size]
         _ACCOUNT_HEAD.pack_into(own, 0, 0, len(body))

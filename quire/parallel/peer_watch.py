@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_TICK_S = 0.5
+_TICK_S = 0.25
+_ANSWER_S = 0.7
+_LONGEST_S = 2.0
 _FAILURE_KEY = "quire/failure"
 
 
 class PeerWatch:
     """Keeps this rank's progress in the store, and answers when another rank asks who is still there.
 
-    A thread posts the number of operations that this rank has begun whenever it has changed, twice a second at most.
+    A thread posts the number of collectives that this rank has begun whenever it has changed, four times a second at most.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -34,7 +36,7 @@ class PeerWatch:
         self._thread.start()
 
     def begin(self) -> None:
-        """Note that this rank begins an operation."""
+        """Note that this rank begins a collective, which all ranks take part in."""
         self._num_begun += 1
 
     def close(self) -> None:
@@ -59,7 +61,7 @@ class PeerWatch:
         self._store.set(f"quire/alive/{self._rank}", "1")
 
     def late_ranks(self) -> list[int]:
-        """Return the ranks that have begun fewer operations than this one, as far as they have posted."""
+        """Return the ranks that have begun fewer collectives than this one, as far as they have posted."""
         late: list[int] = []
         for other in range(self._size):
             key = f"quire/begun/{other}"
@@ -68,17 +70,17 @@ class PeerWatch:
                 late.append(other)
         return late
 
-    def gone_ranks(self, limit_s: float = 3 * _TICK_S) -> list[int]:
-        """Ask all ranks whether they are there; return those that have not answered within limit_s.
+    def gone_ranks(self) -> list[int]:
+        """Ask all ranks whether they are there; return those that do not answer within 0.7 s, or 2 s where that is several.
 
         The store is on rank 0: where it cannot be reached that is the rank that is gone.
         """
         try:
             self._store.set(_FAILURE_KEY, str(self._rank))
             self._answer()
-            end_s = time.monotonic() + limit_s
+            began_s = time.monotonic()
             missing = [other for other in range(self._size) if other != self._rank]
-            while missing and time.monotonic() < end_s:
+            while missing and time.monotonic() - began_s < (_ANSWER_S if len(missing) == 1 else _LONGEST_S):
                 missing = [other for other in missing if not self._store.check([f"quire/alive/{other}"])]
                 time.sleep(0.02)
         except RuntimeError:

@@ -105,9 +105,12 @@ class TorchCommunicator:
         if self._waiter is not None:
             self._waiter.close()
 
-    def _finish(self, name: str, launch: Callable[[], Work | None]) -> None:
-        """Launch an operation and wait for it. Raises WorkerError where it failed, naming the rank at fault if known."""
-        if self._watch is not None:
+    def _finish(self, name: str, launch: Callable[[], Work | None], peer: int | None = None) -> None:
+        """Launch an operation and wait for it; peer: the only other rank in it.
+
+        Raises WorkerError where it failed, naming the rank at fault if known.
+        """
+        if self._watch is not None and peer is None:
             self._watch.begin()
         try:
             work = launch()
@@ -116,15 +119,15 @@ class TorchCommunicator:
             if self._waiter is None:
                 work.wait()
             else:
-                self._waiter.wait(work, lambda waited_s: self._tick(name, waited_s))
+                self._waiter.wait(work, lambda waited_s: self._tick(name, waited_s, peer))
         except RuntimeError as error:
             raise self._failure(name, error) from error
 
-    def _tick(self, name: str, waited_s: float) -> None:
+    def _tick(self, name: str, waited_s: float, peer: int | None) -> None:
         if self._check is not None:
             self._check()
         if self._watch is not None and waited_s % _WARN_S < _TICK_S and waited_s >= _WARN_S:
-            late = self._watch.late_ranks()
+            late = self._watch.late_ranks() if peer is None else [peer]
             whom = ", ".join(f"rank {other}" for other in late) if late else "another rank"
             logger.warning("rank %d has waited for %s in %s for %.0f s", self.rank, whom, name, waited_s)
 
@@ -211,14 +214,14 @@ class TorchCommunicator:
         check_peer("to", to, self.rank, self.size)
         self._check_tensors(x=x)
         if x.numel():
-            self._finish("send", lambda: self._group.send([as_sendable(x)], to, 0))
+            self._finish("send", lambda: self._group.send([as_sendable(x)], to, 0), to)
 
     def recv(self, x: Tensor, source: int) -> None:
         """See Communicator."""
         check_peer("source", source, self.rank, self.size)
         self._check_tensors(x=x)
         if x.numel():
-            self._finish("recv", lambda: self._group.recv([as_sendable(x)], source, 0))
+            self._finish("recv", lambda: self._group.recv([as_sendable(x)], source, 0), source)
 
     def _check_tensors(self, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():

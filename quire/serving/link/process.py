@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import struct
@@ -17,6 +16,7 @@ import msgspec
 from quire.base.collector import collect_seldom
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger, setup_logging
+from quire.base.processes import end_with_parent
 from quire.base.threads import prefer_short_spins
 from quire.contracts.config import EngineConfig
 from quire.serving.link.engine_info import describe_engine
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # it loads torch
 logger = get_logger(__name__)
 
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
 _CONFIG_ERRORS = (ConfigError, ModelFormatError, UnsupportedError)
 EXIT_FAILED = 1
 EXIT_PEER_GONE = 3
@@ -73,9 +72,7 @@ def die_with_parent(parent_pid: int) -> None:
 
     Elsewhere than on Linux only the end of standard input tells, between steps.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
+    if not end_with_parent(parent_pid):
         raise PeerGoneError("the server's process has ended")
 
 

@@ -74,7 +74,7 @@ def test_account_of_the_leader_is_preferred_where_a_rank_has_ended():
     """The others see only that it has ended; its parent knows the signal, and may say so a little later."""
     group = SharedGroup(4)
     group.barrier(2).abort(3, AbortReason.ENDED, "rank 3 (pid 5) has ended")
-    leader = threading.Timer(0.1, lambda: group.barrier(0)._write_account(3, "rank 3 (pid 5): killed by SIGKILL"))
+    leader = threading.Timer(0.1, lambda: group.barrier(0).write_account(3, "rank 3 (pid 5): killed by SIGKILL"))
     leader.start()
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         group.barrier(1).check()

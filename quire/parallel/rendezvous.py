@@ -1,0 +1,170 @@
+"""Rendezvous: which rank this process is, as its environment says; how it meets the others; whether all run the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.base.errors import ConfigError, WorkerError
+from quire.base.logging import get_logger
+from quire.parallel.communicator import Communicator
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = get_logger(__name__)
+
+DEFAULT_PORT = 29500
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LWS = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS")
+_REPORT_S = (10.0, 60.0)
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Which rank of how many this process is, and where rank 0 listens.
+
+    local_rank     among the ranks of this host
+    is_store_made  the launcher has a store at the address already (torchrun's agent), so rank 0 makes none
+    source         where this comes from, for messages
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    is_store_made: bool = False
+    source: str = "torchrun"
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"{self.source}: rank must be from 0 to world size - 1, got rank {self.rank} of {self.world_size}"
+            )
+        if not 0 <= self.local_rank < self.world_size:
+            raise ConfigError(f"{self.source}: local rank must be from 0 to {self.world_size - 1}, got {self.local_rank}")
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"{self.source}: port must be from 1 to 65535, got {self.port}")
+        if not self.address:
+            raise ConfigError(f"{self.source}: the address of rank 0 is empty")
+
+
+def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
+    """Return what torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or a LeaderWorkerSet (LWS_WORKER_INDEX,
+    LWS_GROUP_SIZE, LWS_LEADER_ADDRESS) has set; None where there is neither.
+
+    Raises ConfigError where some variables are missing or no numbers. MASTER_PORT may be given beside LWS_*.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        _require("torchrun", _TORCHRUN, environment)
+        rank = _number("RANK", environment)
+        return Rendezvous(
+            rank=rank,
+            world_size=_number("WORLD_SIZE", environment),
+            local_rank=_number("LOCAL_RANK", environment) if "LOCAL_RANK" in environment else 0,
+            address=environment["MASTER_ADDR"],
+            port=_number("MASTER_PORT", environment),
+            is_store_made=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    if any(name in environment for name in _LWS):
+        _require("LeaderWorkerSet", _LWS, environment)
+        return Rendezvous(
+            rank=_number("LWS_WORKER_INDEX", environment),
+            world_size=_number("LWS_GROUP_SIZE", environment),
+            local_rank=0,
+            address=environment["LWS_LEADER_ADDRESS"],
+            port=_number("MASTER_PORT", environment) if "MASTER_PORT" in environment else DEFAULT_PORT,
+            source="LeaderWorkerSet",
+        )
+    return None
+
+
+def _require(source: str, names: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    missing = [name for name in names if name not in environment]
+    if missing:
+        raise ConfigError(f"{source}: environment variables {', '.join(missing)} are missing; it takes {', '.join(names)}")
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int:
+    text = environment[name]
+    if not text.isdecimal() or not text.isascii():
+        raise ConfigError(f"environment variable {name} must be a number >= 0, got {text!r}")
+    return int(text)
+
+
+def connect_store(rendezvous: Rendezvous, timeout_s: float = 600.0) -> Store:
+    """Return the store of all ranks, which rank 0 makes unless the launcher has; the others wait for it.
+
+    What cannot be reached is in the log after 10 s and after 60 s. Raises WorkerError after timeout_s.
+    """
+    from torch.distributed import TCPStore
+
+    is_server = rendezvous.rank == 0 and not rendezvous.is_store_made
+    if not is_server:
+        _wait_for_server(rendezvous, timeout_s)
+    try:
+        return TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            is_master=is_server,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        doing = "listen at" if is_server else "connect to"
+        told = f"rank {rendezvous.rank} cannot {doing} {rendezvous.address}:{rendezvous.port}: {error}"
+        raise WorkerError(told, rendezvous.rank) from error
+
+
+def _wait_for_server(rendezvous: Rendezvous, timeout_s: float) -> None:
+    began_s, num_reports = time.monotonic(), 0
+    where = f"rank 0 at {rendezvous.address}:{rendezvous.port}"
+    while True:
+        try:
+            socket.create_connection((rendezvous.address, rendezvous.port), timeout=5.0).close()
+            return
+        except OSError as error:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= timeout_s:
+                told = f"rank {rendezvous.rank} has not reached {where} ({rendezvous.source}) in {waited_s:.0f} s: {error}"
+                raise WorkerError(told, rendezvous.rank) from error
+            if num_reports < len(_REPORT_S) and waited_s >= _REPORT_S[num_reports]:
+                num_reports += 1
+                logger.warning("rank %d still tries to reach %s after %.0f s: %s", rendezvous.rank, where, waited_s, error)
+            time.sleep(min(0.2, timeout_s / 10))
+
+
+def check_fingerprints(communicator: Communicator, fields: Mapping[str, str]) -> None:
+    """Compare what must be the same on all ranks: version, configuration, hash of the checkpoint, kind of device.
+
+    fields  by name, the same names on all ranks, in the same order; only hashes are exchanged
+    Raises ConfigError on every rank, which names each rank that differs from rank 0, and in what.
+    """
+    own = torch.stack([_digest(name, text) for name, text in fields.items()]).unsqueeze(0)
+    gathered = own.new_empty((communicator.size, *own.shape[1:]))
+    communicator.all_gather(gathered, own)
+    differences: list[str] = []
+    for rank in range(1, communicator.size):
+        differ = [name for index, name in enumerate(fields) if not torch.equal(gathered[rank, index], gathered[0, index])]
+        if differ:
+            differences.append(f"rank {rank} in {', '.join(differ)}")
+    if differences:
+        raise ConfigError(
+            f"all ranks must run the same: {'; '.join(differences)} differ from rank 0. "
+            f"Here (rank {communicator.rank}) they are " + ", ".join(f"{name} {text!r}" for name, text in fields.items())
+        )
+
+
+def _digest(name: str, text: str) -> torch.Tensor:
+    digest = hashlib.sha256(f"{name}\0{text}".encode()).digest()
+    return torch.tensor(list(digest[:_DIGEST_BYTES]), dtype=torch.uint8)

@@ -1,0 +1,120 @@
+"""StartupBoard: how far each rank is in its start, in shared memory, where the leader reads it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.base.errors import InvariantError
+from quire.parallel.barrier import native_extension
+from quire.parallel.shared_memory import SharedMemoryFile
+
+AREA = "startup"
+
+_COUNTER_BYTES = 64
+_PAGE_BYTES = 8192
+_ROW_BYTES = _COUNTER_BYTES + 2 * _PAGE_BYTES
+_MAX_TEXT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class StartupStatus:
+    """What a rank has said.
+
+    stage    what it does, or did last; since_s: since when, by time.monotonic
+    stages   (name, seconds) of the stages that are over
+    ready    what it told when it was ready: JSON
+    error    (class, text) of what it failed with
+    """
+
+    state: Literal["starting", "ready", "failed"] = "starting"
+    stage: str = "starting Python"
+    since_s: float = 0.0
+    stages: tuple[tuple[str, float], ...] = ()
+    ready: dict[str, Any] = field(default_factory=dict)
+    error: tuple[str, str] | None = None
+
+    def describe(self, now_s: float) -> str:
+        """Return "loading weights for 40.0 s"."""
+        if self.state == "ready":
+            return f"ready after {sum(seconds for _, seconds in self.stages):.1f} s"
+        if self.state == "failed" and self.error is not None:
+            return f"failed in {self.stage}: {self.error[1]}"
+        return f"{self.stage} for {now_s - self.since_s:.1f} s"
+
+
+class StartupBoard:
+    """A row for each rank: a counter, and two pages of JSON that are written in turn."""
+
+    def __init__(self, memory: SharedMemoryFile) -> None:
+        self._native = native_extension()
+        self._memory = memory
+
+    @staticmethod
+    def areas(size: int) -> dict[str, int]:
+        """Return the area that a board of so many ranks needs."""
+        return {AREA: size * _ROW_BYTES}
+
+    def write(self, rank: int, status: StartupStatus) -> None:
+        """Replace the row of a rank; by one thread at a time."""
+        text = json.dumps([status.state, status.stage, status.since_s, status.stages, status.ready, status.error]).encode()
+        if len(text) > _PAGE_BYTES - 4:
+            raise InvariantError(f"what rank {rank} tells of its start takes {len(text)} bytes, at most {_PAGE_BYTES - 4}")
+        number = (self._native.read_counter(self._counter(rank)) + 1) & 0xFFFFFFFF
+        page = self._page(rank, number)
+        page[:4] = memoryview(len(text).to_bytes(4, "little"))
+        page[4 : 4 + len(text)] = memoryview(text)
+        self._native.advance_counter(self._counter(rank), number)
+
+    def read(self, rank: int) -> StartupStatus:
+        """Return what a rank has said last."""
+        while (number := self._native.read_counter(self._counter(rank))) != 0:
+            page = bytes(self._page(rank, number))
+            if self._native.read_counter(self._counter(rank)) == number:
+                state, stage, since_s, stages, ready, error = json.loads(page[4 : 4 + int.from_bytes(page[:4], "little")])
+                error = None if error is None else (error[0], error[1])
+                return StartupStatus(state, stage, since_s, tuple((name, s) for name, s in stages), ready, error)
+        return StartupStatus()
+
+    def _counter(self, rank: int) -> int:
+        return self._memory.address(AREA) + rank * _ROW_BYTES
+
+    def _page(self, rank: int, number: int) -> memoryview:
+        start = rank * _ROW_BYTES + _COUNTER_BYTES + number % 2 * _PAGE_BYTES
+        return memoryview(self._memory.area(AREA))[start : start + _PAGE_BYTES]
+
+
+class StartupReporter:
+    """Says for one rank how far it is."""
+
+    def __init__(self, board: StartupBoard, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._stages: list[tuple[str, float]] = []
+        self._stage = "starting Python"
+        self._since_s = time.monotonic()
+
+    def stage(self, name: str) -> None:
+        """Say that the stage before is over and another begins."""
+        self._end_stage()
+        self._stage = name
+        self._board.write(self._rank, StartupStatus("starting", name, self._since_s, tuple(self._stages)))
+
+    def ready(self, told: dict[str, Any] | None = None) -> None:
+        """Say that this rank is ready, with something for the leader: JSON."""
+        self._end_stage()
+        status = StartupStatus("ready", self._stage, self._since_s, tuple(self._stages), told or {})
+        self._board.write(self._rank, status)
+
+    def failed(self, error: Exception) -> None:
+        """Say what this rank failed with."""
+        kind_and_text = (type(error).__name__, str(error)[:_MAX_TEXT])
+        status = StartupStatus("failed", self._stage, self._since_s, tuple(self._stages), {}, kind_and_text)
+        self._board.write(self._rank, status)
+
+    def _end_stage(self) -> None:
+        now_s = time.monotonic()
+        self._stages.append((self._stage, round(now_s - self._since_s, 3)))
+        self._since_s = now_s
