@@ -11,7 +11,7 @@ from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
 from quire.speculate.proposer import Proposer
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Candidate
-from quire.worker.constrained import StepMasks
+from quire.worker.grammar_masks import StepMasks
 from quire.worker.input_batch import InputBatch, Row, StepInput
 
 

@@ -38,14 +38,14 @@ from quire.speculate.proposer import Proposer, Reads
 from quire.speculate.sources import check_device_sources, settle_method
 from quire.speculate.target import Target
 from quire.speculate.verifier import verify
-from quire.worker.constrained import LATE_WAIT_S, ConstrainedRows
-from quire.worker.device.choice import choose_device
+from quire.worker.device.device_select import choose_device
 from quire.worker.device.memory import estimate_memory
 from quire.worker.drafting import DraftingRunner, candidates_of, known_tokens, last_tokens, propose_drafts
+from quire.worker.grammar_masks import PENDING_WAIT_S, GrammarMasks
 from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, Row, StepInput
 from quire.worker.memory import check_fits, cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
-from quire.worker.sampled_results import take_best, take_matches, take_sampled, take_walks
+from quire.worker.sampled_results import apply_verified, take_best, take_matches, take_sampled
 
 logger = get_logger(__name__)
 
@@ -184,7 +184,7 @@ class ModelRunner(DraftingRunner):
         # No sequence holds more blocks than the pool has, however long the model would let it become.
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self._batch = InputBatch(max_num_seqs, max_blocks, memory.kv.block_size, decoder.spec.vocab_size)
-        self._constrained = ConstrainedRows()
+        self._constrained = GrammarMasks()
         # Nothing asks for gradients here; torch is spared to look out for some, where it is what computes.
         self._inference = nullcontext() if isinstance(decoder, NativeDecoder) else torch.inference_mode()
 
@@ -210,7 +210,7 @@ class ModelRunner(DraftingRunner):
         is_napping = self._speculator.naps(plan)
         drafts = NO_DRAFTS if is_napping else propose_drafts(self._speculator, self._batch, plan)
         if not plan.num_scheduled_tokens:
-            return StepResult(plan.step_id, {}, {}, {}, {}, caught_up=self._constrained.take_caught_up(LATE_WAIT_S))
+            return StepResult(plan.step_id, {}, {}, {}, {}, mask_ready=self._constrained.take_ready(PENDING_WAIT_S))
         step = self._batch.build(plan, drafts, self._speculator.count_unasked(drafts) if drafts else NONE_UNASKED)
         rows, reads = step.ready, () if is_napping else self._speculator.reads
         has_prompt_logprobs = step.wants_prompt and any(row.num_prompt_logprobs is not None for row in step.rows)
@@ -242,8 +242,8 @@ class ModelRunner(DraftingRunner):
         if drafts and best is not None and self._speculator.typical is None and step.runs.trees is None:
             result = take_matches(plan.step_id, step, best, found_logprobs, paths)
         elif drafts:
-            walks = verify(sampled, candidates_of(rows, step, masks), self._speculator.typical, best)
-            result = take_walks(plan.step_id, self._batch, step, rows, walks, found_logprobs, paths)
+            verifications = verify(sampled, candidates_of(rows, step, masks), self._speculator.typical, best)
+            result = apply_verified(plan.step_id, self._batch, step, rows, verifications, found_logprobs, paths)
             moves = self._batch.take_moves()
             if moves is not None:
                 self._decoder.move_tokens(self._kv, *moves)
@@ -255,12 +255,12 @@ class ModelRunner(DraftingRunner):
         if not is_napping:
             if self._speculator.observes:
                 self._speculator.observe(paths, [row.start.sequence_id for row in step.ready], logits)
-            result.draft_wishes.update(self._speculator.end(plan, paths))
+            result.draft_requests.update(self._speculator.end(plan, paths))
         if pooled_runs:
             pooled, errors = pool_hidden_states(pooled_runs, self._decoder.hidden_states)
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
-        caught_up = self._constrained.take_caught_up()
-        return replace(result, late=late, caught_up=caught_up) if late or caught_up else result
+        mask_ready = self._constrained.take_ready()
+        return replace(result, mask_pending=late, mask_ready=mask_ready) if late or mask_ready else result
 
     def _sample(
         self,

@@ -9,7 +9,7 @@ from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult, TokenLogprobs
 from quire.sampling.sampler import Sampled
 from quire.speculate.draft import NO_DRAFT
-from quire.speculate.verifier import Walk, match_chain
+from quire.speculate.verifier import Verification, match_chain
 from quire.worker.input_batch import UNKNOWN, InputBatch, Row, StepInput
 
 PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
@@ -91,8 +91,9 @@ def take_matches(
     prompt_logprobs: PromptLogprobs,
     paths: dict[SequenceId, tuple[int, ...]],
 ) -> StepResult:
-    """Give the rows of a step that get a token the best ones, along drafts without branches: as take_walks, where rows ask for
-    nothing else and every token is fine.
+    """Verify drafts that are chains against the best tokens, and give the rows the accepted ones and one more each.
+
+    The same as apply_verified, for rows that ask for nothing but the best token, where every row has one.
 
     best  [R] of the step's logit_rows
     """
@@ -115,12 +116,12 @@ def take_matches(
     return StepResult(step_id, sampled, {}, dict(prompt_logprobs), {}, verified=verified)
 
 
-def take_walks(
+def apply_verified(
     step_id: int,
     batch: InputBatch,
     step: StepInput,
     rows: Sequence[Row],
-    walks: Sequence[Walk],
+    verifications: Sequence[Verification],
     prompt_logprobs: PromptLogprobs,
     paths: dict[SequenceId, tuple[int, ...]],
 ) -> StepResult:
@@ -130,19 +131,19 @@ def take_walks(
     """
     result = StepResult(step_id, {}, {}, dict(prompt_logprobs), {})
     completed: list[SequenceId] = []
-    for row, walk in zip(rows, walks, strict=True):
+    for row, verification in zip(rows, verifications, strict=True):
         sequence_id = row.start.sequence_id
-        if walk.error is not None:
-            _note_error(result, row, walk.error)
+        if verification.error is not None:
+            _note_error(result, row, verification.error)
             continue
-        row.token_ids += walk.tokens
-        batch.accept(row, walk.path)
-        paths[sequence_id] = tuple(walk.path)
+        row.token_ids += verification.tokens
+        batch.accept(row, verification.path)
+        paths[sequence_id] = tuple(verification.path)
         if row.sampling.is_grammar_complete:
             completed.append(sequence_id)
-        result.sampled[sequence_id] = tuple(walk.tokens)
-        if walk.logprobs:
-            result.logprobs[sequence_id] = tuple(walk.logprobs)
+        result.sampled[sequence_id] = tuple(verification.tokens)
+        if verification.logprobs:
+            result.logprobs[sequence_id] = tuple(verification.logprobs)
         if sequence_id in step.drafts:
-            result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(walk.path))
+            result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(verification.path))
     return replace(result, completed=frozenset(completed)) if completed else result

@@ -22,10 +22,10 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
 from quire.speculate.memory import StepLimits
-from quire.worker.device.ahead import CompilationAhead, Order, arch_of
-from quire.worker.device.choice import drafts_trees
+from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
+from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.memory import (
     HOW_TO_SAVE,
@@ -37,8 +37,8 @@ from quire.worker.device.memory import (
     most_drafts_on_device,
     plan_device_memory,
 )
+from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.runner import DeviceRunner
-from quire.worker.device.stepper import DeviceStepper, StepSizes
 
 logger = get_logger(__name__)
 
@@ -72,7 +72,7 @@ def build_device_runner(
         specs = [layer.attention for layer in report.spec.layers]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder))
-        stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder), library)
+        stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder), library)
         if compilation is not None:
             compilation.wait()
         own = _Measured(stepper, sizes, drafter)
@@ -118,23 +118,23 @@ def _compile_ahead(
     report: ModelReport,
     sizes: StepSizes,
     parameters: Mapping[str, Parameter | StoredParameter],
-) -> CompilationAhead | None:
+) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded."""
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table()), parameters)
+    return Precompilation(Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table()), parameters)
 
 
 class _Measured(NamedTuple):
     """What takes memory beside the KV pool: the model's steps, and what drafts."""
 
-    stepper: DeviceStepper
+    stepper: GpuStepExecutor
     sizes: StepSizes
     drafter: Drafter | None
 
     @property
-    def steppers(self) -> list[DeviceStepper]:
+    def steppers(self) -> list[GpuStepExecutor]:
         """All that launch steps, the model's first."""
         return [self.stepper, *(() if self.drafter is None else self.drafter.steppers)]
 

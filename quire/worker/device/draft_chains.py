@@ -1,6 +1,6 @@
 """DeviceChains: a draft model, or a head, drafts chains on the device, a recorded step for each token of all sequences.
 
-A draft step is a step of a DeviceStepper, over a decoder and a pool of its own: the known tokens that it has not read yet
+A draft step is a step of a GpuStepExecutor, over a decoder and a pool of its own: the known tokens that it has not read yet
 first, then a token a step, which stays on the device for the next one. The host only reads the tokens as they come.
 """
 
@@ -24,15 +24,15 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.chain_drafter import BlockCache, ChainOrder
-from quire.worker.device.changes import TableChanges
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched, StepSizes
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.staging import NUM_READBACKS
-from quire.worker.device.stepper import DeviceStepper, Kept, Launched, StepSizes
 
 _SHARPNESS = 4.0
 """Logits are multiplied with it before it is asked how likely drafts are; DRAFT_SHARPNESS of reference_head.py."""
 
-_NOTHING = TableChanges([])
+_NOTHING = BlockTableUpdates([])
 
 
 class DraftCache:
@@ -64,7 +64,7 @@ class DeviceChains:
     sizes    those of the stepper
     """
 
-    def __init__(self, decoder: DeviceDecoder | DeviceHead, stepper: DeviceStepper, kv: DraftCache, sizes: StepSizes) -> None:
+    def __init__(self, decoder: DeviceDecoder | DeviceHead, stepper: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
         self._decoder, self._stepper, self._sizes, self.kv = decoder, stepper, sizes, kv
         width = -(-sizes.max_model_len // kv.spec.block_size)
         self._tables = np.full((sizes.max_num_seqs, width), -1, np.int64)  # as they stand on the device
@@ -115,7 +115,7 @@ class DeviceChains:
         # Where nothing can be drawn any token does as a draft.
         return [[max(tokens[line], 0) for tokens in levels[: kept[line]]] for line in range(count)]
 
-    def _changes(self, group: _Group) -> TableChanges:
+    def _changes(self, group: _Group) -> BlockTableUpdates:
         """Return what of the block tables on the device is another one."""
         entries: list[tuple[int, int, tuple[int, ...]]] = []
         for line, blocks in enumerate(group.blocks):
@@ -125,13 +125,13 @@ class DeviceChains:
                 first = int(others[0])
                 entries.append((line, first, tuple(blocks[first:].tolist())))
                 own[:] = blocks
-        return TableChanges(entries)
+        return BlockTableUpdates(entries)
 
 
 class HeadChains(DeviceChains):
     """Implements quire.speculate.chain_drafter.HeadDrafter."""
 
-    def __init__(self, head: DeviceHead, stepper: DeviceStepper, kv: DraftCache, sizes: StepSizes) -> None:
+    def __init__(self, head: DeviceHead, stepper: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
         super().__init__(head, stepper, kv, sizes)
         self._head = head
 

@@ -22,19 +22,19 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.sampling.sampler import Sampled, error_of_status, sample
 from quire.speculate.proposer import Reads
 from quire.speculate.speculator import Speculator
-from quire.speculate.verifier import Walk, verify, walk_drawn
-from quire.worker.constrained import LATE_WAIT_S, ConstrainedRows, StepMasks
-from quire.worker.device.changes import TableChanges
+from quire.speculate.verifier import Verification, verify, verify_sampled
+from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched
 from quire.worker.device.host_step import host_step
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.peaks import measure_device_peaks
 from quire.worker.device.staging import NUM_READBACKS
-from quire.worker.device.stepper import DeviceStepper, Kept, Launched
 from quire.worker.drafting import DraftingRunner, candidates_of, known_tokens, last_tokens, propose_drafts
+from quire.worker.grammar_masks import PENDING_WAIT_S, GrammarMasks, StepMasks
 from quire.worker.input_batch import NO_DRAFTS, InputBatch, PooledRun, StepInput
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
-from quire.worker.sampled_results import expect_tokens, take_expected, take_sampled, take_walks
+from quire.worker.sampled_results import apply_verified, expect_tokens, take_expected, take_sampled
 
 _FINE = int(SampleStatus.FINE)
 
@@ -90,11 +90,11 @@ class DeviceRunner(DraftingRunner):
     def __init__(
         self,
         decoder: DeviceDecoder,
-        stepper: DeviceStepper,
+        stepper: GpuStepExecutor,
         memory: MemoryPlan,
         max_num_seqs: int,
         is_ahead: bool = True,
-        draft_steppers: Sequence[DeviceStepper] = (),
+        draft_steppers: Sequence[GpuStepExecutor] = (),
     ) -> None:
         # What heads read is kept in every step, drafts or not: recorded steps have it in them.
         super().__init__(decoder.spec.vocab_size, lambda _: None)
@@ -103,7 +103,7 @@ class DeviceRunner(DraftingRunner):
         max_blocks = -(-memory.max_model_len // self._block_size)
         self._batch = InputBatch(max_num_seqs, max_blocks, self._block_size, decoder.spec.vocab_size)
         self._is_on_device = np.zeros(max_num_seqs, np.bool_)  # whether a line's last token is the device's own
-        self._constrained = ConstrainedRows()
+        self._constrained = GrammarMasks()
         self._num_on_their_way = 0
         self._is_ahead, self._ready_s = is_ahead, 0.0  # when the tokens of the last step were there
 
@@ -182,7 +182,7 @@ class DeviceRunner(DraftingRunner):
         asked = places, left_to_host, has_prompt_logprobs, pooled_runs, not speculator.lets_next_begin, reads
         return _StepOnDevice(self, plan, step, launched, masks, *asked)
 
-    def _changes(self, plan: StepPlan) -> TableChanges:
+    def _changes(self, plan: StepPlan) -> BlockTableUpdates:
         """Return what the plan changes about block tables, once the batch has taken it over."""
         entries: list[tuple[int, int, tuple[int, ...]]] = []
         for start in plan.starts:
@@ -196,7 +196,7 @@ class DeviceRunner(DraftingRunner):
         for sequence_id, replaced in (plan.replaced_blocks or {}).items():
             line = self._batch.row(sequence_id).table
             entries += [(line, index, (block_id,)) for index, block_id in replaced]
-        return TableChanges(entries, plan.block_copies, self._batch.take_move_lists())
+        return BlockTableUpdates(entries, plan.block_copies, self._batch.take_move_lists())
 
     def _collect(self, running: _StepOnDevice) -> StepResult:
         plan, step, launched = running.plan, running.step, running.launched
@@ -208,9 +208,9 @@ class DeviceRunner(DraftingRunner):
         failures = {index: error_of_status(SampleStatus(status)) for index, status in enumerate(statuses) if status != _FINE}
         paths: dict[SequenceId, tuple[int, ...]] = {}
         if step.drafts:
-            walks = self._verify(running, late, token_ids, failures)
+            verifications = self._verify(running, late, token_ids, failures)
             rows = self._batch.leave_out(step, late)[0] if late else step.ready
-            result = take_walks(plan.step_id, self._batch, step, rows, walks, found, paths)
+            result = apply_verified(plan.step_id, self._batch, step, rows, verifications, found, paths)
         elif running.left_to_host:
             outcomes = [
                 Sampled(None, error=failures[index]) if index in failures else Sampled(token_id)
@@ -229,8 +229,8 @@ class DeviceRunner(DraftingRunner):
             self._tell_speculator(running, result, paths if step.drafts else dict.fromkeys(result.sampled, ()), late)
         if running.pooled_runs:
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
-        caught_up = self._constrained.take_caught_up(0.0 if step.rows else LATE_WAIT_S)
-        return replace(result, late=late, caught_up=caught_up) if late or caught_up else result
+        mask_ready = self._constrained.take_ready(0.0 if step.rows else PENDING_WAIT_S)
+        return replace(result, mask_pending=late, mask_ready=mask_ready) if late or mask_ready else result
 
     def _tell_speculator(
         self, running: _StepOnDevice, result: StepResult, paths: dict[SequenceId, tuple[int, ...]], late: Set[SequenceId]
@@ -240,7 +240,7 @@ class DeviceRunner(DraftingRunner):
             self._feed(what, running, paths, late)
         if speculator.observes and logits is not None:
             speculator.observe(paths, [row.start.sequence_id for row in running.step.ready], logits)
-        result.draft_wishes.update(speculator.end(running.plan, paths))
+        result.draft_requests.update(speculator.end(running.plan, paths))
 
     def _feed(
         self, what: Reads, running: _StepOnDevice, paths: dict[SequenceId, tuple[int, ...]], late: Set[SequenceId]
@@ -257,22 +257,22 @@ class DeviceRunner(DraftingRunner):
 
     def _verify(
         self, running: _StepOnDevice, late: Set[SequenceId], token_ids: list[int], failures: dict[int, str | None]
-    ) -> list[Walk]:
+    ) -> list[Verification]:
         """Return the next tokens of every sequence that is not late, along its draft."""
         step, logits = running.step, running.launched.logits
         candidates = candidates_of(step.ready, step, running.masks)
         on_host = self._sampled_by_host(running, late)
         left = set(running.left_to_host)
         on_device = [index for index in range(len(candidates)) if index not in left]
-        found = walk_drawn(token_ids, [candidates[index] for index in on_device], on_device, failures)
-        walks = dict(zip(on_device, found, strict=True))
+        found = verify_sampled(token_ids, [candidates[index] for index in on_device], on_device, failures)
+        verifications = dict(zip(on_device, found, strict=True))
         if logits is not None and on_host:
             typical = self._speculator.typical
             # What is typical is found on the host, where probabilities are.
             draw = _draw if typical is None else None
             found = verify(logits, [candidates[index] for index in on_host], typical, draw=draw, rows=on_host)
-            walks.update(zip(on_host, found, strict=True))
-        return [walks[index] for index in sorted(walks)]
+            verifications.update(zip(on_host, found, strict=True))
+        return [verifications[index] for index in sorted(verifications)]
 
     def _sampled_by_host(self, running: _StepOnDevice, late: Set[SequenceId]) -> list[int]:
         ready = running.step.ready

@@ -234,7 +234,7 @@ def test_same_outputs_when_constraints_meet_any_cache_drafts_and_preemption(
 )
 def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, plain, options):
     llm = start(tiny_model, **options)
-    llm.llm_engine._runner._constrained.patience = None
+    llm.llm_engine._runner._constrained.wait_policy = None
     for seed, expected in enumerate(plain):
         assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in expected]
     stats = llm.llm_engine.stats
@@ -246,7 +246,7 @@ def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, p
 
 def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
     llm = start(tiny_model)
-    llm.llm_engine._runner._constrained.patience = None
+    llm.llm_engine._runner._constrained.wait_policy = None
     choice = generate(llm, 0, [1])[0][0]
     assert said(choice) == said(plain[0][1])
     stats = llm.llm_engine.stats
@@ -257,7 +257,7 @@ def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
 def test_logits_are_computed_where_something_is_sampled_and_nowhere_else(tiny_model, plain, monkeypatch):
     llm = start(tiny_model)
     runner = llm.llm_engine._runner
-    runner._constrained.patience = None
+    runner._constrained.wait_policy = None
     num_rows = []
     run = runner._decoder.run
 

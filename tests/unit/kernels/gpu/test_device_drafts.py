@@ -21,8 +21,8 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.token_runs import TokenRuns, address_of
+from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.build import step_sizes
-from quire.worker.device.changes import TableChanges
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -217,7 +217,7 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(model):
         moves = engine._runner._batch.take_move_lists()
         if moves is not None:  # as the next step would begin
             num_moved += len(moves.sources)
-            stepper.launch(None, "plain", TableChanges([], (), moves))
+            stepper.launch(None, "plain", BlockTableUpdates([], (), moves))
         for sequence in engine.scheduler.running:
             computed = sequence.token_ids[: sequence.num_computed_tokens]
             expect_same_cache(stepper._pool, sequence.block_ids, prefilled(decoder, computed), len(computed))
@@ -245,7 +245,7 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "error"
     stepper, moves = engine._runner._stepper, engine._runner._batch.take_move_lists()
-    stepper.launch(None, "plain", TableChanges([], (), moves))  # as the next step would begin
+    stepper.launch(None, "plain", BlockTableUpdates([], (), moves))  # as the next step would begin
     expect_same_cache(stepper._pool, block_ids, prefilled(load_model(model, "float32"), computed), len(computed))
     llm.close()
 

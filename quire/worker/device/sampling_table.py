@@ -1,4 +1,4 @@
-"""SamplingColumns: how the sequences of each line are sampled, as arrays from which a step takes its rows."""
+"""SamplingTable: how the sequences of each line are sampled, as arrays from which a step takes its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS: dict[str, torch.dtype] = {
 }
 
 
-class SamplingColumns:
+class SamplingTable:
     """One line for each of num_lines sequences; those that were never set sample greedily, as padding does.
 
     num_changes  grows with every change

@@ -1,4 +1,4 @@
-"""TableChanges: what a plan changes on the device before its step, as arrays behind those of the step."""
+"""BlockTableUpdates: what a plan changes on the device before its step, as arrays behind those of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.worker.input_batch import Moves
 
 
 @dataclass(frozen=True, slots=True)
-class TableChanges:
+class BlockTableUpdates:
     """What changes before a step: entries of block tables, as (line, index, block ids from there on), and blocks to copy, as
     (source, target), once tokens of accepted drafts have been moved."""
 
@@ -56,6 +56,6 @@ def change_parts(num_entries: int, num_copies: int, num_moves: int = 0, num_move
     ]
 
 
-def _entries(changes: TableChanges, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _entries(changes: BlockTableUpdates, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     places = [np.arange(len(blocks)) + line * width + index for line, index, blocks in changes.entries]
     return np.concatenate(places), np.array([block for _, _, blocks in changes.entries for block in blocks], np.int32)

@@ -1,4 +1,4 @@
-"""DeviceStepper: what lies on the device beside the model, and how a step is launched over it."""
+"""GpuStepExecutor: what lies on the device beside the model, and how a step is launched over it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
-from quire.worker.device.changes import TableChanges, change_parts
-from quire.worker.device.columns import SamplingColumns, option_parts, row_options
+from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
 from quire.worker.device.host_step import (
     HostStep,
@@ -42,6 +41,7 @@ from quire.worker.device.mixed_step import (
     short_runs,
     token_parts,
 )
+from quire.worker.device.sampling_table import SamplingTable, option_parts, row_options
 from quire.worker.device.staging import Part, Readback, Staged, Staging, staged_bytes
 
 
@@ -95,7 +95,7 @@ class _Frame(NamedTuple):
 _NOTHING = Kept()
 
 
-class DeviceStepper:
+class GpuStepExecutor:
     """Launches the steps of one model, or of a head. Lines [0, max_num_seqs) of its tables belong to sequences, the last one
     to padding."""
 
@@ -111,7 +111,7 @@ class DeviceStepper:
         self._library = library  # attends the steps that are launched one by one; with one those with prompts all are
         device, spec = decoder.device, decoder.spec
         self.padding_line = sizes.max_num_seqs
-        self.columns = SamplingColumns(sizes.max_num_seqs + 1, spec.vocab_size)
+        self.columns = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
         self.grid = GraphGrid(sizes.max_num_seqs)
         is_recording = graphs.is_recording and library is None
         most_tokens = most_recorded_tokens(spec, sizes.max_num_batched_tokens) if is_recording else 0
@@ -160,7 +160,7 @@ class DeviceStepper:
         self._graphs.clear()
         self._frames.clear()
 
-    def launch(self, step: HostStep | None, sampling: Sampling, changes: TableChanges, kept: Kept = _NOTHING) -> Launched:
+    def launch(self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = _NOTHING) -> Launched:
         """Launch the changes and a step, which may be missing; returns before the device is done."""
         self._staging.wait()
         if step is None:
@@ -185,7 +185,7 @@ class DeviceStepper:
         num_short = max(most for _, most in self.tile_kinds)
         step = full_step(num_tokens, num_sequences, context_len, self.padding_line, num_short, self._sizes.max_num_drafts)
         self._staging.wait()
-        self._launch_mixed(step, "cuts", TableChanges([]), _NOTHING, 0)
+        self._launch_mixed(step, "cuts", BlockTableUpdates([]), _NOTHING, 0)
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
@@ -222,9 +222,9 @@ class DeviceStepper:
             # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
             step = full_step(key.num_rows, key.num_rows, 1, self.padding_line)
             self._staging.wait()
-            self._launch_decode(step, key.sampling, TableChanges([]), _NOTHING)
+            self._launch_decode(step, key.sampling, BlockTableUpdates([]), _NOTHING)
 
-    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept) -> Launched:
+    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
         count = len(step.counts)
         key = self.grid.key(count, sampling)
         frame = self._frames.get(key)
@@ -261,7 +261,7 @@ class DeviceStepper:
         return _Frame(staged, run)
 
     def _launch_mixed(
-        self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept, most_recorded_tokens: int
+        self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
     ) -> Launched:
         num_tokens, num_sampled = len(step.given_ids), len(step.logit_rows)
         lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self.tile_kinds]
@@ -338,7 +338,7 @@ class DeviceStepper:
         run_all(sample_launches(choices, logits, row_options(arrays), sampling == "cuts"))
         keep_ids_launch(self._last_ids, choices.tokens, arrays["sampled_rows"]).run()
 
-    def _send(self, start: int, changes: TableChanges) -> None:
+    def _send(self, start: int, changes: BlockTableUpdates) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
         if changes.is_empty:
             if start:
