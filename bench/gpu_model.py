@@ -364,7 +364,7 @@ def _time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> f
     times: list[float] = []
     for _ in range(num_times + 1):
         started = time.perf_counter()
-        stepper.take_sampled(stepper.launch(step, "plain", changes))
+        stepper.read_sampled(stepper.launch(step, "plain", changes))
         times.append(time.perf_counter() - started)
         changes = BlockTableUpdates([])
     return float(np.median(times[1:]))
@@ -384,7 +384,7 @@ def _time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: in
         rows = np.arange(count)
         host = HostStep((1,) * count, lines, lengths, ids, positions, slots, rows, lines, positions + 1)
         started = time.perf_counter()
-        stepper.take_sampled(stepper.launch(host, "plain", changes))
+        stepper.read_sampled(stepper.launch(host, "plain", changes))
         times.append(time.perf_counter() - started)
         ids, changes = np.full(count, -1), BlockTableUpdates([])
     return float(np.median(times[_WARM_UP_STEPS:]))

@@ -1,4 +1,4 @@
-"""Build the runner of a device: load the model there, see what a step takes, and give the rest to the KV pool."""
+"""Build the step driver of a device: load the model there, see what a step takes, and give the rest to the KV pool."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from quire.worker.device.memory import (
     plan_device_memory,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
-from quire.worker.device.runner import DeviceRunner
+from quire.worker.step_driver import AsyncStepDriver
 
 logger = get_logger(__name__)
 
 
 def build_device_runner(
     config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
-) -> tuple[DeviceRunner, ModelReport]:
-    """Load a model on a device and return its runner, with the report of what it takes there.
+) -> tuple[AsyncStepDriver, ModelReport]:
+    """Load a model on a device and return its step driver, with the report of what it takes there.
 
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
@@ -87,16 +87,14 @@ def build_device_runner(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    parts = decoder, stepper, plan, config.max_num_seqs
     for line in plan.describe().splitlines():
         logger.info(line)
-    runner = DeviceRunner(*parts, config.async_scheduling is not False, own.steppers[1:])
-    report = replace(report, memory=plan)
+    report, speculator = replace(report, memory=plan), None
     if config.speculative_config is not None:
         limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
         there = {} if drafter is None else {drafter.method: drafter.proposer()}
-        runner.draft_with(build_speculator(config.speculative_config, report, None, limits, there))
-    return runner, report
+        speculator = build_speculator(config.speculative_config, report, None, limits, there)
+    return AsyncStepDriver(stepper, speculator, own.steppers[1:], config.async_scheduling is not False), report
 
 
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:

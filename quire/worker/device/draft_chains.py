@@ -28,6 +28,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched, StepSizes
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.staging import NUM_READBACKS
+from quire.worker.step_executor import SlotSampling
 
 _SHARPNESS = 4.0
 """Logits are multiplied with it before it is asked how likely drafts are; DRAFT_SHARPNESS of reference_head.py."""
@@ -96,21 +97,21 @@ class DeviceChains:
         stepper, count = self._stepper, len(group.counts)
         for line, row in enumerate(group.rows):
             if self._rows[line] is not row:
-                stepper.columns.set(line, row, is_draft=True)
+                stepper.sampling_table.set(line, SlotSampling.of(row))
                 self._rows[line] = row
-        sampling = stepper.columns.sampling_of(np.arange(count, dtype=np.int32))
+        sampling = stepper.sampling_table.sampling_of(np.arange(count, dtype=np.int32))
         is_doubted = least_share > 0 and all(row.is_greedy for row in group.rows)
         changes, levels, shares = self._changes(group), list[list[int]](), list[Tensor]()
         waiting: list[Launched] = []
         for level in range(max(1, *group.counts)):
             if len(waiting) == NUM_READBACKS:
-                levels.append(stepper.take_sampled(waiting.pop(0))[0])
+                levels.append(stepper.read_sampled(waiting.pop(0))[0])
             launched = stepper.launch(group.step(level), sampling, changes, Kept(logits=is_doubted))
             if is_doubted and launched.logits is not None:
                 shares.append(best_shares(launched.logits))
             waiting.append(launched)
             changes = _NOTHING
-        levels += [stepper.take_sampled(launched)[0] for launched in waiting]
+        levels += [stepper.read_sampled(launched)[0] for launched in waiting]
         kept = _likely_counts(shares, least_share, group.counts) if is_doubted else group.counts
         # Where nothing can be drawn any token does as a draft.
         return [[max(tokens[line], 0) for tokens in levels[: kept[line]]] for line in range(count)]

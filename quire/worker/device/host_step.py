@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
 from quire.model.token_runs import TreePlaces
-from quire.worker.input_batch import StepInput
+from quire.worker.step_executor import StepTokens
 
 Sampling = Literal["plain", "cuts"]
 """What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), which is right for all."""
@@ -57,34 +57,21 @@ class HostStep:
         return len(self.given_ids) == len(self.counts) == len(self.logit_rows)
 
 
-def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on_device: NDArray[np.bool_]) -> HostStep:
-    """Return the arrays of a step.
-
-    tables        [N, max_blocks] of the batch, which hold this step's tokens
-    is_on_device  [N] whether the last token of a line's sequence is the one that the device sampled last for it
-    """
-    runs = step.runs
-    starts, ends = np.array(runs.starts), np.array(runs.ends)
+def host_step(tokens: StepTokens, tables: NDArray[np.int64], block_size: int) -> HostStep:
+    """Return the arrays of a step; tables [N, max_blocks]: the block tables of all batch slots."""
+    starts, ends = np.array(tokens.starts), np.array(tokens.ends)
     counts = np.diff(starts)
-    rows = np.fromiter((row.table for row in step.rows), np.int32, len(step.rows))
-    if len(runs.token_ids) == len(rows):
+    rows = np.array(tokens.batch_slots, dtype=np.int32)
+    given_ids = np.array(tokens.token_ids, dtype=np.int64)  # UNKNOWN is -1
+    if len(given_ids) == len(rows):
         token_rows, positions = rows, ends - 1
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.repeat(ends - counts, counts) + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
     slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
-    if runs.trees is not None:
-        positions = runs.trees.positions  # slots follow each other whatever these are
-    given_ids = np.array(runs.token_ids, dtype=np.int64)
-    logit_rows = np.array(step.logit_rows, dtype=np.int64)
-    sampled_rows = np.fromiter((row.table for row in step.ready), np.int32, len(step.ready))
-    # Only the last known token of a sequence can be one that the device has sampled.
-    fed = logit_rows[: len(sampled_rows)][is_on_device[sampled_rows]]
-    given_ids[fed] = -1
-    num_drafts = len(logit_rows) - len(sampled_rows)
-    if num_drafts:
-        drafts = [len(step.drafts.get(row.start.sequence_id, ())) for row in step.ready]
-        sampled_rows = np.concatenate((sampled_rows, np.repeat(sampled_rows, drafts)))
+    if tokens.trees is not None:
+        positions = tokens.trees.positions  # slots follow each other whatever these are
+    logit_rows = np.array(tokens.logit_rows, dtype=np.int64)
     return HostStep(
         tuple(counts.tolist()),
         rows,
@@ -93,10 +80,10 @@ def host_step(step: StepInput, tables: NDArray[np.int64], block_size: int, is_on
         positions,
         slots,
         logit_rows,
-        sampled_rows,
+        token_rows[logit_rows],
         positions[logit_rows] + 1,
-        num_drafts,
-        runs.trees,
+        len(logit_rows) - tokens.num_ready,
+        tokens.trees,
     )
 
 

@@ -28,7 +28,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep, full_step
-from quire.worker.input_batch import Moves
+from quire.worker.step_executor import Moves
 
 _META = torch.device("meta")
 
@@ -174,19 +174,19 @@ def _mixed_steps(stepper: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostSte
     powers = _powers_of_two(most)
     for count in sorted({count for power in powers for count in (power, power + 1) if count <= most} | {most}):
         # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
-        yield full_step(count, -(-count // longest), longest, stepper.padding_line, longest, sizes.max_num_drafts)
+        yield full_step(count, -(-count // longest), longest, stepper.padding_slot, longest, sizes.max_num_drafts)
         if count <= min(CHUNK, longest):
-            yield full_step(count, 1, count, stepper.padding_line)
+            yield full_step(count, 1, count, stepper.padding_slot)
     # As many tokens are sampled as there are sequences and drafts.
     num_drafts, most_sampled = sizes.max_num_drafts, min(most, sizes.max_num_seqs + sizes.max_num_drafts)
     for count in sorted({*(power for power in powers if num_drafts < power < most_sampled), most_sampled}):
         if num_drafts and count > num_drafts:
-            yield full_step(count, count - num_drafts, longest, stepper.padding_line, 1, num_drafts)
+            yield full_step(count, count - num_drafts, longest, stepper.padding_slot, 1, num_drafts)
     num_long = max(num_queries for num_queries, _ in stepper.tile_kinds)
     for num_short, context_len in itertools.product((1, 2, 4, 8, 16), {min(CHUNK, longest), longest}):
         num_tokens = min(num_long + num_short, context_len + num_short, sizes.max_num_batched_tokens)
         if sizes.max_num_seqs > 1 and num_tokens > num_short:
-            yield full_step(num_tokens, 2, context_len, stepper.padding_line, num_short)
+            yield full_step(num_tokens, 2, context_len, stepper.padding_slot, num_short)
 
 
 def _with_trees(step: HostStep) -> HostStep:

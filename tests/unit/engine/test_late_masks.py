@@ -61,7 +61,7 @@ def engine(tiny_model, gate):
 def alone(model, prompt, wanted, **options):
     """Return what a request says by itself, in steps that wait for every mask."""
     engine = LLMEngine(str(model), **{**OPTIONS, **options})
-    engine._runner._constrained.wait_policy = None
+    engine._runner._masks.wait_policy = None
     try:
         submit(engine, "alone", prompt, wanted)
         return said(run(engine)["alone"])
@@ -106,7 +106,7 @@ def test_late_sequence_is_in_no_step_until_its_mask_is_there(engine, gate):
 
 def test_steps_wait_and_compute_nothing_when_only_late_sequences_are_left(engine, gate):
     waits = []
-    filler = engine._runner._constrained.filler
+    filler = engine._runner._masks.filler
     wait = filler.wait_for_any
 
     def counted(fills, timeout_s):
@@ -147,7 +147,7 @@ def test_aborted_request_is_gone_while_its_mask_is_still_filled(tiny_model, engi
     assert gate.num_held == 1
     assert said(outputs["again"]) == alone(tiny_model, [7, 8, 9], SLOW)
     check_invariants(engine.scheduler)
-    assert engine._runner._constrained.take_ready() == ()
+    assert engine._runner._masks.take_ready() == ()
 
 
 @pytest.mark.parametrize("is_caching", [True, False])
@@ -185,7 +185,7 @@ def test_request_ends_with_its_error_when_a_late_mask_fails(engine, gate):
     submit(engine, "free", [5] * 6, FREE)
     run(engine, until=lambda outputs: "free" in outputs)
     gate.wait_until_held()
-    (fill,) = engine._runner._constrained._pending.values()
+    (fill,) = engine._runner._masks._pending.values()
 
     def fail(matcher, words):
         raise ValueError("it is too much")
@@ -231,8 +231,8 @@ def live(model, expected, seed, install_in=lambda engine: None, **options):
     """Run all requests, masks coming at random, some after many steps; return how many sequences were late."""
     gate, rng = Gate(), random.Random(seed)
     engine = LLMEngine(str(model), **{**NATIVE, **options})
-    engine._runner._constrained.wait_policy = HASTY
-    engine._runner._constrained.filler._clock = Clock(random.Random(seed))
+    engine._runner._masks.wait_policy = HASTY
+    engine._runner._masks.filler._clock = Clock(random.Random(seed))
     install_in(engine)
     num_late = 0
     commit = engine.scheduler.commit

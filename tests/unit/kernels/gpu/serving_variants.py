@@ -47,7 +47,7 @@ from quire.worker.device.variants import (
     meta_head,
     serving_variants,
 )
-from quire.worker.input_batch import Moves
+from quire.worker.step_executor import Moves
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES as NARROW_SIZES
 from tests.unit.kernels.gpu.narrow_checkpoints import write

@@ -25,7 +25,7 @@ from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import full_step
 from quire.worker.device.staging import Readback
-from quire.worker.input_batch import Moves
+from quire.worker.step_executor import Moves
 
 META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)

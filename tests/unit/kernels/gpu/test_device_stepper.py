@@ -75,7 +75,7 @@ def tables(*lines):
 
 
 def sampled(stepper, step, changes=None, sampling="plain"):
-    return stepper.take_sampled(stepper.launch(step, sampling, changes or BlockTableUpdates([])))[0]
+    return stepper.read_sampled(stepper.launch(step, sampling, changes or BlockTableUpdates([])))[0]
 
 
 PROMPTS = {0: [4, 9, 16], 1: [25, 36, 49, 3, 1], 2: [7]}

@@ -169,7 +169,7 @@ def found_by(stepper, steps=STEPS):
         for index, runs in enumerate(steps):
             launched = stepper.launch(mixed_step(runs), "plain", changes, Kept(hidden=index in (1, 3, 8)))
             hidden = None if launched.hidden is None else launched.hidden.clone()
-            found.append((stepper.take_sampled(launched)[0], hidden))
+            found.append((stepper.read_sampled(launched)[0], hidden))
             changes = BlockTableUpdates([])
     return found
 
@@ -248,7 +248,7 @@ def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeyp
         with torch.inference_mode():
             for runs in DRAFTED:
                 launched = stepper.launch(drafted_step(runs), "plain", changes, Kept(logits=True))
-                tokens.append((stepper.take_sampled(launched)[0], launched.logits.clone()))
+                tokens.append((stepper.read_sampled(launched)[0], launched.logits.clone()))
                 changes = BlockTableUpdates([])
         found.append(tokens)
     for (tokens, logits), (wanted_tokens, wanted) in zip(*found, strict=True):
