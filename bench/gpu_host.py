@@ -21,9 +21,9 @@ from quire.kernels.triton.launching import noted_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
+from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 
 _META = torch.device("meta")
 _SIZES = StepSizes(256, 8192, 40960)
@@ -37,7 +37,7 @@ class _NothingLaunched:
         return lambda: None
 
 
-def make_stepper(num_layers: int, is_recorded: bool) -> DeviceStepper:
+def make_stepper(num_layers: int, is_recorded: bool) -> GpuStepExecutor:
     """Return a stepper of a model without memory."""
     rms = NormSpec("rms", 1e-6)
     attention = AttentionSpec(16, 8, 128, 128**-0.5, RopeSpec(128, 1e6), qk_norm=rms)
@@ -48,7 +48,7 @@ def make_stepper(num_layers: int, is_recorded: bool) -> DeviceStepper:
     }
     decoder = DeviceDecoder(spec, parameters, _SIZES.max_model_len, _META)
     pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, _META)
-    return DeviceStepper(decoder, pool, _SIZES, StepGraphs(_NothingLaunched() if is_recorded else None))
+    return GpuStepExecutor(decoder, pool, _SIZES, StepGraphs(_NothingLaunched() if is_recorded else None))
 
 
 def mixed_step(num_decodes: int, prompts: list[int], context_len: int) -> HostStep:
@@ -73,7 +73,7 @@ def main() -> None:
     cases = ((0, [64]), (0, [512]), (63, [193]), (200, [1000, 848]), (0, [4096]))
     for is_recorded, (num_decodes, prompts) in itertools.product((False, True), cases):
         stepper = make_stepper(options.layers, is_recorded)
-        step, changes = mixed_step(num_decodes, prompts, 700), TableChanges([])
+        step, changes = mixed_step(num_decodes, prompts, 700), BlockTableUpdates([])
         times: list[float] = []
         counts: list[int] = []
         with torch.inference_mode():

@@ -34,9 +34,9 @@ from quire.quant.float8 import Float8Weight
 from quire.quant.quantize import LINEAR_LEVELS
 from quire.quant.weight import QuantizedWeight
 from quire.worker.device import build
+from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.stepper import DeviceStepper, StepSizes, TableChanges
 from quire.worker.device.variants import ServedModel, serving_variants
 
 Row = dict[str, object]
@@ -283,7 +283,7 @@ def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = O
     for is_recorded, decoder.is_fused in kinds:
         recorder = stamped_recorder(place.device) if is_recorded else None
         graphs = StepGraphs(recorder)
-        stepper = DeviceStepper(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
+        stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
         chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
         for count, length in chosen:
             if time.perf_counter() > until_s:
@@ -353,9 +353,9 @@ def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
     return total
 
 
-def _time_prompt(stepper: DeviceStepper, num_tokens: int, num_times: int) -> float:
+def _time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> float:
     """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such."""
-    changes = TableChanges([(0, 0, tuple(range(-(-num_tokens // _BLOCK_SIZE))))])
+    changes = BlockTableUpdates([(0, 0, tuple(range(-(-num_tokens // _BLOCK_SIZE))))])
     places, line = np.arange(num_tokens), np.zeros(1, np.int32)
     lengths = np.full(1, num_tokens, np.int32)
     step = HostStep(
@@ -364,16 +364,16 @@ def _time_prompt(stepper: DeviceStepper, num_tokens: int, num_times: int) -> flo
     times: list[float] = []
     for _ in range(num_times + 1):
         started = time.perf_counter()
-        stepper.take_sampled(stepper.launch(step, "plain", changes))
+        stepper.read_sampled(stepper.launch(step, "plain", changes))
         times.append(time.perf_counter() - started)
-        changes = TableChanges([])
+        changes = BlockTableUpdates([])
     return float(np.median(times[1:]))
 
 
-def _time_steps(stepper: DeviceStepper, count: int, length: int, num_steps: int) -> float:
+def _time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: int) -> float:
     """Return the median seconds of a step, with its read-back, of so many sequences of about that length."""
     per_line = -(-(length + num_steps + _WARM_UP_STEPS) // _BLOCK_SIZE)
-    changes = TableChanges([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(count)])
+    changes = BlockTableUpdates([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(count)])
     lines = np.arange(count, dtype=np.int32)
     ids = np.ones(count, np.int64)
     times: list[float] = []
@@ -384,7 +384,7 @@ def _time_steps(stepper: DeviceStepper, count: int, length: int, num_steps: int)
         rows = np.arange(count)
         host = HostStep((1,) * count, lines, lengths, ids, positions, slots, rows, lines, positions + 1)
         started = time.perf_counter()
-        stepper.take_sampled(stepper.launch(host, "plain", changes))
+        stepper.read_sampled(stepper.launch(host, "plain", changes))
         times.append(time.perf_counter() - started)
-        ids, changes = np.full(count, -1), TableChanges([])
+        ids, changes = np.full(count, -1), BlockTableUpdates([])
     return float(np.median(times[_WARM_UP_STEPS:]))

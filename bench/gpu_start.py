@@ -63,11 +63,11 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
 
     from quire import LLM, SamplingParams
     from quire.worker.device import build
-    from quire.worker.device.ahead import CompilationAhead
+    from quire.worker.device.precompile import Precompilation
 
     spent: dict[str, float] = {"weights_s": 0.0, "compile_s": 0.0}
     build.DeviceDecoder = _timed(build.DeviceDecoder, spent, "weights_s")
-    CompilationAhead.wait = _timed(CompilationAhead.wait, spent, "compile_s")
+    Precompilation.wait = _timed(Precompilation.wait, spent, "compile_s")
     times = [since_s, time.time()]
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")

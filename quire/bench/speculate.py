@@ -28,6 +28,7 @@ from quire.contracts.speculative import SpeculativeConfig
 from quire.engine.llm import LLM
 from quire.engine.llm_engine import EngineStats
 from quire.speculate.replay import ReplayProposer
+from quire.speculate.speculator import Speculator
 
 _REPLAY = "replay:"
 
@@ -247,19 +248,21 @@ class _Counts:
 def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any]) -> Line:
     batches = trial.batches(batch_size)
     engine = llm.llm_engine
+    # As an engine without speculative_config: nothing is drafted, and the model keeps nothing for a proposer.
+    drafting, undrafted = engine.speculator, engine.speculator.with_proposer(None)
     expected: list[list[Any]] = []
     for prompts in batches:
-        expected.append(_run(llm, prompts, trial, with_drafts=False)[0])
+        expected.append(_run(llm, prompts, trial, undrafted)[0])
         bar.update()
     is_replay = method.startswith(_REPLAY)
     share = _share_of(method) if is_replay else trial.forced_share
     if share is not None:
         outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for batch in expected for output in batch}
         vocab_size = engine.report.spec.vocab_size
-        engine.pause_drafts(False)
-        engine.replace_proposer(lambda drafter: ReplayProposer(outputs, share, vocab_size, None if is_replay else drafter))
+        drafter = None if is_replay else drafting.proposer
+        drafting = drafting.with_proposer(ReplayProposer(outputs, share, vocab_size, drafter))
     for index in range(trial.num_warm_up):
-        _run(llm, batches[index % len(batches)], trial, with_drafts=True)
+        _run(llm, batches[index % len(batches)], trial, drafting)
         bar.update()
     plain: list[_Took] = []
     speculative: list[_Took] = []
@@ -272,7 +275,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         chosen = index % len(batches)
         for with_drafts in (index % 2 == 0, index % 2 == 1):
             before = replace(engine.stats, accepted_per_pos=list(engine.stats.accepted_per_pos))
-            found, took = _run(llm, batches[chosen], trial, with_drafts=with_drafts)
+            found, took = _run(llm, batches[chosen], trial, drafting if with_drafts else undrafted)
             bar.update()
             if not with_drafts:
                 plain.append(took)
@@ -314,9 +317,9 @@ class _Took(NamedTuple):
     cpu_s: float
 
 
-def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, *, with_drafts: bool) -> tuple[list[Any], _Took]:
-    """Run the requests once; return their outputs and what they took, in which every sequence went to its full length."""
-    llm.llm_engine.pause_drafts(not with_drafts)
+def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, speculator: Speculator) -> tuple[list[Any], _Took]:
+    """Run the requests once, each to its full length, with a speculator; return their outputs and what they took."""
+    llm.llm_engine.use_speculator(speculator)
     params = [
         SamplingParams(temperature=trial.temperature, seed=index, max_tokens=trial.output_len, ignore_eos=True)
         for index in range(len(prompts))

@@ -43,7 +43,7 @@ class StepPlan:
 
     num_scheduled_tokens  sequence -> number of tokens, >= 1, in batch order. Where they reach the last known token of the
                           sequence, the worker samples the next one, or pools the hidden states of a request that asks for that.
-                          Empty where all that could go on are late: the worker waits for a moment until one is not
+                          Empty where the masks of all that could go on are pending: the worker waits a moment for one of them
     starts                sequences that the worker sees for the first time (again), all of them in num_scheduled_tokens
     new_block_ids         blocks appended to the tables of sequences the worker knows
     replaced_blocks       sequence -> (index in its table, new block), after copy on write
@@ -95,10 +95,10 @@ class StepResult:
     pooled           sequence -> the vector of a request with pooling params, f32 values; no entry before its prompt is computed
     verified         sequence -> how many drafts this step computed of it, and how many of them were accepted: the KV of these
                      stands, they are the sampled tokens but the last one
-    draft_wishes     sequence -> drafts that the worker could use in the next step, > 0
-    late             sequences that got no token although it was due, as the worker does not know yet what their constraints
-                     allow: their last known token counts as not computed, and they are to be left out of plans
-    caught_up        sequences that were late in an earlier step, and are to be in plans again
+    draft_requests   sequence -> drafts that the worker could use in the next step, > 0
+    mask_pending     sequences that got no token although one was due, because the mask of their constraint is not filled yet.
+                     Their last known token counts as not computed. They are left out of plans until mask_ready names them
+    mask_ready       sequences that were in mask_pending of an earlier step, and are to be in plans again
     error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
     """
 
@@ -109,10 +109,10 @@ class StepResult:
     errors: dict[SequenceId, str]
     pooled: dict[SequenceId, tuple[float, ...]] = field(default_factory=lambda: {})
     verified: dict[SequenceId, tuple[int, int]] = field(default_factory=lambda: {})
-    draft_wishes: dict[SequenceId, int] = field(default_factory=lambda: {})
+    draft_requests: dict[SequenceId, int] = field(default_factory=lambda: {})
     completed: frozenset[SequenceId] = frozenset()
-    late: frozenset[SequenceId] = frozenset()
-    caught_up: tuple[SequenceId, ...] = ()
+    mask_pending: frozenset[SequenceId] = frozenset()
+    mask_ready: tuple[SequenceId, ...] = ()
     error_params: dict[SequenceId, str] = field(default_factory=lambda: {})
 
 

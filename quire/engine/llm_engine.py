@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,9 +32,11 @@ from quire.engine.scheduling.step_loop import StepLoop
 from quire.engine.scheduling.step_record import StepRecord
 from quire.grammar.compiler import Compilation, GrammarCompiler, Use
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
-from quire.speculate.proposer import Proposer
+from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
-from quire.worker.runner import build_runner, max_num_batched_tokens, settle_drafts
+from quire.worker.build import build_runner
+from quire.worker.inspect import settle_drafts
+from quire.worker.memory import max_num_batched_tokens
 
 logger = get_logger(__name__)
 
@@ -320,21 +322,19 @@ class LLMEngine:
         """Say whether the tokens that constraints force are drafted, as is the default; for measurements, between requests."""
         if self.has_unfinished_requests():
             raise ConfigError("draft_forced needs an engine without unfinished requests")
-        self._runner.draft_forced(is_wanted)
+        self._runner.speculator.drafts_forced = is_wanted
 
-    def pause_drafts(self, is_wanted: bool) -> None:
-        """Draft nothing, at the cost of an engine without speculative_config, or go on; for measurements, between requests."""
+    @property
+    def speculator(self) -> Speculator:
+        """Where drafts come from."""
+        return self._runner.speculator
+
+    def use_speculator(self, speculator: Speculator) -> None:
+        """Draft with another speculator from now on, made by `with_proposer` of the one that the engine has; for measurements,
+        between requests. The one before may be used again later."""
         if self.has_unfinished_requests():
-            raise ConfigError("pause_drafts needs an engine without unfinished requests")
-        self._runner.pause_drafts(is_wanted)
-
-    def replace_proposer(self, make: Callable[[Proposer | None], Proposer]) -> None:
-        """Let another proposer draft, made of the one that did, with the options of speculative_config; for measurements,
-        between requests."""
-        config = self.config.speculative_config
-        if config is None or self.has_unfinished_requests():
-            raise ConfigError("replace_proposer needs an engine with a speculative_config, and without unfinished requests")
-        self._runner.replace_proposer(config, make)
+            raise ConfigError("use_speculator needs an engine without unfinished requests")
+        self._runner.use_speculator(speculator)
 
     def measure_peaks(self) -> tuple[float, float]:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from quire.base.logging import get_logger
-from quire.contracts.step import StepPlan
 from quire.kernels.cpu.pages import take_pages
 from quire.kv.pool import KvPool
 
@@ -70,14 +69,20 @@ class PageSupply:
         if self._num_ready < self._num_wanted:
             self._go_on()
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Take note of the blocks that a step gives out, and that it runs."""
+    def begin_step(self) -> None:
+        """Take note that a step runs."""
         self._is_stepping = True
         self._num_steps += 1
-        for start in plan.starts:
-            self._use(start.block_ids)
-        for blocks in (plan.new_block_ids or {}).values():
-            self._use(blocks)
+
+    def use(self, block_ids: Sequence[int]) -> None:
+        """Take note of blocks that a step gives out."""
+        num_used = max(block_ids, default=-1) + 1
+        if self._num_ready - num_used >= self._ahead // 2 or self._num_wanted == self._num_blocks:
+            return
+        self._num_wanted = min(max(self._num_wanted, num_used + self._ahead), self._num_blocks)
+        if self._thread is None or not self._thread.is_alive():
+            self._num_ready = max(self._num_ready, num_used)
+            self._go_on()
 
     def end_step(self) -> None:
         """Take note that the step has ended."""
@@ -89,15 +94,6 @@ class PageSupply:
         if self._thread is not None:
             self._thread.join()
         self._arrays = []
-
-    def _use(self, blocks: Iterable[int]) -> None:
-        num_used = max(blocks, default=-1) + 1
-        if self._num_ready - num_used >= self._ahead // 2 or self._num_wanted == self._num_blocks:
-            return
-        self._num_wanted = min(max(self._num_wanted, num_used + self._ahead), self._num_blocks)
-        if self._thread is None or not self._thread.is_alive():
-            self._num_ready = max(self._num_ready, num_used)
-            self._go_on()
 
     def _go_on(self) -> None:
         self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)

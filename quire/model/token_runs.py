@@ -20,6 +20,13 @@ def address_of(table: BlockTable) -> int:
     return table.ctypes.data
 
 
+def short_rope_tokens(starts: list[int], short_ropes: list[bool] | None) -> NDArray[np.bool_] | None:
+    """Return which tokens [T] take the short variant of the rope, given the sequences' flags; None where none does."""
+    if short_ropes is None or not any(short_ropes):
+        return None
+    return np.repeat(short_ropes, np.diff(starts))
+
+
 @dataclass(frozen=True, slots=True)
 class TreePlaces:
     """Which tokens of a step are draft trees; the slots of these follow each other whatever their positions.
@@ -61,9 +68,7 @@ class TokenRuns(NamedTuple):
 
     def short_rope_tokens(self) -> NDArray[np.bool_] | None:
         """Return which tokens [T] take the short variant of the rope; None where none does."""
-        if self.short_ropes is None or not any(self.short_ropes):
-            return None
-        return np.repeat(self.short_ropes, np.diff(self.starts))
+        return short_rope_tokens(self.starts, self.short_ropes)
 
     def tensors(
         self, block_size: int, origins: list[int] | None = None, room: list[int] | None = None

@@ -75,6 +75,7 @@ class Speculator:
     def __init__(
         self, config: SpeculativeConfig | None, proposer: Proposer | None, vocab_size: int, max_drafts: int | None = None
     ) -> None:
+        self._config, self._vocab_size = config, vocab_size
         self._max_tokens = 0 if config is None else config.max_tokens
         self._proposer = proposer
         is_typical = config is not None and config.is_typical
@@ -125,6 +126,11 @@ class Speculator:
     def proposer(self) -> Proposer | None:
         """What drafts, beside constraints."""
         return self._proposer
+
+    def with_proposer(self, proposer: Proposer | None) -> Speculator:
+        """Return a speculator with the same options and limits that drafts with another proposer, or, if that is None, only
+        what constraints force."""
+        return Speculator(None if proposer is None else self._config, proposer, self._vocab_size, self._max_drafts)
 
     @property
     def lets_next_begin(self) -> bool:

@@ -30,9 +30,9 @@ class Candidate(NamedTuple):
     """A sequence whose next tokens are sought.
 
     first_draft_row  row of the logits behind draft token 0, if there were one; those of the others follow
-    masks            of a constrained one, what may follow the first draft tokens; where that is not known the walk ends
-    num_forced       draft tokens, the first ones, that are all that its constraint lets come there
-    num_unasked      draft tokens, the first ones, behind which there are no logits; nothing is sampled there
+    masks            of a constrained sequence, the masks after its first draft tokens; verification ends where one is missing
+    num_forced       how many of the first draft tokens are the only ones that the constraint allows at their position
+    num_unasked      how many of the first draft tokens have no logits; nothing is sampled after them
     """
 
     sampling: SamplingRow
@@ -51,12 +51,12 @@ class Candidate(NamedTuple):
 
 
 @dataclass(slots=True)
-class Walk:
-    """What was sampled for a candidate, at least one token or an error.
+class Verification:
+    """The result of verifying the draft of one candidate: at least one token, or an error.
 
-    tokens    all but the last are tokens of the draft
-    logprobs  one per token, where the request asks for them
-    path      the indices of those draft tokens
+    tokens    the accepted draft tokens, then one more that was sampled
+    logprobs  one for each token, where the request asks for them
+    path      indices of the accepted draft tokens
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ def verify(
     best: Sequence[int] | None = None,
     draw: Draw | None = None,
     rows: Sequence[int] | None = None,
-) -> list[Walk]:
+) -> list[Verification]:
     """Sample the next tokens of every candidate, and append them to its sampling state.
 
     logits   [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these. Where
@@ -82,52 +82,52 @@ def verify(
     draw     draws from logits on a device; see sampling.sampler.sample
     rows     where these candidates are not all of the step's: the row of each behind its last known token
     """
-    rows = range(len(candidates)) if rows is None else rows
-    if best is None and draw is None and typical is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
+    if best is None and draw is None and typical is None and rows is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
         best = _draw_all(logits, candidates)
+    rows = range(len(candidates)) if rows is None else rows
     if best is not None:
-        return walk_drawn(best, candidates, rows)
-    walks = [Walk() for _ in candidates]
-    active = [index for index, candidate in enumerate(candidates) if _take_forced(candidate, walks[index])]
+        return verify_sampled(best, candidates, rows)
+    verifications = [Verification() for _ in candidates]
+    active = [index for index, candidate in enumerate(candidates) if _take_forced(candidate, verifications[index])]
     while active:
-        part = _take_behind(logits, candidates, walks, active, rows, draw)
+        part = _take_behind(logits, candidates, verifications, active, rows, draw)
         going: list[int] = []
         sampled = sample(part, [candidates[index].sampling for index in active], draw)
         for row, (index, found) in enumerate(zip(active, sampled, strict=True)):
-            walk, candidate = walks[index], candidates[index]
+            verification, candidate = verifications[index], candidates[index]
             error = candidate.sampling.grammar_error or found.error
             if found.token_id is None or error is not None:
-                _fail(walk, error)
+                _fail(verification, error)
                 continue
-            found, node = _match(candidate, walk.path[-1] if walk.path else ROOT, found, part[row], typical)
+            found, node = _match(candidate, verification.path[-1] if verification.path else ROOT, found, part[row], typical)
             token_id = found.token_id
-            walk.tokens.append(token_id)
+            verification.tokens.append(token_id)
             if found.logprobs is not None:
-                walk.logprobs.append(found.logprobs)
+                verification.logprobs.append(found.logprobs)
             candidate.sampling.append(token_id)
             goes_on = node is not None and node >= candidate.num_unasked
             if goes_on and not _is_ended(candidate, token_id) and candidate.take_mask(node):
-                walk.path.append(node)
+                verification.path.append(node)
                 going.append(index)
         active = going
     for candidate in candidates:
         candidate.sampling.token_mask = None
-    return walks
+    return verifications
 
 
-def _take_forced(candidate: Candidate, walk: Walk) -> bool:
+def _take_forced(candidate: Candidate, verification: Verification) -> bool:
     """Take what nothing else could be sampled in place of, without looking at logits; return whether more follows."""
     sampling = candidate.sampling
     if candidate.num_forced == 0 or not sampling.takes_forced or sampling.grammar_error is not None:
         return True
     for node, token_id in enumerate(candidate.draft.tokens[: candidate.num_forced]):
-        walk.tokens.append(token_id)
+        verification.tokens.append(token_id)
         sampling.append(token_id)
         if _is_ended(candidate, token_id) or not candidate.take_mask(node):
             return False
-        walk.path.append(node)
-    if walk.path[-1] < candidate.num_unasked:  # fewer than were thought to be forced
-        walk.path.pop()
+        verification.path.append(node)
+    if verification.path[-1] < candidate.num_unasked:  # fewer than were thought to be forced
+        verification.path.pop()
         return False
     return True
 
@@ -135,14 +135,14 @@ def _take_forced(candidate: Candidate, walk: Walk) -> bool:
 def _take_behind(
     logits: Tensor,
     candidates: Sequence[Candidate],
-    walks: Sequence[Walk],
+    verifications: Sequence[Verification],
     active: Sequence[int],
     first_rows: Sequence[int],
     draw: Draw | None,
 ) -> Tensor:
-    """Return the logits behind the last token of some walks; first_rows: of every candidate, where it has none yet."""
+    """Return the logits after the last accepted draft of some candidates; first_rows: the row of each that has none yet."""
     rows = [
-        candidates[index].first_draft_row + walks[index].path[-1] if walks[index].path else first_rows[index]
+        candidates[index].first_draft_row + verifications[index].path[-1] if verifications[index].path else first_rows[index]
         for index in active
     ]
     return _take_rows(logits, rows, draw)
@@ -167,7 +167,7 @@ def _match(
 
 
 def _draw_all(logits: Tensor, candidates: Sequence[Candidate]) -> list[int] | None:
-    """Draw all tokens at once, also those that no walk will reach; None where they depend on each other."""
+    """Draw the tokens of all rows at once, needed or not; return None where they depend on each other."""
     rows = [candidate.sampling for candidate in candidates]
     positions = [row.position for row in rows]
     for candidate, position in zip(candidates, positions[:], strict=True):
@@ -176,26 +176,26 @@ def _draw_all(logits: Tensor, candidates: Sequence[Candidate]) -> list[int] | No
     return sample_ahead(logits, rows, positions)
 
 
-def walk_drawn(
+def verify_sampled(
     drawn: Sequence[int], candidates: Sequence[Candidate], rows: Sequence[int], errors: Mapping[int, str | None] = _NO_ERRORS
-) -> list[Walk]:
-    """Take the next tokens of every candidate from what was drawn behind all of them and their drafts; see verify.
+) -> list[Verification]:
+    """Verify drafts against tokens that are already sampled after every known token and every draft; see verify.
 
-    drawn   [R]
-    rows    of each candidate that behind its last known token
-    errors  of rows where nothing could be drawn
+    drawn   [R] the sampled tokens
+    rows    the row of each candidate after its last known token
+    errors  of rows, why no token could be sampled there
     """
-    walks = [Walk() for _ in candidates]
-    for first_row, candidate, walk in zip(rows, candidates, walks, strict=True):
-        tokens, path, draft, sampling = walk.tokens, walk.path, candidate.draft, candidate.sampling
+    verifications = [Verification() for _ in candidates]
+    for first_row, candidate, verification in zip(rows, candidates, verifications, strict=True):
+        tokens, path, draft, sampling = verification.tokens, verification.path, candidate.draft, candidate.sampling
         if sampling.matcher is None and not errors and draft.is_chain:
-            walk.tokens = match_chain(drawn, first_row, candidate.first_draft_row, sampling, draft)
-            walk.path = list(range(len(walk.tokens) - 1))
+            verification.tokens = match_chain(drawn, first_row, candidate.first_draft_row, sampling, draft)
+            verification.path = list(range(len(verification.tokens) - 1))
             continue
         node, row = ROOT, first_row
         while True:
             if row in errors:
-                _fail(walk, errors[row])
+                _fail(verification, errors[row])
                 break
             token_id = drawn[row]
             tokens.append(token_id)
@@ -206,7 +206,7 @@ def walk_drawn(
             path.append(child)
             node = child
             row = candidate.first_draft_row + node
-    return walks
+    return verifications
 
 
 def match_chain(drawn: Sequence[int], row: int, first: int, sampling: SamplingRow, draft: Draft) -> list[int]:
@@ -232,12 +232,12 @@ def match_chain(drawn: Sequence[int], row: int, first: int, sampling: SamplingRo
     return tokens
 
 
-def _fail(walk: Walk, error: str | None) -> None:
-    if walk.tokens:
+def _fail(verification: Verification, error: str | None) -> None:
+    if verification.tokens:
         # The next step computes the same logits again, and fails as plain decoding does there.
-        walk.path.pop()
+        verification.path.pop()
     else:
-        walk.error = error or "no token could be sampled"
+        verification.error = error or "no token could be sampled"
 
 
 def _is_ended(candidate: Candidate, token_id: int) -> bool:

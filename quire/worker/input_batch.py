@@ -1,4 +1,4 @@
-"""InputBatch: the worker's row per sequence, and the tokens of a step made from a plan without padding."""
+"""InputBatch: a row for each sequence that the worker knows, and the tokens of a step, which it makes from a plan."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.model.token_runs import BlockTable, TokenRuns, TreePlaces, address_of
+from quire.model.token_runs import BlockTable, TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
+from quire.worker.step_executor import Moves, StepTokens, TableEntry, needs_host_sampling
 
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 NONE_UNASKED: Mapping[SequenceId, int] = {}
-UNKNOWN = -1
-"""In place of a token that is not on the host yet."""
+_NO_ENTRIES: Sequence[TableEntry] = ()
 
 
 @dataclass(slots=True)
 class Row:
     """One sequence as the worker knows it.
 
-    token_ids    all known tokens; UNKNOWN stands for one that a step on its way samples
-    table        its line of the batch's block tables; block_table [max_blocks] i64 is that line, of which the first num_blocks
-                 hold, and address where it lies
-    pooler       of a request that asks for a pooled hidden state: nothing is sampled then
+    token_ids        all known tokens; UNKNOWN stands for one that a running step samples
+    batch_slot       its row of the block tables, from its start to its end; block_table [max_blocks] i64 is that row, of which
+                     the first num_blocks entries are valid
+    is_host_sampled  the driver samples its tokens, not the executor
+    pooler           of a request that asks for a pooled hidden state: nothing is sampled then
     """
 
     start: SequenceStart
     token_ids: list[int]
     num_computed_tokens: int
     num_blocks: int
-    table: int
+    batch_slot: int
     block_table: BlockTable
-    address: int
     sampling: SamplingRow
+    is_host_sampled: bool
     pooler: Pooler | None = None
 
     @property
@@ -73,27 +72,22 @@ class PooledRun:
 
 
 class StepInput(NamedTuple):
-    """The tokens of one step.
+    """The tokens of one step, and the sequences that they belong to.
 
+    tokens        what the executor gets
     rows          the sequences of the step, in batch order
-    drafts        of those that have some; their tokens come after the known ones
-    ready         the sequences that get a token after this step
-    logit_rows    indices of the tokens whose logits are wanted: the last known one of each of `ready`, and then their drafts,
-                  but for the first num_unasked[sequence] ones
+    drafts        of the sequences that have some; their tokens come after the known ones
+    ready         the sequences that get a token in this step. The first logit_rows of `tokens` are theirs; then come those of
+                  their drafts, without the first num_unasked[sequence] drafts
     wants_prompt  whether one of them may ask for something about its prompt
     """
 
-    runs: TokenRuns
+    tokens: StepTokens
     rows: list[Row]
     drafts: Mapping[SequenceId, Draft]
     ready: list[Row]
-    logit_rows: list[int]
     wants_prompt: bool
     num_unasked: Mapping[SequenceId, int] = NONE_UNASKED
-
-    def num_asked(self, sequence_id: SequenceId) -> int:
-        """Return how many of a sequence's drafts have logits."""
-        return len(self.drafts.get(sequence_id, NO_DRAFT)) - self.num_unasked.get(sequence_id, 0)
 
     def pooled_rows(self) -> list[PooledRun]:
         """Return the tokens of the step whose hidden states are pooled; such sequences have no drafts."""
@@ -101,8 +95,8 @@ class StepInput(NamedTuple):
         for index, row in enumerate(self.rows):
             if row.pooler is None:
                 continue
-            start, end = self.runs.starts[index], self.runs.starts[index + 1]
-            is_complete = self.runs.ends[index] == len(row.token_ids)
+            start, end = self.tokens.starts[index], self.tokens.starts[index + 1]
+            is_complete = self.tokens.ends[index] == len(row.token_ids)
             if row.pooler.params.needs_every_token:
                 found.append(PooledRun(row, row.pooler, start, end, is_complete))
             elif is_complete:
@@ -110,74 +104,92 @@ class StepInput(NamedTuple):
         return found
 
 
-class Moves(NamedTuple):
-    """Slots whose KV is to be moved, and where to; of each sequence starts[i] is its first, and one more is their number."""
-
-    sources: list[int]
-    targets: list[int]
-    starts: list[int]
-
-
 class InputBatch:
     """Keeps the rows in step with the scheduler's plans.
 
-    Its block tables are made once: max_num_seqs sequences of max_blocks blocks.
-
-    has_rope_variants  sequences take one of two variants of the rope, see ModelSpec.rope_switch_len
+    block_tables  [max_num_seqs, max_blocks] i64 of the executor; only the batch writes them
+    has_sampler   whether the executor samples with noise, see StepExecutor
+    has_rope_variants  see StepExecutor
     """
 
     def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, vocab_size: int, has_rope_variants: bool = False
+        self,
+        block_tables: NDArray[np.int64],
+        block_size: int,
+        vocab_size: int,
+        has_sampler: bool = False,
+        has_rope_variants: bool = False,
     ) -> None:
         self._block_size = block_size
         self._has_rope_variants = has_rope_variants
         self._vocab_size = vocab_size
+        self._has_sampler = has_sampler
         self._rows: dict[SequenceId, Row] = {}
         self._prompt_rows: set[SequenceId] = set()  # those that ask for something about their prompt
-        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
-        self._free_tables = list(range(max_num_seqs - 1, -1, -1))
+        self._host_sampled: set[SequenceId] = set()
+        self._tables = block_tables
+        self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self._sources: list[int] = []
         self._targets: list[int] = []
         self._move_starts: list[int] = []  # of each sequence's first one
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take over what the plan changes: sequences that ended or start, and their block tables."""
+    def apply(self, plan: StepPlan) -> Sequence[TableEntry]:
+        """Apply what the plan changes: sequences that ended or start, and block tables. Return what changed in these."""
         for sequence_id in plan.ended:
             # A step that failed while its plan was applied may have left some of its sequences without a row.
             row = self._rows.pop(sequence_id, None)
             if row is not None:
-                self._free_tables.append(row.table)
+                self._free_slots.append(row.batch_slot)
                 self._prompt_rows.discard(sequence_id)
+                self._host_sampled.discard(sequence_id)
+        if not (plan.starts or plan.new_block_ids or plan.replaced_blocks):
+            return _NO_ENTRIES
+        entries: list[TableEntry] = []
         for start in plan.starts:
-            self._start(start)
+            entries.append(self._append_blocks(self._start(start), start.block_ids))
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
-            self._append_blocks(self._rows[sequence_id], block_ids)
+            entries.append(self._append_blocks(self._rows[sequence_id], block_ids))
         for sequence_id, replaced in (plan.replaced_blocks or {}).items():
+            row = self._rows[sequence_id]
             for index, block_id in replaced:
-                self._rows[sequence_id].block_table[index] = block_id
+                row.block_table[index] = block_id
+                entries.append((row.batch_slot, index, (block_id,)))
+        return entries
 
-    def _start(self, start: SequenceStart) -> None:
+    def _start(self, start: SequenceStart) -> Row:
         if start.sequence_id in self._rows:
             raise InvariantError(f"sequence {start.sequence_id} is started twice")
         sampling = SamplingRow(start.request, start.choice, start.token_ids, self._vocab_size)
-        table = self._free_tables.pop()
+        is_host_sampled = needs_host_sampling(sampling, self._has_sampler)
+        batch_slot = self._free_slots.pop()
         pooling = start.request.pooling
-        pooler = None if pooling is None else Pooler(pooling)
-        line = self._tables[table]
-        row = Row(start, list(start.token_ids), start.num_computed_tokens, 0, table, line, address_of(line), sampling, pooler)
+        row = Row(
+            start,
+            list(start.token_ids),
+            start.num_computed_tokens,
+            0,
+            batch_slot,
+            self._tables[batch_slot],
+            sampling,
+            is_host_sampled,
+            None if pooling is None else Pooler(pooling),
+        )
         self._rows[start.sequence_id] = row
         if row.wants_prompt:
             self._prompt_rows.add(start.sequence_id)
-        self._append_blocks(row, start.block_ids)
+        if is_host_sampled and pooling is None:
+            self._host_sampled.add(start.sequence_id)
+        return row
 
-    def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> None:
-        row.block_table[row.num_blocks : row.num_blocks + len(block_ids)] = block_ids
-        row.num_blocks += len(block_ids)
+    def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
+        first = row.num_blocks
+        row.num_blocks = first + len(block_ids)
+        row.block_table[first : row.num_blocks] = block_ids
+        return row.batch_slot, first, block_ids
 
-    @property
-    def tables(self) -> NDArray[np.int64]:
-        """The block tables [max_num_seqs, max_blocks] i64 of all lines; what a line holds past its blocks means nothing."""
-        return self._tables
+    def host_sampled(self, ready: Sequence[Row]) -> Sequence[int]:
+        """Return which of some rows, by index, are sampled by the driver."""
+        return [index for index, row in enumerate(ready) if row.is_host_sampled] if self._host_sampled else ()
 
     def row(self, sequence_id: SequenceId) -> Row:
         """Return the row of a sequence that the plans have started."""
@@ -189,10 +201,12 @@ class InputBatch:
         drafts: Mapping[SequenceId, Draft] = NO_DRAFTS,
         num_unasked: Mapping[SequenceId, int] = NONE_UNASKED,
     ) -> StepInput:
-        """Return the tokens of the step; drafts stand in the slots behind the last known token, in order."""
+        """Return the tokens of the step; drafts take the cache slots after the last known token, in order."""
         rows: list[Row] = []
+        batch_slots: list[int] = []
         token_ids: list[int] = []
-        starts, ends = [0], []
+        starts: list[int] = [0]
+        ends: list[int] = []
         ready: list[Row] = []
         logit_rows: list[int] = []
         draft_rows: list[int] = []
@@ -200,6 +214,7 @@ class InputBatch:
         for sequence_id, num_known in plan.num_scheduled_tokens.items():
             row = self._rows[sequence_id]
             rows.append(row)
+            batch_slots.append(row.batch_slot)
             end = row.num_computed_tokens + num_known
             known = row.token_ids[row.num_computed_tokens : end]
             if len(known) != num_known:
@@ -219,9 +234,8 @@ class InputBatch:
             ends.append(end)
         trees = self._place_trees(rows, starts, ends, drafts) if has_trees else None
         short = [row.start.uses_short_rope for row in rows] if self._has_rope_variants else None
-        tables, addresses = [row.block_table for row in rows], [row.address for row in rows]
-        runs = TokenRuns(token_ids, starts, ends, tables, addresses, trees, short)
-        return StepInput(runs, rows, drafts, ready, logit_rows + draft_rows, bool(self._prompt_rows), num_unasked)
+        tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows + draft_rows, len(ready), trees, short)
+        return StepInput(tokens, rows, drafts, ready, bool(self._prompt_rows), num_unasked)
 
     def _place_trees(
         self, rows: list[Row], starts: list[int], ends: list[int], drafts: Mapping[SequenceId, Draft]
@@ -243,7 +257,7 @@ class InputBatch:
         return TreePlaces(positions, num_drafts, ancestors)
 
     def accept(self, row: Row, path: Sequence[int]) -> None:
-        """Count drafts as computed, those with the indices `path`, in rising order: what take_moves returns must follow."""
+        """Count drafts as computed, those with the indices `path`, in rising order; take_moves says what to move then."""
         first = len(self._sources)
         for place, index in enumerate(path):
             if place != index:
@@ -254,47 +268,32 @@ class InputBatch:
         row.num_computed_tokens += len(path)
 
     def _slot(self, row: Row, position: int) -> int:
-        return int(self._tables[row.table, position // self._block_size]) * self._block_size + position % self._block_size
+        return int(self._tables[row.batch_slot, position // self._block_size]) * self._block_size + position % self._block_size
 
-    def take_moves(self) -> tuple[Tensor, Tensor] | None:
-        """Return the slots [N] i64 whose KV is to be moved, and where to, so that what was accepted stands in one row.
-
-        In order, no source is written before it is read: a target is never behind its source, nor behind the one before.
-        """
-        moves = self.take_move_lists()
-        return None if moves is None else (torch.tensor(moves.sources), torch.tensor(moves.targets))
-
-    def take_move_lists(self) -> Moves | None:
-        """Return what take_moves does, sequence by sequence."""
+    def take_moves(self) -> Moves | None:
+        """Return how KV must be moved so that accepted drafts directly follow the known tokens; None: it need not be."""
         if not self._sources:
             return None
         moves = Moves(self._sources, self._targets, [*self._move_starts, len(self._sources)])
         self._sources, self._targets, self._move_starts = [], [], []
         return moves
 
-    def leave_out(self, step: StepInput, late: Set[SequenceId]) -> tuple[list[Row], list[int]]:
-        """Count the last known tokens of late sequences as not computed, behind `advance`.
+    def leave_out(self, step: StepInput, pending: Set[SequenceId]) -> list[Row]:
+        """Count the last known token of sequences with a pending mask as not computed, after `advance`.
 
-        Returns the other rows that get a token, and which of the step's logits are theirs: those behind drafts come last.
+        Returns the other rows that get a token.
         """
         rows: list[Row] = []
-        kept: list[int] = []
-        drafted: list[int] = []
-        next_draft = len(step.ready)
-        for index, row in enumerate(step.ready):
-            behind = range(next_draft, next_draft + step.num_asked(row.start.sequence_id))
-            next_draft = behind.stop
-            if row.start.sequence_id in late:
+        for row in step.ready:
+            if row.start.sequence_id in pending:
                 row.num_computed_tokens -= 1
-                continue
-            rows.append(row)
-            kept.append(index)
-            drafted += behind
-        return rows, kept + drafted
+            else:
+                rows.append(row)
+        return rows
 
     def advance(self, step: StepInput) -> None:
-        """Count the known tokens of the step as computed; whoever accepts drafts counts them."""
-        for row, end in zip(step.rows, step.runs.ends, strict=True):
+        """Count the known tokens of the step as computed, without drafts; see accept."""
+        for row, end in zip(step.rows, step.tokens.ends, strict=True):
             row.num_computed_tokens = end
         for sequence_id, draft in step.drafts.items():
             self._rows[sequence_id].num_computed_tokens -= len(draft.tokens)

@@ -24,7 +24,7 @@ def prompt_logprobs(
     """
     found: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
     max_rows = max(1, MAX_LOGIT_ELEMENTS // vocab_size)
-    starts, ends = step.runs.starts, step.runs.ends
+    starts, ends = step.tokens.starts, step.tokens.ends
     for index, row in enumerate(step.rows):
         first = ends[index] - (starts[index + 1] - starts[index])
         last = min(ends[index], row.num_prompt_tokens - 1)

@@ -1,4 +1,4 @@
-"""What becomes of sampled tokens: rows take them in, and the result of the step names them."""
+"""Sampled tokens: appended to the rows, and put into the result of the step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult, TokenLogprobs
 from quire.sampling.sampler import Sampled
 from quire.speculate.draft import NO_DRAFT
-from quire.speculate.verifier import Walk, match_chain
-from quire.worker.input_batch import UNKNOWN, InputBatch, Row, StepInput
+from quire.speculate.verifier import Verification, match_chain
+from quire.worker.input_batch import InputBatch, Row, StepInput
+from quire.worker.step_executor import UNKNOWN
 
 PromptLogprobs = Mapping[SequenceId, tuple[TokenLogprobs, ...]]
 
 
 def take_best(step_id: int, rows: Sequence[Row], token_ids: Sequence[int], prompt_logprobs: PromptLogprobs) -> StepResult:
-    """Give every row its token, where rows ask for nothing else and every token is fine."""
+    """Append the token of each row, where rows ask for nothing else and each has a token."""
     sampled: dict[SequenceId, tuple[int, ...]] = {}
     for row, token_id in zip(rows, token_ids, strict=True):
         row.token_ids.append(token_id)
@@ -25,10 +26,16 @@ def take_best(step_id: int, rows: Sequence[Row], token_ids: Sequence[int], promp
     return StepResult(step_id, sampled, {}, dict(prompt_logprobs), {})
 
 
-def expect_tokens(rows: Sequence[Row]) -> None:
-    """Give every row the place of a token that a step on its way samples."""
-    for row in rows:
+def expect_tokens(step: StepInput) -> Sequence[int]:
+    """Append a placeholder to each row of step.ready for the token that the step samples; return where these are.
+
+    To be called after batch.advance, of a step without drafts.
+    """
+    for row in step.ready:
         row.token_ids.append(UNKNOWN)
+    if len(step.ready) == len(step.rows):
+        return step.tokens.ends
+    return [row.num_computed_tokens for row in step.ready]
 
 
 def take_expected(
@@ -39,9 +46,10 @@ def take_expected(
     failures: Mapping[int, str],
     prompt_logprobs: PromptLogprobs,
 ) -> StepResult:
-    """Put the tokens of a step into the places that rows have for them; rows ask for nothing else.
+    """Put the tokens of a step into their placeholders, where rows ask for nothing else.
 
-    failures: why there is none, by index. A row may have one more place by then, for the next step's token.
+    places    index of each row's placeholder; the row may have another one after it, of the next step
+    failures  by index, why a row has no token
     """
     sampled: dict[SequenceId, tuple[int, ...]] = {}
     for row, place, token_id in zip(rows, places, token_ids, strict=True):
@@ -49,7 +57,7 @@ def take_expected(
         row.sampling.append(token_id)
         sampled[row.start.sequence_id] = (token_id,)
     errors: dict[SequenceId, str] = {}
-    for index, error in failures.items():  # the row ends with that, whatever stands in its place
+    for index, error in failures.items():  # the row ends; its placeholder is not read again
         sequence_id = rows[index].start.sequence_id
         del sampled[sequence_id]
         errors[sequence_id] = error
@@ -57,7 +65,7 @@ def take_expected(
 
 
 def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], prompt_logprobs: PromptLogprobs) -> StepResult:
-    """Give every row its token, or return why it has none; constraints go on with the tokens."""
+    """Append the token of each row, or note why it has none; grammars advance with the tokens."""
     result = StepResult(step_id, {}, {}, dict(prompt_logprobs), {})
     completed: list[SequenceId] = []
     for row, outcome in zip(rows, found, strict=True):
@@ -77,7 +85,7 @@ def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], pr
 
 
 def _note_error(result: StepResult, row: Row, error: str) -> None:
-    """Note why a row has no token, and the field of its request where that is at fault."""
+    """Note why a row has no token, and the field of its request if one is at fault."""
     sequence_id, param = row.start.sequence_id, row.sampling.param_at_fault
     result.errors[sequence_id] = error if param is None else f"{param}: {error}"
     if param is not None:
@@ -91,8 +99,9 @@ def take_matches(
     prompt_logprobs: PromptLogprobs,
     paths: dict[SequenceId, tuple[int, ...]],
 ) -> StepResult:
-    """Give the rows of a step that get a token the best ones, along drafts without branches: as take_walks, where rows ask for
-    nothing else and every token is fine.
+    """Verify drafts that are chains against the best tokens, and give the rows the accepted ones and one more each.
+
+    The same as apply_verified, for rows that ask for nothing but the best token, where every row has one.
 
     best  [R] of the step's logit_rows
     """
@@ -115,34 +124,34 @@ def take_matches(
     return StepResult(step_id, sampled, {}, dict(prompt_logprobs), {}, verified=verified)
 
 
-def take_walks(
+def apply_verified(
     step_id: int,
     batch: InputBatch,
     step: StepInput,
     rows: Sequence[Row],
-    walks: Sequence[Walk],
+    verifications: Sequence[Verification],
     prompt_logprobs: PromptLogprobs,
     paths: dict[SequenceId, tuple[int, ...]],
 ) -> StepResult:
-    """Give rows of a step what was sampled along their drafts; `paths` gets the drafts that were accepted of every sequence.
+    """Append the accepted drafts and the sampled token of each row; put the accepted drafts into `paths`.
 
-    What the batch then says of moves must follow.
+    To be followed by batch.take_moves.
     """
     result = StepResult(step_id, {}, {}, dict(prompt_logprobs), {})
     completed: list[SequenceId] = []
-    for row, walk in zip(rows, walks, strict=True):
+    for row, verification in zip(rows, verifications, strict=True):
         sequence_id = row.start.sequence_id
-        if walk.error is not None:
-            _note_error(result, row, walk.error)
+        if verification.error is not None:
+            _note_error(result, row, verification.error)
             continue
-        row.token_ids += walk.tokens
-        batch.accept(row, walk.path)
-        paths[sequence_id] = tuple(walk.path)
+        row.token_ids += verification.tokens
+        batch.accept(row, verification.path)
+        paths[sequence_id] = tuple(verification.path)
         if row.sampling.is_grammar_complete:
             completed.append(sequence_id)
-        result.sampled[sequence_id] = tuple(walk.tokens)
-        if walk.logprobs:
-            result.logprobs[sequence_id] = tuple(walk.logprobs)
+        result.sampled[sequence_id] = tuple(verification.tokens)
+        if verification.logprobs:
+            result.logprobs[sequence_id] = tuple(verification.logprobs)
         if sequence_id in step.drafts:
-            result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(walk.path))
+            result.verified[sequence_id] = (len(step.drafts[sequence_id].tokens), len(verification.path))
     return replace(result, completed=frozenset(completed)) if completed else result

@@ -66,7 +66,7 @@ def decoders(monkeypatch):
         built.append(build_model(*args))
         return built[-1]
 
-    monkeypatch.setattr("quire.worker.runner.build_model", build)
+    monkeypatch.setattr("quire.worker.build.build_model", build)
     return built
 
 

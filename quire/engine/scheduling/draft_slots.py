@@ -10,10 +10,10 @@ def give_draft_slots(draft: StepDraft, kv: KvAllocator, num_running: int) -> Non
     """Give slots to the decoding sequences of a step; a block is left for each running one, so that nobody is preempted."""
     for sequence in draft.sequences:
         num_known = len(sequence.token_ids)
-        if sequence.num_draft_wish == 0 or num_known - sequence.num_computed_tokens != 1:
+        if sequence.num_requested_drafts == 0 or num_known - sequence.num_computed_tokens != 1:
             continue
         # With every draft accepted one more token follows, and the KV of the last one is never computed.
-        num_slots = min(sequence.num_draft_wish, sequence.max_total_tokens - num_known - 1, draft.num_tokens_left)
+        num_slots = min(sequence.num_requested_drafts, sequence.max_total_tokens - num_known - 1, draft.num_tokens_left)
         if sequence.short_rope_len is not None:
             num_slots = min(num_slots, sequence.short_rope_len - num_known)
         if num_slots <= 0:

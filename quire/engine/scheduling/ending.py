@@ -27,11 +27,11 @@ class Ending:
 
 def take_computed(sequence: Sequence, num_tokens: int, result: StepResult) -> tuple[tuple[int, ...], Ending | None]:
     """Record what a step of num_tokens tokens of a sequence came to; return the tokens that came and how they ended it."""
-    sequence.is_late = sequence.sequence_id in result.late
-    sequence.num_computed_tokens += num_tokens - sequence.is_late
+    sequence.is_mask_pending = sequence.sequence_id in result.mask_pending
+    sequence.num_computed_tokens += num_tokens - sequence.is_mask_pending
     if result.verified:
         sequence.num_computed_tokens += result.verified.get(sequence.sequence_id, (0, 0))[1]
-    sequence.num_draft_wish = result.draft_wishes.get(sequence.sequence_id, 0)
+    sequence.num_requested_drafts = result.draft_requests.get(sequence.sequence_id, 0)
     is_complete = sequence.sequence_id in result.completed
     token_ids, ending = _append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
     if ending is not None:  # drafts behind the end may have been accepted

@@ -124,8 +124,8 @@ def _find_problem(sequence: Sequence, scheduler: Scheduler) -> str | None:
             return "does not run, but the worker is thought to know it"
     if not 0 <= sequence.num_computed_tokens < sequence.num_tokens:
         return "has nothing left to compute"
-    if sequence.is_late and (sequence.status is not SequenceStatus.RUNNING or sequence.num_uncomputed_tokens != 1):
-        return "is late, but has no next token due"
+    if sequence.is_mask_pending and (sequence.status is not SequenceStatus.RUNNING or sequence.num_uncomputed_tokens != 1):
+        return "has a pending mask, but no next token due"
     num_launched = sum(plan.num_scheduled_tokens.get(sequence.sequence_id, 0) for plan in scheduler.in_flight)
     if len(sequence.block_ids) * size < sequence.num_computed_tokens + num_launched:
         return "has tokens computed outside its blocks"

@@ -20,7 +20,7 @@ def find_remaining(
     decoding: list[Sequence] = []
     prefilling: list[tuple[Sequence, int]] = []
     for sequence in running:
-        if sequence.is_late:
+        if sequence.is_mask_pending:
             continue
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         if launched:

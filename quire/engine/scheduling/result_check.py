@@ -24,11 +24,11 @@ def find_mistake(
             )
     is_due = sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
     is_pooled = sequence.request.pooling is not None
-    if sequence.sequence_id in result.late:
+    if sequence.sequence_id in result.mask_pending:
         is_allowed = is_due and not is_pooled and not goes_on
         is_due = False
         if not is_allowed:
-            return "the worker says that a token is late where none was due"
+            return "the worker says that a mask is pending where no token was due"
     has_token, has_vector = bool(result.sampled.get(sequence.sequence_id)), sequence.sequence_id in result.pooled
     if has_token != (is_due and not is_pooled):
         return _describe_mistake("token", has_token)

@@ -18,8 +18,8 @@ Where a running sequence needs a block and none is free, the last running one in
 blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
 admitted in that step, but those for whom the background made room. The first running sequence is preempted for nobody but
 them, as one that is alone in the pool always fits (see admission; a fork needs a block to spare, so this holds for it too):
-there is always progress. A sequence is left out while the worker says that it is late: its constraint does not know yet what it
-allows. A step is empty only where nobody else has anything to compute: the worker then waits for that.
+there is always progress. A sequence is left out of plans while the mask of its constraint is pending in the worker. A step is
+empty only if no other sequence has anything to compute: the worker then waits for a mask.
 
 The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
 prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
@@ -185,7 +185,7 @@ class Scheduler:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # what drafts follow is not known before
             give_draft_slots(draft, self.kv, len(self.running))
-        if draft.is_empty and (launched or not any(sequence.is_late for sequence in self.running)):
+        if draft.is_empty and (launched or not any(sequence.is_mask_pending for sequence in self.running)):
             return None
         plan = draft.build(next(self._step_ids), tuple(self._ended))
         self.in_flight.begin(plan)
@@ -221,10 +221,10 @@ class Scheduler:
             update = self._commit_sequence(sequence, num_tokens, result, now)
             if update is not None:
                 updates.append(update)
-        for sequence_id in result.caught_up:
+        for sequence_id in result.mask_ready:
             sequence = self._sequences.get(sequence_id)
             if sequence is not None:
-                sequence.is_late = False
+                sequence.is_mask_pending = False
         return updates
 
     def finish(
@@ -310,8 +310,8 @@ class Scheduler:
         self.kv.release(sequence)
         self._forget_row(sequence)
         self._start_waiting(sequence)
-        sequence.num_draft_wish = 0
-        sequence.is_late = False
+        sequence.num_requested_drafts = 0
+        sequence.is_mask_pending = False
 
     def _forget_row(self, sequence: Sequence) -> None:
         if sequence.is_known:

@@ -36,8 +36,8 @@ class Sequence:
     num_published_blocks blocks from the start of the table that stand in the prefix index, its own or an equal one
     last_entry           the index entry of the last of them
     next_prompt_logprob  prompt position whose log probabilities are still to be handed out; all before it have been
-    num_draft_wish       drafts that the worker could use behind its last known token; 0 unless it decodes
-    is_late              the worker has not sampled its next token, and computes it again when it says so; only while RUNNING
+    num_requested_drafts drafts that the worker could use after its last known token; 0 unless it decodes
+    is_mask_pending      the mask of its constraint is not filled yet; its last known token is computed again; only if RUNNING
     short_rope_len       tokens up to which it takes the short variant of the rope; with one more it is computed again, with the
                          long variant, and this is None. None, too, where there are no variants
     num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
@@ -60,8 +60,8 @@ class Sequence:
     block_contents: list[BlockContent] = field(default_factory=list[BlockContent])
     num_published_blocks: int = 0
     last_entry: PrefixEntry | None = None
-    num_draft_wish: int = 0
-    is_late: bool = False
+    num_requested_drafts: int = 0
+    is_mask_pending: bool = False
     short_rope_len: int | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -39,6 +39,7 @@ class DeviceHead:
         body, device = head.body, target.device
         self._head, self._target, self._body = replace(head, parameters={}), target, body
         self.spec, self.dtype, self.device = replace(body, vocab_size=target.spec.vocab_size), target.dtype, device
+        self.num_long_rope_rows = max_model_len
         attended = body.hidden_size * (2 if head.entry == "beside" else 1)
         shapes = body_shapes(body, attended)
         shapes |= {name: tuple(tensor.shape) for name, tensor in head.parameters.items()}

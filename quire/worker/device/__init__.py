@@ -1,1 +1,1 @@
-"""The runner of GPUs: the same plans and results as worker/runner.py, with the model, its cache and the sampler on a device."""
+"""The executor of GPUs: steps of the model, its KV pool and the sampler on a device; their memory, CUDA graphs and building."""

@@ -1,4 +1,4 @@
-"""Build the runner of a device: load the model there, see what a step takes, and give the rest to the KV pool."""
+"""Build the step driver of a device: load the model there, see what a step takes, and give the rest to the KV pool."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
 from quire.speculate.memory import StepLimits
-from quire.worker.device.ahead import CompilationAhead, Order, arch_of
-from quire.worker.device.choice import drafts_trees
+from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
+from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.memory import (
     HOW_TO_SAVE,
@@ -37,16 +37,16 @@ from quire.worker.device.memory import (
     most_drafts_on_device,
     plan_device_memory,
 )
-from quire.worker.device.runner import DeviceRunner
-from quire.worker.device.stepper import DeviceStepper, StepSizes
+from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.step_driver import AsyncStepDriver
 
 logger = get_logger(__name__)
 
 
 def build_device_runner(
     config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
-) -> tuple[DeviceRunner, ModelReport]:
-    """Load a model on a device and return its runner, with the report of what it takes there.
+) -> tuple[AsyncStepDriver, ModelReport]:
+    """Load a model on a device and return its step driver, with the report of what it takes there.
 
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
@@ -72,7 +72,7 @@ def build_device_runner(
         specs = [layer.attention for layer in report.spec.layers]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder))
-        stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder), library)
+        stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder), library)
         if compilation is not None:
             compilation.wait()
         own = _Measured(stepper, sizes, drafter)
@@ -87,16 +87,14 @@ def build_device_runner(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    parts = decoder, stepper, plan, config.max_num_seqs
     for line in plan.describe().splitlines():
         logger.info(line)
-    runner = DeviceRunner(*parts, config.async_scheduling is not False, own.steppers[1:])
-    report = replace(report, memory=plan)
+    report, speculator = replace(report, memory=plan), None
     if config.speculative_config is not None:
         limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
         there = {} if drafter is None else {drafter.method: drafter.proposer()}
-        runner.draft_with(build_speculator(config.speculative_config, report, None, limits, there))
-    return runner, report
+        speculator = build_speculator(config.speculative_config, report, None, limits, there)
+    return AsyncStepDriver(stepper, speculator, own.steppers[1:], config.async_scheduling is not False), report
 
 
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
@@ -118,23 +116,23 @@ def _compile_ahead(
     report: ModelReport,
     sizes: StepSizes,
     parameters: Mapping[str, Parameter | StoredParameter],
-) -> CompilationAhead | None:
+) -> Precompilation | None:
     """Begin to compile what serving will launch, while weights are loaded."""
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    return CompilationAhead(Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table()), parameters)
+    return Precompilation(Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table()), parameters)
 
 
 class _Measured(NamedTuple):
     """What takes memory beside the KV pool: the model's steps, and what drafts."""
 
-    stepper: DeviceStepper
+    stepper: GpuStepExecutor
     sizes: StepSizes
     drafter: Drafter | None
 
     @property
-    def steppers(self) -> list[DeviceStepper]:
+    def steppers(self) -> list[GpuStepExecutor]:
         """All that launch steps, the model's first."""
         return [self.stepper, *(() if self.drafter is None else self.drafter.steppers)]
 

@@ -1,6 +1,6 @@
 """DeviceChains: a draft model, or a head, drafts chains on the device, a recorded step for each token of all sequences.
 
-A draft step is a step of a DeviceStepper, over a decoder and a pool of its own: the known tokens that it has not read yet
+A draft step is a step of a GpuStepExecutor, over a decoder and a pool of its own: the known tokens that it has not read yet
 first, then a token a step, which stays on the device for the next one. The host only reads the tokens as they come.
 """
 
@@ -24,15 +24,16 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.chain_drafter import BlockCache, ChainOrder
-from quire.worker.device.changes import TableChanges
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched, StepSizes
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.staging import NUM_READBACKS
-from quire.worker.device.stepper import DeviceStepper, Kept, Launched, StepSizes
+from quire.worker.step_executor import SlotSampling
 
 _SHARPNESS = 4.0
 """Logits are multiplied with it before it is asked how likely drafts are; DRAFT_SHARPNESS of reference_head.py."""
 
-_NOTHING = TableChanges([])
+_NOTHING = BlockTableUpdates([])
 
 
 class DraftCache:
@@ -64,7 +65,7 @@ class DeviceChains:
     sizes    those of the stepper
     """
 
-    def __init__(self, decoder: DeviceDecoder | DeviceHead, stepper: DeviceStepper, kv: DraftCache, sizes: StepSizes) -> None:
+    def __init__(self, decoder: DeviceDecoder | DeviceHead, stepper: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
         self._decoder, self._stepper, self._sizes, self.kv = decoder, stepper, sizes, kv
         width = -(-sizes.max_model_len // kv.spec.block_size)
         self._tables = np.full((sizes.max_num_seqs, width), -1, np.int64)  # as they stand on the device
@@ -96,26 +97,26 @@ class DeviceChains:
         stepper, count = self._stepper, len(group.counts)
         for line, row in enumerate(group.rows):
             if self._rows[line] is not row:
-                stepper.columns.set(line, row, is_draft=True)
+                stepper.sampling_table.set(line, SlotSampling.of(row))
                 self._rows[line] = row
-        sampling = stepper.columns.sampling_of(np.arange(count, dtype=np.int32))
+        sampling = stepper.sampling_table.sampling_of(np.arange(count, dtype=np.int32))
         is_doubted = least_share > 0 and all(row.is_greedy for row in group.rows)
         changes, levels, shares = self._changes(group), list[list[int]](), list[Tensor]()
         waiting: list[Launched] = []
         for level in range(max(1, *group.counts)):
             if len(waiting) == NUM_READBACKS:
-                levels.append(stepper.take_sampled(waiting.pop(0))[0])
+                levels.append(stepper.read_sampled(waiting.pop(0))[0])
             launched = stepper.launch(group.step(level), sampling, changes, Kept(logits=is_doubted))
             if is_doubted and launched.logits is not None:
                 shares.append(best_shares(launched.logits))
             waiting.append(launched)
             changes = _NOTHING
-        levels += [stepper.take_sampled(launched)[0] for launched in waiting]
+        levels += [stepper.read_sampled(launched)[0] for launched in waiting]
         kept = _likely_counts(shares, least_share, group.counts) if is_doubted else group.counts
         # Where nothing can be drawn any token does as a draft.
         return [[max(tokens[line], 0) for tokens in levels[: kept[line]]] for line in range(count)]
 
-    def _changes(self, group: _Group) -> TableChanges:
+    def _changes(self, group: _Group) -> BlockTableUpdates:
         """Return what of the block tables on the device is another one."""
         entries: list[tuple[int, int, tuple[int, ...]]] = []
         for line, blocks in enumerate(group.blocks):
@@ -125,13 +126,13 @@ class DeviceChains:
                 first = int(others[0])
                 entries.append((line, first, tuple(blocks[first:].tolist())))
                 own[:] = blocks
-        return TableChanges(entries)
+        return BlockTableUpdates(entries)
 
 
 class HeadChains(DeviceChains):
     """Implements quire.speculate.chain_drafter.HeadDrafter."""
 
-    def __init__(self, head: DeviceHead, stepper: DeviceStepper, kv: DraftCache, sizes: StepSizes) -> None:
+    def __init__(self, head: DeviceHead, stepper: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
         super().__init__(head, stepper, kv, sizes)
         self._head = head
 

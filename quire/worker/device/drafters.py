@@ -33,10 +33,10 @@ from quire.speculate.head_proposer import MAX_PENDING, HeadProposer, Shape
 from quire.speculate.medusa import MedusaProposer, medusa_tree
 from quire.speculate.proposer import Proposer
 from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_head, find_parallel_head, longest_drafted
-from quire.worker.device.ahead import CompilationAhead, Order, arch_of
 from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
+from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import GraphRecorder, StepGraphs
-from quire.worker.device.stepper import DeviceStepper, StepSizes
+from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.variants import ServedHead
 
 logger = get_logger(__name__)
@@ -80,7 +80,7 @@ class Drafter(ABC):
     method: str
     block_bytes: int = 0
     held_bytes: int = 0
-    steppers: Sequence[DeviceStepper] = ()
+    steppers: Sequence[GpuStepExecutor] = ()
 
     @abstractmethod
     def run_full(self) -> None:
@@ -118,7 +118,7 @@ class _Stepping(Drafter):
         self._decoder, self._sizes = decoder, sizes
         self._min_share = target.drafting.min_share_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
-        self._stepper = DeviceStepper(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
+        self._stepper = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
         self.block_bytes, self.steppers = kv.bytes_per_block, (self._stepper,)
 
     def run_full(self) -> None:
@@ -184,7 +184,7 @@ class _Head(_Stepping):
         if compilation is not None:
             compilation.wait()
 
-    def _compile_head(self, served: ServedHead) -> CompilationAhead | None:
+    def _compile_head(self, served: ServedHead) -> Precompilation | None:
         config, report, _, sizes, _ = self._target
         chosen = report.folder, report.spec, config.quantization, config.deterministic
         order = Order(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
@@ -239,9 +239,9 @@ def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepS
 
 def _compile(
     device: torch.device, order: Order, parameters: Mapping[str, Parameter | StoredParameter]
-) -> CompilationAhead | None:
+) -> Precompilation | None:
     """Begin to compile what drafting launches, while weights are loaded; the order's arch is that of the device."""
-    return CompilationAhead(order._replace(arch=arch_of(device)), parameters) if device.type == "cuda" else None
+    return Precompilation(order._replace(arch=arch_of(device)), parameters) if device.type == "cuda" else None
 
 
 def _on_device(head: ParallelHead, device: torch.device) -> ParallelHead:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
-from quire.model.token_runs import TreePlaces
-from quire.worker.input_batch import StepInput
+from quire.model.token_runs import TreePlaces, short_rope_tokens
+from quire.worker.step_executor import StepTokens
 
 Sampling = Literal["plain", "cuts"]
 """What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), which is right for all."""
@@ -58,45 +58,29 @@ class HostStep:
         return len(self.given_ids) == len(self.counts) == len(self.logit_rows)
 
 
-def host_step(
-    step: StepInput,
-    tables: NDArray[np.int64],
-    block_size: int,
-    is_on_device: NDArray[np.bool_],
-    num_long_rope_rows: int = 0,
-) -> HostStep:
+def host_step(tokens: StepTokens, tables: NDArray[np.int64], block_size: int, num_long_rope_rows: int = 0) -> HostStep:
     """Return the arrays of a step.
 
-    tables        [N, max_blocks] of the batch, which hold this step's tokens
-    is_on_device  [N] whether the last token of a line's sequence is the one that the device sampled last for it
+    tables              [N, max_blocks], the block tables of all batch slots
     num_long_rope_rows  rows of the rope table before those of the short variant
     """
-    runs = step.runs
-    starts, ends = np.array(runs.starts), np.array(runs.ends)
+    starts, ends = np.array(tokens.starts), np.array(tokens.ends)
     counts = np.diff(starts)
-    rows = np.fromiter((row.table for row in step.rows), np.int32, len(step.rows))
-    if len(runs.token_ids) == len(rows):
+    rows = np.array(tokens.batch_slots, dtype=np.int32)
+    given_ids = np.array(tokens.token_ids, dtype=np.int64)  # UNKNOWN is -1
+    if len(given_ids) == len(rows):
         token_rows, positions = rows, ends - 1
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.repeat(ends - counts, counts) + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
     slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
-    if runs.trees is not None:
-        positions = runs.trees.positions  # slots follow each other whatever these are
-    given_ids = np.array(runs.token_ids, dtype=np.int64)
-    logit_rows = np.array(step.logit_rows, dtype=np.int64)
-    sampled_rows = np.fromiter((row.table for row in step.ready), np.int32, len(step.ready))
-    # Only the last known token of a sequence can be one that the device has sampled.
-    fed = logit_rows[: len(sampled_rows)][is_on_device[sampled_rows]]
-    given_ids[fed] = -1
+    if tokens.trees is not None:
+        positions = tokens.trees.positions  # slots follow each other whatever these are
+    logit_rows = np.array(tokens.logit_rows, dtype=np.int64)
     sample_positions = positions[logit_rows] + 1
-    short = None if runs.short_ropes is None else runs.short_rope_tokens()
+    short = short_rope_tokens(tokens.starts, tokens.short_ropes)
     if short is not None:
         positions = positions + short * num_long_rope_rows
-    num_drafts = len(logit_rows) - len(sampled_rows)
-    if num_drafts:
-        drafts = [len(step.drafts.get(row.start.sequence_id, ())) for row in step.ready]
-        sampled_rows = np.concatenate((sampled_rows, np.repeat(sampled_rows, drafts)))
     return HostStep(
         tuple(counts.tolist()),
         rows,
@@ -105,10 +89,10 @@ def host_step(
         positions,
         slots,
         logit_rows,
-        sampled_rows,
+        token_rows[logit_rows],
         sample_positions,
-        num_drafts,
-        runs.trees,
+        len(logit_rows) - tokens.num_ready,
+        tokens.trees,
     )
 
 

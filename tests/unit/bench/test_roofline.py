@@ -8,7 +8,7 @@ import pytest
 from quire import EngineConfig
 from quire.bench.roofline import needed_bytes, needed_flops
 from quire.kernels.peaks import LONG, SHORT, measure_peaks
-from quire.worker.runner import inspect_model
+from quire.worker.inspect import inspect_model
 from tests.tiny_checkpoint import VOCAB_SIZE, write_checkpoint
 
 

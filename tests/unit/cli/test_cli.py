@@ -93,9 +93,9 @@ def test_chat_answers_each_line_with_the_conversation_so_far(capsys, tiny_model,
 def test_chat_goes_on_after_an_interrupted_answer(capsys, tiny_model, monkeypatch):
     import signal
 
-    from quire.worker.runner import ModelRunner
+    from quire.worker.step_driver import StepDriver
 
-    real = ModelRunner.execute
+    real = StepDriver.execute
     steps = []
 
     def interrupt(self, plan):
@@ -104,7 +104,7 @@ def test_chat_goes_on_after_an_interrupted_answer(capsys, tiny_model, monkeypatc
             signal.raise_signal(signal.SIGINT)
         return real(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", interrupt)
+    monkeypatch.setattr(StepDriver, "execute", interrupt)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\nthe dog\n"))
     status, out, err = run(
         capsys, "chat", tiny_model, "--temperature", 0, "--max-tokens", 5, "--ignore-eos", "--log-level", "error"

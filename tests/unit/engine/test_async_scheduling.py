@@ -10,7 +10,7 @@ import torch
 from quire import LLM, ConfigError, EngineConfig, LLMEngine, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.serving.link.engine_loop import EngineLoop
 from quire.serving.link.messages import Abort, StepOutputs, Stop, Submit
-from quire.worker.constrained import Patience
+from quire.worker.grammar_masks import MaskWaitPolicy
 from tests.unit.engine.one_compiler import one_compiler
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
@@ -88,7 +88,7 @@ def outputs_of(engine, seed):
     return found
 
 
-@pytest.mark.parametrize("patience", [None, Patience(0.0, 0.0, 0.0, 0.0)], ids=["waiting", "masks late"])
+@pytest.mark.parametrize("patience", [None, MaskWaitPolicy(0.0, 0.0, 0.0, 0.0)], ids=["waiting", "masks late"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_kv_blocks", [40, 8], ids=["room", "preempted"])
 def test_outputs_are_those_of_steps_one_by_one(tiny_model, late_runners, seed, num_kv_blocks, patience):
@@ -96,7 +96,7 @@ def test_outputs_are_those_of_steps_one_by_one(tiny_model, late_runners, seed, n
     found = []
     for is_ahead in (False, True):
         engine = make_engine(tiny_model, async_scheduling=None if is_ahead else False, **options)
-        late_runners[-1].inner._constrained.patience = patience
+        late_runners[-1].inner._masks.wait_policy = patience
         found.append(outputs_of(engine, seed))
         engine.close()
     assert found[0] == found[1]
@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_end_one_request_alone(tiny_model, late_runne
     engine = make_engine(tiny_model, block_size=4)  # torch's decoder
     engine.add_request("bad", [1, 2], greedy(5))
     engine.add_request("good", [4, 5, 6], greedy(3))
-    decoder = late_runners[0].inner._decoder
+    decoder = late_runners[0].inner._executor._decoder
     real = decoder.logits
 
     def poisoned(hidden):

@@ -208,8 +208,10 @@ def test_generate_refuses_pooling_params(llm, params):
 
 def test_vector_that_is_not_finite_is_an_error_of_its_request_alone(tiny_model, monkeypatch):
     engine = LLMEngine(str(tiny_model), **options())
-    real = engine._runner._decoder.hidden_states
-    monkeypatch.setattr(engine._runner._decoder, "hidden_states", lambda a, b: real(a, b) * (math.nan if a == 0 else 1))
+    real = engine._runner._executor._decoder.hidden_states
+    monkeypatch.setattr(
+        engine._runner._executor._decoder, "hidden_states", lambda a, b: real(a, b) * (math.nan if a == 0 else 1)
+    )
     for name in ("bad", "good"):
         engine.add_request(name, [1, 2, 3], PoolingParams(pooling="mean"))
     ends = {output.request_id: output for output in engine.step()}

@@ -10,7 +10,7 @@ pytest.importorskip("llguidance")
 from quire import LLMEngine, SamplingParams, StructuredOutputsParams
 from quire.engine.scheduling import check_invariants
 from quire.kernels.native import load_native
-from quire.worker.constrained import Patience
+from quire.worker.grammar_masks import MaskWaitPolicy
 from tests.unit.engine.held_masks import Gate, run, said, submit
 from tests.unit.engine.one_compiler import one_compiler
 from tests.unit.speculate.proposers import PROPOSERS, install
@@ -29,7 +29,7 @@ SCHEMA = {
     "required": ["identifier", "label"],
     "additionalProperties": False,
 }
-HASTY = Patience(share=0.0, least_s=0.0, most_s=0.0, alone_s=0.0)
+HASTY = MaskWaitPolicy(share=0.0, least_s=0.0, most_s=0.0, alone_s=0.0)
 
 
 def params(asked=None, **fields):
@@ -61,7 +61,7 @@ def engine(tiny_model, gate):
 def alone(model, prompt, wanted, **options):
     """Return what a request says by itself, in steps that wait for every mask."""
     engine = LLMEngine(str(model), **{**OPTIONS, **options})
-    engine._runner._constrained.patience = None
+    engine._runner._masks.wait_policy = None
     try:
         submit(engine, "alone", prompt, wanted)
         return said(run(engine)["alone"])
@@ -96,7 +96,7 @@ def test_late_sequence_is_in_no_step_until_its_mask_is_there(engine, gate):
     assert dict(plans[0].num_scheduled_tokens) == {0: 3, 1: 6}
     assert [dict(plan.num_scheduled_tokens) for plan in plans[1:]] == [{1: 1}] * (len(plans) - 1)
     (slow, _) = engine.scheduler.running
-    assert (slow.is_late, slow.num_computed_tokens, slow.num_tokens) == (True, 2, 3)
+    assert (slow.is_mask_pending, slow.num_computed_tokens, slow.num_tokens) == (True, 2, 3)
     check_invariants(engine.scheduler)
     gate.open()
     plans.clear()
@@ -106,7 +106,7 @@ def test_late_sequence_is_in_no_step_until_its_mask_is_there(engine, gate):
 
 def test_steps_wait_and_compute_nothing_when_only_late_sequences_are_left(engine, gate):
     waits = []
-    filler = engine._runner._constrained.filler
+    filler = engine._runner._masks.filler
     wait = filler.wait_for_any
 
     def counted(fills, timeout_s):
@@ -147,7 +147,7 @@ def test_aborted_request_is_gone_while_its_mask_is_still_filled(tiny_model, engi
     assert gate.num_held == 1
     assert said(outputs["again"]) == alone(tiny_model, [7, 8, 9], SLOW)
     check_invariants(engine.scheduler)
-    assert engine._runner._constrained.take_caught_up() == ()
+    assert engine._runner._masks.take_ready() == ()
 
 
 @pytest.mark.parametrize("is_caching", [True, False])
@@ -158,7 +158,7 @@ def test_preempted_sequence_gets_its_tokens_when_its_mask_was_being_filled(tiny_
     outputs = run(engine, lambda: gate.let(engine.stats.num_steps == 4), lambda _: engine.scheduler.num_preemptions == 1)
     assert "slow" not in outputs or not outputs["slow"].finished
     (slow,) = engine.scheduler.waiting
-    assert not slow.is_late
+    assert not slow.is_mask_pending
     outputs |= run(engine, lambda: check_invariants(engine.scheduler) or gate.open())
     engine.close()
     assert said(outputs["slow"]) == alone(tiny_model, [7, 8, 9], SLOW)
@@ -185,7 +185,7 @@ def test_request_ends_with_its_error_when_a_late_mask_fails(engine, gate):
     submit(engine, "free", [5] * 6, FREE)
     run(engine, until=lambda outputs: "free" in outputs)
     gate.wait_until_held()
-    (fill,) = engine._runner._constrained._late.values()
+    (fill,) = engine._runner._masks._pending.values()
 
     def fail(matcher, words):
         raise ValueError("it is too much")
@@ -231,22 +231,22 @@ def live(model, expected, seed, install_in=lambda engine: None, **options):
     """Run all requests, masks coming at random, some after many steps; return how many sequences were late."""
     gate, rng = Gate(), random.Random(seed)
     engine = LLMEngine(str(model), **{**NATIVE, **options})
-    engine._runner._constrained.patience = HASTY
-    engine._runner._constrained.filler._clock = Clock(random.Random(seed))
+    engine._runner._masks.wait_policy = HASTY
+    engine._runner._masks.filler._clock = Clock(random.Random(seed))
     install_in(engine)
     num_late = 0
     commit = engine.scheduler.commit
 
     def counted(plan, result, now):
         nonlocal num_late
-        num_late += len(result.late)
+        num_late += len(result.mask_pending)
         return commit(plan, result, now)
 
     engine.scheduler.commit = counted
 
     def between():
         check_invariants(engine.scheduler)
-        if rng.random() < 0.5 or not any(not sequence.is_late for sequence in engine.scheduler.running):
+        if rng.random() < 0.5 or not any(not sequence.is_mask_pending for sequence in engine.scheduler.running):
             gate.let(rng.randint(1, 6))
 
     try:

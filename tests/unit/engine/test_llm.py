@@ -392,18 +392,18 @@ def test_params_of_a_wrong_type_are_refused(llm):
 
 
 def test_best_of_prefers_choices_that_did_not_fail(llm, monkeypatch):
-    from quire.worker import runner
+    from quire.worker import step_driver
 
-    real = runner.sample
+    real = step_driver.sample
 
-    def fail_first_choice(logits, rows):
-        found = real(logits, rows)
+    def fail_first_choice(logits, rows, draw):
+        found = real(logits, rows, draw)
         return [
             one._replace(token_id=None, error="broken") if row.seed == mix_seed(8, 0) else one
             for one, row in zip(found, rows, strict=True)
         ]
 
-    monkeypatch.setattr(runner, "sample", fail_first_choice)
+    monkeypatch.setattr(step_driver, "sample", fail_first_choice)
     request = SamplingParams(n=2, best_of=3, temperature=1.0, seed=8, max_tokens=6, ignore_eos=True)
     output = run(llm, [[4, 5, 6]], request)
     assert [c.finish_reason for c in output.outputs] == ["length", "length"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire import LLM, EngineConfig, LLMEngine, ModelFormatError, RequestError, SamplingParams
-from quire.worker.runner import ModelRunner
+from quire.worker.step_driver import StepDriver
 from tests.tiny_checkpoint import VOCAB_SIZE
 
 
@@ -93,12 +93,14 @@ def test_failing_step_ends_its_sequences_and_spares_the_others(tiny_model, monke
     engine.add_request("a", [1, 2, 3], greedy(max_tokens=5))
     engine.add_request("b", [4, 5, 6], greedy(max_tokens=3))
     engine.step()
-    real = engine._runner._decoder.forward
-    monkeypatch.setattr(engine._runner._decoder, "forward", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+    real = engine._runner._executor._decoder.forward
+    monkeypatch.setattr(
+        engine._runner._executor._decoder, "forward", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
+    )
     (failed,) = engine.step()
     assert (failed.request_id, failed.finished, failed.outputs[0].finish_reason) == ("a", True, "error")
     assert "no room" in failed.error
-    monkeypatch.setattr(engine._runner._decoder, "forward", real)
+    monkeypatch.setattr(engine._runner._executor._decoder, "forward", real)
     final = run_to_end(engine)[-1]
     assert (final.request_id, final.outputs[0].token_ids) == ("b", expected)
     assert engine.scheduler.kv_usage == 0
@@ -211,16 +213,16 @@ def test_sequence_with_nan_logits_ends_with_an_error_alone(tiny_model, monkeypat
     engine = make_engine(tiny_model)
     engine.add_request("bad", [1, 2], greedy(max_tokens=5))
     engine.add_request("good", [4, 5, 6], greedy(max_tokens=3))
-    real = engine._runner._decoder.logits
+    real = engine._runner._executor._decoder.logits
 
     def poisoned(hidden):
         logits = real(hidden).clone()
         logits[0] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine._runner._decoder, "logits", poisoned)
+    monkeypatch.setattr(engine._runner._executor._decoder, "logits", poisoned)
     outputs = engine.step()
-    monkeypatch.setattr(engine._runner._decoder, "logits", real)
+    monkeypatch.setattr(engine._runner._executor._decoder, "logits", real)
     bad = next(o for o in outputs if o.request_id == "bad")
     assert (bad.finished, bad.outputs[0].finish_reason) == (True, "error")
     assert "NaN" in bad.error
@@ -232,7 +234,7 @@ def test_nan_left_in_freed_blocks_does_not_reach_a_later_sequence(tiny_model):
     engine = make_engine(tiny_model, num_kv_blocks=6)
     engine.add_request("a", [1, 2, 3, 4, 5], greedy(max_tokens=6))
     expected = run_to_end(engine)[-1].outputs[0].token_ids
-    for cache in (*engine._runner._kv.k, *engine._runner._kv.v):
+    for cache in (*engine._runner._executor._kv.k, *engine._runner._executor._kv.v):
         cache.fill_(torch.nan)
     engine.add_request("b", {"prompt_token_ids": [1, 2, 3, 4, 5], "cache_salt": "other"}, greedy(max_tokens=6))
     assert run_to_end(engine)[-1].outputs[0].token_ids == expected
@@ -315,7 +317,7 @@ def test_runner_is_closed_when_there_is_no_tokenizer(tiny_model, tmp_path, monke
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
     closed = []
-    monkeypatch.setattr(ModelRunner, "close", lambda runner: closed.append(runner))
+    monkeypatch.setattr(StepDriver, "close", lambda runner: closed.append(runner))
     with pytest.raises(ModelFormatError, match="has no tokenizer"):
         make_engine(tmp_path / "model")
     assert len(closed) == 1

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.base.ids import SequenceId
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.step import StepPlan
 from quire.kv import page_supply
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
@@ -28,10 +26,6 @@ def supply(pool):
     made = PageSupply(pool)
     yield made
     made.close()
-
-
-def plan_of(*blocks):
-    return StepPlan(0, {}, new_block_ids={SequenceId(0): tuple(blocks)} if blocks else None)
 
 
 def finish(supply):
@@ -73,15 +67,28 @@ def test_pages_are_kept_ready_behind_the_last_block_that_is_used(supply):
     supply.start()
     finish(supply)
     at_first = supply.num_ready
-    supply.begin_step(plan_of(1, 2))
+    supply.begin_step()
+    supply.use(
+        (
+            1,
+            2,
+        )
+    )
     supply.end_step()
     finish(supply)
     assert supply.num_ready == at_first
-    supply.begin_step(plan_of(at_first - 1, 5))
+    supply.begin_step()
+    supply.use(
+        (
+            at_first - 1,
+            5,
+        )
+    )
     supply.end_step()
     finish(supply)
     assert supply.num_ready >= 2 * at_first
-    supply.begin_step(plan_of(NUM_BLOCKS - 1))
+    supply.begin_step()
+    supply.use((NUM_BLOCKS - 1,))
     supply.end_step()
     finish(supply)
     assert supply.num_ready == NUM_BLOCKS
@@ -96,7 +103,7 @@ def test_no_page_is_taken_while_a_step_runs(monkeypatch, supply):
         is_free.wait(60)
 
     monkeypatch.setattr(page_supply.time, "sleep", sleep)
-    supply.begin_step(plan_of())
+    supply.begin_step()
     supply.start()
     assert is_waiting.wait(60)
     assert supply.num_ready == 0
@@ -108,7 +115,7 @@ def test_no_page_is_taken_while_a_step_runs(monkeypatch, supply):
 
 def test_close_ends_what_waits_for_an_idle_machine(supply, monkeypatch):
     monkeypatch.setattr(page_supply, "_START_S", 0.0)
-    supply.begin_step(plan_of())
+    supply.begin_step()
     supply.start()
     supply.close()
     assert not any(thread.name == "kv-pages" for thread in threading.enumerate())
@@ -120,7 +127,8 @@ def test_a_system_that_takes_no_pages_is_asked_once(supply, monkeypatch):
     supply.start()
     num_asked = len(asked)
     assert 0 < num_asked <= len(supply._arrays)
-    supply.begin_step(plan_of(NUM_BLOCKS - 1))
+    supply.begin_step()
+    supply.use((NUM_BLOCKS - 1,))
     supply.end_step()
     finish(supply)
     assert len(asked) == num_asked
@@ -144,7 +152,7 @@ def test_what_drafts_has_pages_in_its_pools_before_its_first_step_and_they_are_t
     monkeypatch.setattr(PageSupply, "start", lambda supply: (starts.append(supply), start(supply)))
     llm = LLM("demo", speculative_config=config, num_kv_blocks=512)
     runner = llm.llm_engine._runner
-    finish(runner._pages)
+    finish(runner._executor._pages)
     (pool,) = runner._speculator.pools
     assert all(num_resident(array) >= array[:256].nbytes // PAGESIZE for array in pool.arrays())
     assert len(starts) == 1

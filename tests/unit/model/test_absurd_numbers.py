@@ -10,7 +10,8 @@ from quire.contracts.config import EngineConfig
 from quire.model.build import build_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
-from quire.worker.runner import build_runner, inspect_model
+from quire.worker.build import build_runner
+from quire.worker.inspect import inspect_model
 from tests.tiny_checkpoint import write_checkpoint
 
 
@@ -72,7 +73,7 @@ def test_model_too_large_for_the_machine_is_refused_with_the_numbers(tiny_model,
 
 
 def test_revision_is_of_the_model_and_not_of_another_tokenizer(tiny_model, monkeypatch):
-    from quire.worker import runner
+    from quire.worker import inspect
 
     asked = []
 
@@ -80,7 +81,7 @@ def test_revision_is_of_the_model_and_not_of_another_tokenizer(tiny_model, monke
         asked.append((model, revision))
         return tiny_model
 
-    monkeypatch.setattr(runner, "resolve_model", resolve)
+    monkeypatch.setattr(inspect, "resolve_model", resolve)
     inspect_model(EngineConfig(model="a/b", revision="abc", tokenizer="c/d", num_kv_blocks=4))
     inspect_model(EngineConfig(model="a/b", tokenizer="c/d", skip_tokenizer_init=True, num_kv_blocks=4))
     assert asked == [("a/b", "abc"), ("c/d", None), ("a/b", None)]

@@ -128,4 +128,4 @@ def install(llm: LLM, proposer, count: int) -> None:
         count = proposer.count = TREE_COUNT
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, adaptive=False)
     runner = llm.llm_engine._runner
-    runner._speculator = Speculator(config, proposer, runner._decoder.spec.vocab_size)
+    runner.use_speculator(Speculator(config, proposer, runner._executor.vocab_size))

@@ -91,7 +91,7 @@ def expect_same_cache(fresh, engine, sequence):
     other.add_request("fresh", computed, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     other.step()
     (alone,) = other.scheduler.running
-    caches = [SimpleNamespace(kv=e._runner._kv, table=s.block_ids) for e, s in ((engine, sequence), (other, alone))]
+    caches = [SimpleNamespace(kv=e._runner._executor._kv, table=s.block_ids) for e, s in ((engine, sequence), (other, alone))]
     for first in range(0, len(computed), 16):
         count = min(16, len(computed) - first)
         blocks = [cache.table[first // 16] for cache in caches]

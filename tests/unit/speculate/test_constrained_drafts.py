@@ -92,15 +92,17 @@ def compiled():
 def test_forced_tokens_stay_undrafted_when_drafts_pause_and_go_on(tiny_model):
     llm = start(tiny_model)
     runner = llm.llm_engine._runner
+    drafting = llm.llm_engine.speculator
+    undrafted = drafting.with_proposer(None)
     llm.llm_engine.draft_forced(False)
-    for is_paused in (True, False):
-        llm.llm_engine.pause_drafts(is_paused)
-        assert not runner._speculator.drafts_forced
-    llm.llm_engine.pause_drafts(True)
+    for speculator in (undrafted, drafting):
+        llm.llm_engine.use_speculator(speculator)
+        assert not runner.speculator.drafts_forced
+    llm.llm_engine.use_speculator(undrafted)
     llm.llm_engine.draft_forced(True)
-    assert runner._speculator.drafts_forced
-    llm.llm_engine.pause_drafts(False)
-    assert runner._speculator.drafts_forced
+    assert runner.speculator.drafts_forced
+    llm.llm_engine.use_speculator(drafting)
+    assert runner.speculator.drafts_forced
     llm.close()
 
 
@@ -234,7 +236,7 @@ def test_same_outputs_when_constraints_meet_any_cache_drafts_and_preemption(
 )
 def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, plain, options):
     llm = start(tiny_model, **options)
-    llm.llm_engine._runner._constrained.patience = None
+    llm.llm_engine._runner._masks.wait_policy = None
     for seed, expected in enumerate(plain):
         assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in expected]
     stats = llm.llm_engine.stats
@@ -246,7 +248,7 @@ def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, p
 
 def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
     llm = start(tiny_model)
-    llm.llm_engine._runner._constrained.patience = None
+    llm.llm_engine._runner._masks.wait_policy = None
     choice = generate(llm, 0, [1])[0][0]
     assert said(choice) == said(plain[0][1])
     stats = llm.llm_engine.stats
@@ -257,15 +259,15 @@ def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
 def test_logits_are_computed_where_something_is_sampled_and_nowhere_else(tiny_model, plain, monkeypatch):
     llm = start(tiny_model)
     runner = llm.llm_engine._runner
-    runner._constrained.patience = None
+    runner._masks.wait_policy = None
     num_rows = []
-    run = runner._decoder.run
+    run = runner._executor._decoder.run
 
     def count(runs, kv, logit_rows, *args, **options):
         num_rows.append(len(logit_rows))
         return run(runs, kv, logit_rows, *args, **options)
 
-    monkeypatch.setattr(runner._decoder, "run", count)
+    monkeypatch.setattr(runner._executor._decoder, "run", count)
     choice = generate(llm, 0, [1])[0][0]
     assert said(choice) == said(plain[0][1])
     stats = llm.llm_engine.stats

@@ -12,7 +12,7 @@ from quire.model.heads.build import read_layer_head, read_parallel_head
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits, layer_head_bytes, parallel_head_bytes, verification_bytes
 from quire.worker import memory
-from quire.worker.runner import inspect_model
+from quire.worker.inspect import inspect_model
 
 LIMITS = StepLimits(4, 64)
 

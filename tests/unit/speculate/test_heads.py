@@ -293,8 +293,9 @@ def test_paused_drafts_change_nothing_and_come_back(tiny_model, tmp_path):
     llm = start(tiny_model, "eagle3", heads.eagle3(tmp_path / "head"))
     request = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine, tokens, drafted = llm.llm_engine, [], []
+    drafting = engine.speculator
     for is_paused in (False, True, True, False, False):
-        engine.pause_drafts(is_paused)
+        engine.use_speculator(drafting.with_proposer(None) if is_paused else drafting)
         before = engine.stats.num_draft_tokens
         outputs = llm.generate(PROMPTS, request, use_tqdm=False)
         tokens.append([output.outputs[0].token_ids for output in outputs])

@@ -109,7 +109,7 @@ def draw_pairs(world, make_draft, sampler, num_seeds=NUM_SEEDS, is_drawn=True, a
     """Return how often there were which two tokens [V, V], and in how many steps both came.
 
     is_drawn  all is sampled before anything is walked, where the sampler allows it; else level by level
-    accept    changes what a walk took
+    accept    changes what a verification took
     goes_on   returns the sampling state of the next step, None: that of the step before
     """
     params = SamplingParams(max_tokens=8, **({} if is_drawn else {"logprobs": 0}), **sampler)
@@ -128,15 +128,18 @@ def draw_pairs(world, make_draft, sampler, num_seeds=NUM_SEEDS, is_drawn=True, a
 
     for start in range(0, num_seeds, STRIDE):
         rows = [row(seed) for seed in range(start, min(start + STRIDE, num_seeds))]
-        walks, candidates = verify_all(rows, [make_draft(start + i) for i in range(len(rows))], [0] * len(rows))
-        taken = [walk.tokens if accept is None else accept(walk, c) for walk, c in zip(walks, candidates, strict=True)]
+        verifications, candidates = verify_all(rows, [make_draft(start + i) for i in range(len(rows))], [0] * len(rows))
+        taken = [
+            verification.tokens if accept is None else accept(verification, c)
+            for verification, c in zip(verifications, candidates, strict=True)
+        ]
         num_both += sum(len(tokens) > 1 for tokens in taken)
         short = [index for index, tokens in enumerate(taken) if len(tokens) == 1]
         later = [rows[index] if goes_on is None else goes_on(row(start + index)) for index in short]
         if later:
             more, _ = verify_all(later, [NO_DRAFT] * len(short), [1 + taken[index][0] for index in short])
-            for index, walk in zip(short, more, strict=True):
-                taken[index] = [taken[index][0], walk.tokens[0]]
+            for index, verification in zip(short, more, strict=True):
+                taken[index] = [taken[index][0], verification.tokens[0]]
         places = torch.tensor([tokens[0] * VOCAB + tokens[1] for tokens in taken])
         counts += places.bincount(minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
     return counts, num_both
@@ -157,13 +160,13 @@ SOME = [
 
 @pytest.mark.parametrize(("sampler", "kind", "is_drawn"), SOME)
 def test_two_tokens_follow_the_law_together(world, monkeypatch, sampler, kind, is_drawn):
-    walk_drawn, walked = verifier.walk_drawn, []
+    verify_sampled, walked = verifier.verify_sampled, []
 
     def note(drawn, candidates, rows):
         walked.extend(candidate for candidate in candidates if len(candidate.draft) > 0)
-        return walk_drawn(drawn, candidates, rows)
+        return verify_sampled(drawn, candidates, rows)
 
-    monkeypatch.setattr(verifier, "walk_drawn", note)
+    monkeypatch.setattr(verifier, "verify_sampled", note)
     num_seeds = NUM_SEEDS // 4 if sampler in EDITED else NUM_SEEDS // 2
     counts, num_both = draw_pairs(world, drafts(world)[kind], SAMPLERS[sampler], num_seeds, is_drawn)
     assert (len(walked) > num_seeds / 2) is (is_drawn and load_native() is not None)
@@ -190,7 +193,7 @@ def test_two_tokens_follow_the_law_together_in_many_samples(world, sampler, kind
 
 def leak(one_in, token_id):
     """Let one draft in so many pass unverified."""
-    return lambda walk, candidate: [token_id] if candidate.sampling.seed % one_in == 0 else walk.tokens
+    return lambda verification, candidate: [token_id] if candidate.sampling.seed % one_in == 0 else verification.tokens
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from quire.sampling.row_state import SamplingRow
 from quire.sampling.sampler import sample
 from quire.speculate.draft import Draft
 from quire.speculate.typical import TypicalAcceptance
-from quire.speculate.verifier import Candidate, verify, walk_drawn
+from quire.speculate.verifier import Candidate, verify, verify_sampled
 
 VOCAB, NUM_SEQS, NUM_DRAFTS = 12, 6, 5
 
@@ -35,7 +35,7 @@ def candidates_of(logits):
 def test_some_sequences_are_verified_as_with_all_others_and_never_with_more_rows_than_there_are(chosen, is_typical):
     logits = torch.randn(NUM_SEQS * (1 + NUM_DRAFTS), VOCAB, generator=torch.Generator().manual_seed(1))
     all_walks = verify(logits, candidates_of(logits))
-    assert [len(walk.path) for walk in all_walks] == list(range(NUM_SEQS))
+    assert [len(verification.path) for verification in all_walks] == list(range(NUM_SEQS))
     num_rows = []
 
     def draw(part, rows, options):
@@ -44,9 +44,11 @@ def test_some_sequences_are_verified_as_with_all_others_and_never_with_more_rows
 
     own = candidates_of(logits)
     typical = TypicalAcceptance(0.09, 0.3) if is_typical else None
-    walks = verify(logits, [own[index] for index in chosen], typical, draw=draw, rows=chosen)
-    assert [(walk.tokens, walk.path) for walk in walks] == [(all_walks[i].tokens, all_walks[i].path) for i in chosen]
-    assert [walk.logprobs for walk in walks] == [all_walks[i].logprobs for i in chosen]
+    verifications = verify(logits, [own[index] for index in chosen], typical, draw=draw, rows=chosen)
+    assert [(verification.tokens, verification.path) for verification in verifications] == [
+        (all_walks[i].tokens, all_walks[i].path) for i in chosen
+    ]
+    assert [verification.logprobs for verification in verifications] == [all_walks[i].logprobs for i in chosen]
     assert num_rows == [sum(index >= level for index in chosen) for level in range(max(chosen) + 1)]
 
 
@@ -61,10 +63,10 @@ def test_what_is_not_drawn_on_a_device_is_brought_from_it_row_by_row(monkeypatch
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     own = candidates_of(logits)
-    walks = verify(logits, [own[index] for index in (1, 3)], TypicalAcceptance(0.09, 0.3), rows=[1, 3])
+    verifications = verify(logits, [own[index] for index in (1, 3)], TypicalAcceptance(0.09, 0.3), rows=[1, 3])
     assert brought == [2, 2, 1, 1]
     plain = verify(logits, candidates_of(logits))
-    assert [walk.tokens for walk in walks] == [plain[1].tokens, plain[3].tokens]
+    assert [verification.tokens for verification in verifications] == [plain[1].tokens, plain[3].tokens]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -79,13 +81,13 @@ def test_a_chain_is_walked_as_any_tree_is(seed):
     request = Request(
         request_id="a", prompt_token_ids=(1, 2), params=params, seed=0, eos_token_ids=frozenset({rng.randrange(6)})
     )
-    walks = []
-    for errors in ({}, {-1: None}):  # of a row that is not there: nothing is asked but the general walk
+    verifications = []
+    for errors in ({}, {-1: None}):  # of a row that is not there: nothing is asked but the general verification
         sampling = SamplingRow(request, 0, (1, 2), VOCAB)
-        (walk,) = walk_drawn(drawn, [Candidate(sampling, Draft.chain(drafted), 1)], [0], errors)
-        walks.append((walk.tokens, walk.path, walk.error, list(sampling.output_token_ids)))
-    assert walks[0] == walks[1]
-    assert len(walks[0][0]) == len(walks[0][1]) + 1
+        (verification,) = verify_sampled(drawn, [Candidate(sampling, Draft.chain(drafted), 1)], [0], errors)
+        verifications.append((verification.tokens, verification.path, verification.error, list(sampling.output_token_ids)))
+    assert verifications[0] == verifications[1]
+    assert len(verifications[0][0]) == len(verifications[0][1]) + 1
 
 
 class OneWay:
@@ -129,7 +131,7 @@ class Forced:
         return sample(part, rows, draw)
 
     def verify(self, num_forced, num_unasked=0):
-        """Return the walk, where so many first drafts are known to be forced, and so many have no logits behind them."""
+        """Verify a draft, of which so many first tokens are known to be forced, and so many have no logits behind them."""
         request = Request(
             request_id="a",
             prompt_token_ids=(1, 2),
@@ -144,10 +146,10 @@ class Forced:
         self.num_rows.clear()
         logits = torch.cat((self.logits[:1], self.logits[1 + num_unasked :]))
         draft = Draft.chain(self.drafted)
-        (walk,) = verify(logits, [Candidate(sampling, draft, 1 - num_unasked, masks, num_forced, num_unasked)])
-        assert sampling.output_token_ids == walk.tokens
+        (verification,) = verify(logits, [Candidate(sampling, draft, 1 - num_unasked, masks, num_forced, num_unasked)])
+        assert sampling.output_token_ids == verification.tokens
         assert sampling.token_mask is None
-        return walk
+        return verification
 
 
 DRAFTED = [((7, 3, 9), 3), ((7, 3, 9, 4), 4), ((7, 3, 8), 2)]
@@ -175,6 +177,6 @@ def test_behind_forced_drafts_no_logits_are_needed_but_behind_the_last(drafted, 
 @pytest.mark.parametrize("num_forced", [0, 1, 2])
 def test_where_fewer_drafts_are_forced_than_have_no_logits_the_walk_ends_with_what_is_known(num_forced, monkeypatch):
     forced = Forced((7, 3, 9, 4), {}, monkeypatch)
-    walk = forced.verify(num_forced, 3)
-    assert walk.tokens == list(forced.way[: max(1, num_forced)])
-    assert walk.path == list(range(len(walk.tokens) - 1))
+    verification = forced.verify(num_forced, 3)
+    assert verification.tokens == list(forced.way[: max(1, num_forced)])
+    assert verification.path == list(range(len(verification.tokens) - 1))

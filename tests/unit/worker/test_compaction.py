@@ -1,5 +1,6 @@
 """Compaction: whatever path is accepted, its keys and values come to stand in a row, in every layer, and nothing else moves."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,7 +54,7 @@ def caches(pool):
 )
 def test_an_accepted_path_moves_to_the_front_and_nothing_else_moves(world, order, first, path):
     decoder, dtype = world
-    batch = InputBatch(2, SPARE, BLOCK_SIZE, decoder.spec.vocab_size)
+    batch = InputBatch(np.zeros((2, SPARE), np.int64), BLOCK_SIZE, decoder.spec.vocab_size)
     request = Request(request_id="0", prompt_token_ids=(1,) * (first + 1), params=SamplingParams(max_tokens=4), seed=0)
     batch.apply(StepPlan(0, {0: 1}, starts=(SequenceStart(0, request, 0, (1,) * (first + 1), first, tuple(order)),)))
     row = batch.row(0)
@@ -63,7 +64,7 @@ def test_an_accepted_path_moves_to_the_front_and_nothing_else_moves(world, order
     moves = batch.take_moves()
     assert (moves is None) == (path == list(range(len(path))))
     if moves is not None:
-        decoder.move_tokens(pool, *moves)
+        decoder.move_tokens(pool, torch.tensor(moves.sources), torch.tensor(moves.targets))
     assert batch.take_moves() is None
     assert row.num_computed_tokens == first + len(path)
 

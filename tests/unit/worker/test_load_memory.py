@@ -32,14 +32,14 @@ EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size":
 CODE = """
 import sys
 from quire.contracts.config import EngineConfig
-from quire.worker.runner import build_runner
+from quire.worker.build import build_runner
 
 def status(field):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(field))
 
 before = status("VmRSS")
 runner, report = build_runner(EngineConfig(model=sys.argv[1], quantization=sys.argv[2] or None, num_kv_blocks=8))
-print(status("VmHWM") - before, runner._decoder.weight_bytes, report.memory.kv_bytes)
+print(status("VmHWM") - before, runner._executor._decoder.weight_bytes, report.memory.kv_bytes)
 """
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from quire import ConfigError, EngineConfig
 from quire.worker import memory
-from quire.worker.runner import build_runner, inspect_model
+from quire.worker.build import build_runner
+from quire.worker.inspect import inspect_model
 from tests.tiny_checkpoint import WIDE_EXPERTS, write_checkpoint
 
 

@@ -11,7 +11,7 @@ from quire.base import gguf_file
 from quire.base.gguf_file import read_gguf
 from quire.base.shared_reads import shared_reads
 from quire.model import config_reader
-from quire.worker.runner import inspect_model
+from quire.worker.inspect import inspect_model
 from tests.gguf_writer import write_gguf
 from tests.tiny_checkpoint import write_checkpoint
 

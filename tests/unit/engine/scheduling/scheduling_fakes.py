@@ -203,8 +203,8 @@ class FakeWorker:
             if self.rows[sequence_id].request.params.needs_logprob
         }
         wishes = {sequence_id: count for sequence_id, count in self.wishes.items() if count}
-        caught_up = [sequence_id for sequence_id in self._late if self._rng_of_late.random() < 0.3]
-        self._late = [sequence_id for sequence_id in self._late if sequence_id not in caught_up] + late
+        mask_ready = [sequence_id for sequence_id in self._late if self._rng_of_late.random() < 0.3]
+        self._late = [sequence_id for sequence_id in self._late if sequence_id not in mask_ready] + late
         self.num_late += len(late)
         return StepResult(
             plan.step_id,
@@ -215,8 +215,8 @@ class FakeWorker:
             pooled,
             verified,
             wishes,
-            late=frozenset(late),
-            caught_up=tuple(caught_up),
+            mask_pending=frozenset(late),
+            mask_ready=tuple(mask_ready),
         )
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
@@ -325,7 +325,7 @@ class Driver:
 
     def schedule(self) -> StepPlan | None:
         scheduler = self.scheduler
-        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1 and not s.is_late]
+        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1 and not s.is_mask_pending]
         plan = scheduler.schedule(now=self.now)
         assert (plan is not None) == scheduler.has_unfinished
         if plan is not None:

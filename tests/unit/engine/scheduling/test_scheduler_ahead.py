@@ -168,7 +168,7 @@ def test_choices_are_forked_before_choice_0_writes_behind_the_prompt():
 def test_drafts_get_no_slots_ahead():
     scheduler = make_scheduler(make_request("a", 3))
     plan = scheduler.schedule()
-    scheduler.commit(plan, StepResult(plan.step_id, {SequenceId(0): (1,)}, {}, {}, {}, draft_wishes={SequenceId(0): 3}))
+    scheduler.commit(plan, StepResult(plan.step_id, {SequenceId(0): (1,)}, {}, {}, {}, draft_requests={SequenceId(0): 3}))
     assert scheduler.schedule().num_draft_slots == {0: 3}
     assert scheduler.schedule_ahead().num_draft_slots is None
 

@@ -19,7 +19,7 @@ def started(max_drafts=4, requests=1, prompt=5, **options):
 def test_a_decoding_sequence_gets_slots_and_keeps_what_is_accepted():
     driver = started()
     (sequence,) = driver.scheduler.running
-    assert sequence.num_draft_wish == 4
+    assert sequence.num_requested_drafts == 4
     plan = driver.step()
     assert dict(plan.num_scheduled_tokens) == {0: 1}
     assert plan.num_draft_slots == {0: 4}
@@ -62,7 +62,7 @@ def test_a_preempted_sequence_has_no_wish_left():
         driver.step()
     (waiting,) = driver.scheduler.waiting
     assert waiting.num_preemptions == 1
-    assert waiting.num_draft_wish == 0
+    assert waiting.num_requested_drafts == 0
     driver.run()
     driver.check_outputs()
 

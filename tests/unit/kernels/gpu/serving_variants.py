@@ -31,13 +31,13 @@ from quire.model.heads.stored import body_shapes
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device import stepper
-from quire.worker.device.ahead import compile_all
-from quire.worker.device.changes import TableChanges
+from quire.worker.device import gpu_executor
+from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
+from quire.worker.device.precompile import compile_all
 from quire.worker.device.variants import (
     NotRecording,
     ServedHead,
@@ -47,7 +47,7 @@ from quire.worker.device.variants import (
     meta_head,
     serving_variants,
 )
-from quire.worker.input_batch import Moves
+from quire.worker.step_executor import Moves
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES as NARROW_SIZES
 from tests.unit.kernels.gpu.narrow_checkpoints import write
@@ -116,7 +116,7 @@ def missing_variants(model, kv_dtype, sizes):
 def missing_of(decoder, kv, sizes, found):
     """Return what missing_variants does, of which `found` was found ahead."""
     pool = DeviceKvPool(kv, 5, META)
-    steppers = [DeviceStepper(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
+    steppers = [GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder)) for recorder in (None, NotRecording())]
     rng = np.random.default_rng(5)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
@@ -125,7 +125,7 @@ def missing_of(decoder, kv, sizes, found):
             has_moves = sizes.has_trees and rng.random() < 0.3
             moves = Moves([5, 6, 9], [4, 5, 8], [0, 2, 3]) if has_moves else None
             for stepper in steppers:
-                stepper.launch(step, sampling, TableChanges([], (), moves), kept)
+                stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
 
@@ -133,7 +133,7 @@ def missing_of(decoder, kv, sizes, found):
 def pass_variants(head, kv, sizes):
     """Return what random passes of trees launch, of the first level or of one behind it."""
     cache = DraftCache(DeviceKvPool(kv, 5, META))
-    chains = HeadChains(head, DeviceStepper(head, cache.pool, sizes, StepGraphs()), cache, sizes)
+    chains = HeadChains(head, GpuStepExecutor(head, cache.pool, sizes, StepGraphs()), cache, sizes)
     rng = np.random.default_rng(6)
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
@@ -255,7 +255,7 @@ if __name__ == "__main__":
         for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):
             last_variants = describe(title, plain._replace(is_in_order=in_order), kv)
     describe("experts of short sequences", models["experts"], sizes=SHORT)
-    attention.LONG_CHUNK = stepper.LONG_CHUNK = 512
+    attention.LONG_CHUNK = gpu_executor.LONG_CHUNK = 512
     describe("long runs", models["windows"])
     if mode == "compile":
         compile_some(last_variants)

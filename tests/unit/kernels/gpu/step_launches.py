@@ -20,12 +20,12 @@ from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
 from quire.quant.float8 import Float8Weight
 from quire.quant.weight import QuantizedWeight
-from quire.worker.device.changes import TableChanges
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import full_step
 from quire.worker.device.staging import Readback
-from quire.worker.device.stepper import DeviceStepper, StepSizes
-from quire.worker.input_batch import Moves
+from quire.worker.step_executor import Moves
 
 META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
@@ -52,7 +52,7 @@ def add_launches_of_steps(kind, found):
     parameters = {name: parameter(name, shape, kind) for name, shape in parameter_shapes(spec).items()}
     decoder = DeviceDecoder(spec, parameters, 40960, META, None, kind == "in-order")
     pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, META)
-    stepper = DeviceStepper(decoder, pool, StepSizes(256, 2048, 40960, 110), StepGraphs())
+    stepper = GpuStepExecutor(decoder, pool, StepSizes(256, 2048, 40960, 110), StepGraphs())
 
     def note(launch):
         shown = [(name, value.dtype if isinstance(value, torch.Tensor) else value) for name, value in launch.arguments.items()]
@@ -61,14 +61,14 @@ def add_launches_of_steps(kind, found):
     Launch.run = note
     Readback.start = lambda self, count: None
     for count, length in ((1, 77), (64, 3000)):
-        stepper.launch(full_step(count, count, length, 256), "cuts", TableChanges([]))
+        stepper.launch(full_step(count, count, length, 256), "cuts", BlockTableUpdates([]))
     stepper.run_full(2048, 64, 3000)
     if kind == "plain":
         # Sequences with five drafts each, first as chains; and what was accepted is moved.
         drafts = full_step(48, 8, 3000, 256, 6, 40)
-        stepper.launch(drafts, "plain", TableChanges([], (), Moves([7], [6], [0, 1])))
+        stepper.launch(drafts, "plain", BlockTableUpdates([], (), Moves([7], [6], [0, 1])))
         trees = TreePlaces(np.zeros(48, np.int64), np.full(8, 5, np.int32), np.zeros(48, np.uint64))
-        stepper.launch(dataclasses.replace(drafts, trees=trees), "plain", TableChanges([]))
+        stepper.launch(dataclasses.replace(drafts, trees=trees), "plain", BlockTableUpdates([]))
 
 
 if __name__ == "__main__":

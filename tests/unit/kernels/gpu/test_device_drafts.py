@@ -22,7 +22,6 @@ from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.token_runs import TokenRuns, address_of
 from quire.worker.device.build import step_sizes
-from quire.worker.device.changes import TableChanges
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -208,16 +207,14 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(model):
     _, by_prompt = plain_outputs(model, KINDS[:2])
     llm = drafting(model, "oracle tree", by_prompt)
     engine, decoder = llm.llm_engine, load_model(model, "float32")
-    stepper = engine._runner._stepper
+    stepper = engine._runner._executor
     for index, request in enumerate(KINDS[:2]):
         engine.add_request(str(index), PROMPTS[index], request)
     num_moved = num_compared = 0
     while engine.has_unfinished_requests():
         engine.step()
-        moves = engine._runner._batch.take_move_lists()
-        if moves is not None:  # as the next step would begin
-            num_moved += len(moves.sources)
-            stepper.launch(None, "plain", TableChanges([], (), moves))
+        num_moved += 0 if stepper._moves is None else len(stepper._moves.sources)
+        stepper.flush()  # as the next step would begin
         for sequence in engine.scheduler.running:
             computed = sequence.token_ids[: sequence.num_computed_tokens]
             expect_same_cache(stepper._pool, sequence.block_ids, prefilled(decoder, computed), len(computed))
@@ -233,7 +230,7 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     llm = drafting(model, "oracle tree", by_prompt)
     engine = llm.llm_engine
     engine.add_request("0", PROMPTS[0], KINDS[0])
-    while not engine._runner._batch._sources:
+    while engine._runner._executor._moves is None:
         engine.step()
     (sequence,) = engine.scheduler.running
     computed, block_ids = sequence.token_ids[: sequence.num_computed_tokens], list(sequence.block_ids)
@@ -244,8 +241,9 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     monkeypatch.setattr(engine._runner._speculator._proposer, "propose", fail)
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "error"
-    stepper, moves = engine._runner._stepper, engine._runner._batch.take_move_lists()
-    stepper.launch(None, "plain", TableChanges([], (), moves))  # as the next step would begin
+    stepper = engine._runner._executor
+    assert stepper._moves is not None
+    stepper.flush()  # as the next step would begin
     expect_same_cache(stepper._pool, block_ids, prefilled(load_model(model, "float32"), computed), len(computed))
     llm.close()
 
@@ -297,12 +295,14 @@ def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, 
     outputs = {(tuple(PROMPTS[0]), 0): [0] * 20}  # as nothing is computed
     llm = drafting(model, "oracle", outputs)
     engine, allowed = llm.llm_engine, []
-    monkeypatch.setattr(engine._runner._decoder, "forward", lambda ids, *_: torch.zeros(len(ids), 32, device=ids.device))
+    monkeypatch.setattr(
+        engine._runner._executor._decoder, "forward", lambda ids, *_: torch.zeros(len(ids), 32, device=ids.device)
+    )
     launch = engine._runner.launch
 
     def noted(plan):
         launched = launch(plan)
-        allowed.append((launched.allows_next, engine._runner._num_on_their_way))
+        allowed.append((launched.allows_next, engine._runner._num_in_flight))
         return launched
 
     monkeypatch.setattr(engine._runner, "launch", noted)
@@ -311,7 +311,7 @@ def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, 
     assert set(allowed) == {(False, 1)}
     assert len(allowed) < 7
     allowed.clear()
-    engine.pause_drafts(True)
+    engine.use_speculator(engine.speculator.with_proposer(None))
     with noted_launches():
         llm.generate(PROMPTS[:1], replace(KINDS[0], max_tokens=3), use_tqdm=False)
     assert [allows_next for allows_next, _ in allowed] == [True] * 3

@@ -7,7 +7,7 @@ import torch
 
 from quire import LLM, LLMEngine, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.sampling.sampler import sample
-from quire.worker.device import runner
+from quire.worker import step_driver
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.engine.held_masks import Gate, run, submit
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -95,7 +95,7 @@ def test_only_the_rows_that_need_it_go_to_the_sampler_of_the_host(qwen, monkeypa
         seen.append((len(logits), [row.needs_logprob for row in rows]))
         return sample(logits, rows, draw)
 
-    monkeypatch.setattr(runner, "sample", noted)
+    monkeypatch.setattr(step_driver, "sample", noted)
     params = [greedy(4), greedy(4, logprobs=1), SamplingParams(seed=3, max_tokens=4, ignore_eos=True, detokenize=False)]
     expected, found, _ = both(qwen, PROMPTS, params, max_num_seqs=3)
     assert tokens(found) == tokens(expected)

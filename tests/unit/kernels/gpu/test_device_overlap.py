@@ -8,7 +8,7 @@ from quire.base.errors import DeviceLostError, InvariantError
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.worker.device import runner as runner_module
+from quire.worker.device import gpu_executor
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -40,8 +40,8 @@ def both(folder, prompts, params, **options):
 def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_before_is_read(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     calls = []
-    stepper = engine._runner._stepper
-    launch, take = stepper.launch, stepper.take_sampled
+    stepper = engine._runner._executor
+    launch, take = stepper.launch, stepper.read_sampled
 
     def note_launch(step, *rest):
         calls.append(("launch", step.given_ids.tolist()))
@@ -53,7 +53,7 @@ def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_be
         return found
 
     monkeypatch.setattr(stepper, "launch", note_launch)
-    monkeypatch.setattr(stepper, "take_sampled", note_read)
+    monkeypatch.setattr(stepper, "read_sampled", note_read)
     engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))
     while engine.has_unfinished_requests():
         engine.step()
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_steps_one_by_one_when_sequences_are_preempted(qwen)
 
 def test_logits_that_are_not_finite_end_one_request_when_its_next_step_is_on_its_way(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, enforce_eager=True, max_num_seqs=2, **OPTIONS))
-    decoder = engine._runner._decoder
+    decoder = engine._runner._executor._decoder
     real = decoder.logits
 
     def poisoned(hidden, **options):
@@ -158,8 +158,8 @@ def failing_once(stepper, error):
 def test_the_engine_goes_on_and_says_what_to_lower_when_the_driver_has_no_memory_for_a_step(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     released = []
-    monkeypatch.setattr(runner_module, "release_unused", released.append)
-    stepper = engine._runner._stepper
+    monkeypatch.setattr(gpu_executor, "release_unused", released.append)
+    stepper = engine._runner._executor
     monkeypatch.setattr(stepper, "launch", failing_once(stepper, RuntimeError("Triton Error [CUDA]: out of memory")))
     ends = {}
     for name in ("first", "second"):
@@ -168,14 +168,14 @@ def test_the_engine_goes_on_and_says_what_to_lower_when_the_driver_has_no_memory
             ends |= {output.request_id: output for output in engine.step() if output.finished}
     assert [output.outputs[0].finish_reason for output in ends.values()] == ["error", "length"]
     assert "lower max_num_batched_tokens" in ends["first"].error
-    assert released == [engine._runner._decoder.device]
+    assert released == [engine._runner._executor._decoder.device]
     engine.close()
 
 
 def test_the_engine_stops_and_can_be_closed_when_the_device_is_lost(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
-    monkeypatch.setattr(runner_module, "is_lost", lambda device: True)
-    stepper = engine._runner._stepper
+    monkeypatch.setattr(gpu_executor, "is_lost", lambda device: True)
+    stepper = engine._runner._executor
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(stepper, "launch", failing_once(stepper, error))
     engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))

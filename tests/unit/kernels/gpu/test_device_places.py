@@ -19,11 +19,11 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
-from quire.worker.device.changes import TableChanges
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, full_step
 from quire.worker.device.staging import Readback
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
 from quire.worker.device.variants import NotRecording
 
 META = torch.device("meta")
@@ -86,11 +86,11 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
         decoder = DeviceDecoder(spec, parameters, 64, META)
-        stepper = DeviceStepper(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs(recorder))
+        stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs(recorder))
         stepper.run_full(32, 4, 64)
         stepper.give_pool(DeviceKvPool(kv, 9, META))
         stepper.record_largest()
-        changes = TableChanges([(0, 0, (1, 2))], ((0, 1),))
+        changes = BlockTableUpdates([(0, 0, (1, 2))], ((0, 1),))
         for sampling in SAMPLINGS:
             for num_tokens, kept in ((3, Kept()), (3, Kept(True, True)), (3, Kept(True)), (9, Kept(True))):
                 launched = stepper.launch(full_step(num_tokens, 3, 20, 4), sampling, changes, kept)

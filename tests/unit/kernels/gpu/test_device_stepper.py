@@ -14,10 +14,10 @@ from quire.kernels.triton.launching import run_all
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
-from quire.worker.device.changes import TableChanges
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 LAYER = LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeSpec(16, 1e4)), MlpSpec(24, "silu"), attn_in=RMS, mlp_in=RMS)
@@ -43,7 +43,7 @@ def make_stepper(device, max_num_seqs, library=None):
     graphs = CountedGraphs()
     kv = KvSpec.of(SPEC, BLOCK_SIZE, "float32")
     decoder = DeviceDecoder(SPEC, parameters, 64, device)
-    stepper = DeviceStepper(decoder, DeviceKvPool(kv, NUM_BLOCKS, device), StepSizes(max_num_seqs, 32, 64), graphs, library)
+    stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, NUM_BLOCKS, device), StepSizes(max_num_seqs, 32, 64), graphs, library)
     assert not parameters  # taken one by one
     return stepper, graphs
 
@@ -71,11 +71,11 @@ def decode(lines, lengths, ids):
 
 
 def tables(*lines):
-    return TableChanges([(line, 0, (3 * line, 3 * line + 1, 3 * line + 2)) for line in lines])
+    return BlockTableUpdates([(line, 0, (3 * line, 3 * line + 1, 3 * line + 2)) for line in lines])
 
 
 def sampled(stepper, step, changes=None, sampling="plain"):
-    return stepper.take_sampled(stepper.launch(step, sampling, changes or TableChanges([])))[0]
+    return stepper.read_sampled(stepper.launch(step, sampling, changes or BlockTableUpdates([])))[0]
 
 
 PROMPTS = {0: [4, 9, 16], 1: [25, 36, 49, 3, 1], 2: [7]}
@@ -122,7 +122,7 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
     copies = []
     send = stepper._staging.send
     monkeypatch.setattr(stepper._staging, "send", lambda count: (copies.append(count), send(count)))
-    changes = TableChanges([(0, 0, (7,)), (1, 0, (7, 1, 2))], ((0, 7),))
+    changes = BlockTableUpdates([(0, 0, (7,)), (1, 0, (7, 1, 2))], ((0, 7),))
     step = HostStep(
         (1, 2),
         np.array([0, 1], np.int32),
@@ -144,7 +144,7 @@ def test_one_copy_brings_a_step_to_the_device_when_it_changes_tables_and_copies_
 def test_logits_are_handed_out_when_the_host_samples(device):
     stepper, _ = make_stepper(device, 4)
     (token,) = sampled(stepper, prompt(0, PROMPTS[0]), tables(0))
-    launched = stepper.launch(decode([0], [4], [token]), "plain", TableChanges([]), Kept(logits=True))
+    launched = stepper.launch(decode([0], [4], [token]), "plain", BlockTableUpdates([]), Kept(logits=True))
     assert launched.logits.shape == (1, 61)
     (best,) = sampled(stepper, decode([0], [4], [token]))
     assert best == int(launched.logits.argmax())

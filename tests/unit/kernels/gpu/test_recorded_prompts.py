@@ -23,12 +23,12 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
 from quire.speculate.draft import Draft
-from quire.worker.device import stepper as stepper_module
-from quire.worker.device.changes import TableChanges
+from quire.worker.device import gpu_executor as stepper_module
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
 from quire.worker.device.graphs import CudaGraphRecorder, GraphKey, PromptKey, StepGraphs
 from quire.worker.device.host_step import HostStep, fill
 from quire.worker.device.mixed_step import MixedSizes, fill_tiles, most_recorded_tokens, padded_sizes, short_runs
-from quire.worker.device.stepper import DeviceStepper, Kept, StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 BLOCK_SIZE, BLOCKS_PER_LINE, MAX_LEN = 16, 4, 60
@@ -115,7 +115,7 @@ def make_stepper(device, layers, recorder, is_in_order=False, kv_dtype="float32"
         for part in cache:
             if part is not None and part.is_floating_point() and part.dtype != torch.float8_e4m3fn:
                 part.fill_(torch.nan)
-    stepper = DeviceStepper(decoder, pool, sizes, StepGraphs(recorder))
+    stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder))
     if isinstance(recorder, LogRecorder):
         recorder.stepper = stepper
     return stepper
@@ -163,14 +163,14 @@ FEW_STEPS = [STEPS[0], STEPS[5]]  # of one kind
 def found_by(stepper, steps=STEPS):
     """Return what each step gives: its tokens, and its hidden states where there are any."""
     per_line = BLOCKS_PER_LINE
-    changes = TableChanges([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(3)])
+    changes = BlockTableUpdates([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(3)])
     found = []
     with torch.inference_mode():
         for index, runs in enumerate(steps):
             launched = stepper.launch(mixed_step(runs), "plain", changes, Kept(hidden=index in (1, 3, 8)))
             hidden = None if launched.hidden is None else launched.hidden.clone()
-            found.append((stepper.take_sampled(launched)[0], hidden))
-            changes = TableChanges([])
+            found.append((stepper.read_sampled(launched)[0], hidden))
+            changes = BlockTableUpdates([])
     return found
 
 
@@ -244,12 +244,12 @@ def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeyp
             for part in (cache.k, cache.v):
                 part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.numel())))
         blocks = [(line, 0, tuple(range(line * BLOCKS_PER_LINE, (line + 1) * BLOCKS_PER_LINE))) for line in range(3)]
-        changes, tokens = TableChanges(blocks), []
+        changes, tokens = BlockTableUpdates(blocks), []
         with torch.inference_mode():
             for runs in DRAFTED:
                 launched = stepper.launch(drafted_step(runs), "plain", changes, Kept(logits=True))
-                tokens.append((stepper.take_sampled(launched)[0], launched.logits.clone()))
-                changes = TableChanges([])
+                tokens.append((stepper.read_sampled(launched)[0], launched.logits.clone()))
+                changes = BlockTableUpdates([])
         found.append(tokens)
     for (tokens, logits), (wanted_tokens, wanted) in zip(*found, strict=True):
         assert tokens == wanted_tokens
@@ -267,7 +267,7 @@ def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_
     assert stepper.prompts.keys == []
     assert all(isinstance(key, GraphKey) for key in stepper.keys)
     graphs = StepGraphs(LogRecorder(monkeypatch))
-    library = DeviceStepper(stepper._decoder, stepper._pool, SIZES, graphs, Library())
+    library = GpuStepExecutor(stepper._decoder, stepper._pool, SIZES, graphs, Library())
     assert library.prompts.keys == []
 
 

@@ -19,8 +19,8 @@ from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device import variants
-from quire.worker.device.ahead import CompilationAhead, Order, _fingerprint
-from quire.worker.device.stepper import StepSizes
+from quire.worker.device.gpu_executor import StepSizes
+from quire.worker.device.precompile import Order, Precompilation, _fingerprint
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.narrow_checkpoints import SIZES, write
@@ -160,7 +160,7 @@ def test_a_checkpoint_is_compiled_ahead_once_for_all_that_are_stored_alike(tmp_p
         order = order_of(path, spec, active_table())
         if name == "other":
             monkeypatch.setattr(subprocess, "Popen", FailingProcess)
-        ahead.append(CompilationAhead(order, open_parameters(path, spec)))
+        ahead.append(Precompilation(order, open_parameters(path, spec)))
         assert ahead[-1].wait() is (name != "other")
     assert [compilation.is_needed for compilation in ahead] == [True, False, True]
     assert len(list((tmp_path / "cache").glob("*/*.cubin"))) > 20
@@ -178,7 +178,7 @@ def test_what_compiles_finds_the_package_wherever_the_program_is_run(tmp_path, m
     monkeypatch.setattr(subprocess, "Popen", Finding)
     path = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES, torch_dtype="bfloat16")
     spec = read_model_spec(path)
-    assert CompilationAhead(order_of(path, spec, active_table()), open_parameters(path, spec)).wait()
+    assert Precompilation(order_of(path, spec, active_table()), open_parameters(path, spec)).wait()
 
 
 class FailingProcess(subprocess.Popen):

@@ -11,6 +11,7 @@ from quire.contracts.step import SequenceStart, StepPlan
 from quire.speculate.draft import Draft
 from quire.worker.device.host_step import fill, fill_lines_of_decode, fill_places, fill_sampled, full_step, host_step
 from quire.worker.input_batch import InputBatch
+from quire.worker.step_executor import UNKNOWN
 
 BLOCK_SIZE = 4
 
@@ -28,9 +29,13 @@ def arrays(num_tokens, num_sequences, num_sampled):
     return {name: np.full(count, -99) for name, count in {**counts, "query_starts": num_sequences + 1}.items()}
 
 
+def arrays_of(batch, step):
+    return host_step(step.tokens, batch._tables, BLOCK_SIZE)
+
+
 @pytest.fixture
 def batch():
-    batch = InputBatch(4, 5, BLOCK_SIZE, 100)
+    batch = InputBatch(np.zeros((4, 5), np.int64), BLOCK_SIZE, 100)
     batch.apply(
         StepPlan(0, {}, (start(0, range(10, 19), 0, (3, 1, 4)), start(1, range(30, 33), 0, (2,)), start(2, [40, 41], 0, (0,))))
     )
@@ -39,7 +44,7 @@ def batch():
 
 def test_tokens_stand_where_the_tables_say_when_chunks_and_whole_prompts_are_mixed(batch):
     plan = StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3, SequenceId(2): 1})
-    step = host_step(batch.build(plan), batch.tables, BLOCK_SIZE, np.zeros(4, bool))
+    step = arrays_of(batch, batch.build(plan))
     assert step.counts == (5, 3, 1)
     assert step.given_ids.tolist() == [10, 11, 12, 13, 14, 30, 31, 32, 40]
     assert step.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0]
@@ -47,27 +52,24 @@ def test_tokens_stand_where_the_tables_say_when_chunks_and_whole_prompts_are_mix
     assert step.context_lens.tolist() == [5, 3, 1]
     assert step.logit_rows.tolist() == [7]  # the others' known tokens are not all computed
     assert step.sample_positions.tolist() == [3]
-    assert step.rows.tolist() == [batch.row(SequenceId(n)).table for n in range(3)]
+    assert step.rows.tolist() == [batch.row(SequenceId(n)).batch_slot for n in range(3)]
     assert step.sampled_rows.tolist() == [step.rows[1]]
     assert not step.is_decode
 
 
-def test_only_the_last_token_comes_from_the_device_when_it_sampled_that(batch):
+def test_only_the_last_token_comes_from_the_device_when_the_host_does_not_know_it(batch):
     row = batch.row(SequenceId(2))
     row.num_computed_tokens = 1
-    is_on_device = np.zeros(4, bool)
-    is_on_device[row.table] = True
+    row.token_ids[1] = UNKNOWN
     plan = StepPlan(1, {SequenceId(1): 3, SequenceId(2): 1})
-    step = host_step(batch.build(plan), batch.tables, BLOCK_SIZE, is_on_device)
+    step = arrays_of(batch, batch.build(plan))
     assert step.given_ids.tolist() == [30, 31, 32, -1]
 
 
 def test_padding_sees_and_stores_nothing(batch):
     for number in (1, 2):
         batch.row(SequenceId(number)).num_computed_tokens = len(batch.row(SequenceId(number)).token_ids) - 1
-    step = host_step(
-        batch.build(StepPlan(1, {SequenceId(1): 1, SequenceId(2): 1})), batch.tables, BLOCK_SIZE, np.zeros(4, bool)
-    )
+    step = arrays_of(batch, batch.build(StepPlan(1, {SequenceId(1): 1, SequenceId(2): 1})))
     assert step.is_decode
     wide = arrays(4, 4, 4)
     fill_lines_of_decode(wide, step, padding_row=4)
@@ -83,12 +85,7 @@ def test_padding_sees_and_stores_nothing(batch):
 
 
 def test_the_arrays_of_a_step_with_prompts_are_its_own(batch):
-    step = host_step(
-        batch.build(StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3, SequenceId(2): 1})),
-        batch.tables,
-        BLOCK_SIZE,
-        np.zeros(4, bool),
-    )
+    step = arrays_of(batch, batch.build(StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3, SequenceId(2): 1})))
     found = arrays(9, 3, 1)
     fill(found, step, padding_row=4)
     fill_sampled(found, step)
@@ -100,7 +97,7 @@ def test_the_arrays_of_a_step_with_prompts_are_its_own(batch):
 
 def test_further_tokens_of_a_step_with_prompts_are_one_sequence_behind_the_others(batch):
     plan = StepPlan(1, {SequenceId(0): 5, SequenceId(1): 3})
-    step = host_step(batch.build(plan), batch.tables, BLOCK_SIZE, np.zeros(4, bool))
+    step = arrays_of(batch, batch.build(plan))
     found = arrays(12, 5, 1)
     fill(found, step, padding_row=4)
     assert found["query_starts"].tolist() == [0, 5, 8, 8, 8, 12]
@@ -130,13 +127,12 @@ TREE = Draft((50, 51, 52), (-1, 0, -1))
 
 def test_drafts_stand_behind_the_last_known_token_and_have_their_lines_and_the_positions_of_their_depths(batch):
     for number in (1, 2):
-        batch.row(SequenceId(number)).num_computed_tokens = len(batch.row(SequenceId(number)).token_ids) - 1
+        row = batch.row(SequenceId(number))
+        row.num_computed_tokens, row.token_ids[-1] = len(row.token_ids) - 1, UNKNOWN
     batch.apply(StepPlan(1, {}, new_block_ids={SequenceId(2): (5,)}))
-    lines = [batch.row(SequenceId(number)).table for number in range(3)]
-    is_on_device = np.zeros(4, bool)
-    is_on_device[lines[1:]] = True
+    lines = [batch.row(SequenceId(number)).batch_slot for number in range(3)]
     plan = StepPlan(2, {SequenceId(1): 1, SequenceId(2): 1}, num_draft_slots={SequenceId(2): 3})
-    step = host_step(batch.build(plan, {SequenceId(2): TREE}), batch.tables, BLOCK_SIZE, is_on_device)
+    step = arrays_of(batch, batch.build(plan, {SequenceId(2): TREE}))
     assert step.counts == (1, 4)
     assert step.given_ids.tolist() == [-1, -1, 50, 51, 52]
     assert step.positions.tolist() == [2, 1, 2, 3, 2]
@@ -157,7 +153,7 @@ def test_drafts_stand_behind_the_last_known_token_and_have_their_lines_and_the_p
 def test_chains_of_drafts_are_tokens_like_others(batch):
     batch.row(SequenceId(1)).num_computed_tokens = 2
     plan = StepPlan(1, {SequenceId(1): 1}, num_draft_slots={SequenceId(1): 1})
-    step = host_step(batch.build(plan, {SequenceId(1): Draft.chain((9,))}), batch.tables, BLOCK_SIZE, np.zeros(4, bool))
+    step = arrays_of(batch, batch.build(plan, {SequenceId(1): Draft.chain((9,))}))
     assert step.trees is None
     assert step.positions.tolist() == [2, 3]
     assert step.sample_positions.tolist() == [3, 4]

@@ -9,7 +9,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.worker.device.choice import choose_device
+from quire.worker.device.device_select import choose_device
 
 real_find_spec = importlib.util.find_spec
 

@@ -1,7 +1,8 @@
-"""TableChanges: what a plan changes on the device before its step, as arrays behind those of the step."""
+"""BlockTableUpdates: what changes on the device before a step, as arrays that are sent with those of the step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from quire.worker.device.staging import Part, Staged
-from quire.worker.input_batch import Moves
+from quire.worker.step_executor import Moves, TableEntry
 
 
 @dataclass(frozen=True, slots=True)
-class TableChanges:
-    """What changes before a step: entries of block tables, as (line, index, block ids from there on), and blocks to copy, as
-    (source, target), once tokens of accepted drafts have been moved."""
+class BlockTableUpdates:
+    """Changes of the block tables, KV blocks to copy, as (source, target), and the KV of accepted drafts to move, which comes
+    first."""
 
-    entries: list[tuple[int, int, tuple[int, ...]]]
-    block_copies: tuple[tuple[int, int], ...] = ()
+    entries: Sequence[TableEntry]
+    block_copies: Sequence[tuple[int, int]] = ()
     moves: Moves | None = None
 
     @property
@@ -33,7 +34,7 @@ class TableChanges:
         return change_parts(num_entries, len(self.block_copies), num_moves, num_moved)
 
     def fill(self, staged: Staged, width: int) -> None:
-        """Write the arrays of `parts`; width: blocks of a line of the tables."""
+        """Write the arrays of `parts`; width: entries of a block table."""
         host = staged.host
         if self.entries:
             host["places"][:], host["blocks"][:] = _entries(self, width)
@@ -56,6 +57,6 @@ def change_parts(num_entries: int, num_copies: int, num_moves: int = 0, num_move
     ]
 
 
-def _entries(changes: TableChanges, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    places = [np.arange(len(blocks)) + line * width + index for line, index, blocks in changes.entries]
+def _entries(changes: BlockTableUpdates, width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    places = [np.arange(len(blocks)) + batch_slot * width + index for batch_slot, index, blocks in changes.entries]
     return np.concatenate(places), np.array([block for _, _, blocks in changes.entries for block in blocks], np.int32)

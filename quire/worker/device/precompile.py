@@ -1,6 +1,6 @@
 """Compile what serving a model launches while its weights are loaded, in processes of their own.
 
-`python -m quire.worker.device.ahead` reads a pickled Order from its standard input, finds the variants and compiles them.
+`python -m quire.worker.device.precompile` reads a pickled Order from its standard input, finds the variants and compiles them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.kernels.triton.tile_table import TileTable, using
 from quire.model.checkpoint import open_parameters
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device.stepper import StepSizes
+from quire.worker.device.gpu_executor import StepSizes
 from quire.worker.device.variants import ServedHead, ServedModel, head_variants, serving_variants
 
 logger = get_logger(__name__)
@@ -76,7 +76,7 @@ class Order(NamedTuple):
             return serving_variants(model, self.kv, self.sizes) if self.head is None else head_variants(model, self.head)
 
 
-class CompilationAhead:
+class Precompilation:
     """Kernels that are compiled meanwhile, unless they were before, for the same model and sizes, from the same sources.
 
     parameters  of the model, as `open_parameters` returns them; not changed
@@ -91,7 +91,7 @@ class CompilationAhead:
             found = [str(Path(quire.__file__).parents[1]), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "quire.worker.device.ahead"],
+                [sys.executable, "-m", "quire.worker.device.precompile"],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,

@@ -1,25 +1,33 @@
-"""DeviceStepper: what lies on the device beside the model, and how a step is launched over it."""
+"""GpuStepExecutor: runs the steps of a model, or of a draft head, on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import clear_frames
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base.errors import DeviceLostError, InvariantError, WorkerError
+from quire.contracts.memory import ModelReport
+from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
 from quire.kernels.triton.attention import tile_queries
 from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import run_all
-from quire.kernels.triton.sampling import Choices, sample_launches
+from quire.kernels.triton.sampling import Choices, sample_launches, sample_rows
+from quire.kernels.triton.sampling import row_options as draw_options
 from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
-from quire.worker.device.changes import TableChanges, change_parts
-from quire.worker.device.columns import SamplingColumns, option_parts, row_options
+from quire.sampling.sampler import error_of_status
+from quire.speculate.proposer import Reads
+from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
+from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
 from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
 from quire.worker.device.host_step import (
     HostStep,
@@ -30,7 +38,9 @@ from quire.worker.device.host_step import (
     fill_places,
     fill_sampled,
     full_step,
+    host_step,
 )
+from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.mixed_step import (
     MixedSizes,
     exact_sizes,
@@ -42,7 +52,10 @@ from quire.worker.device.mixed_step import (
     short_runs,
     token_parts,
 )
-from quire.worker.device.staging import Part, Readback, Staged, Staging, staged_bytes
+from quire.worker.device.peaks import measure_device_peaks
+from quire.worker.device.sampling_table import SamplingTable, option_parts, row_options
+from quire.worker.device.staging import NUM_READBACKS, Part, Readback, Staged, Staging, staged_bytes
+from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
 
 
 class StepSizes(NamedTuple):
@@ -62,12 +75,12 @@ class StepSizes(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step on its way.
+    """A step that was launched.
 
-    num_sampled  next tokens that take_sampled will return
-    num_rows     the same with the padding's
-    logits       [R, vocab_size] in the model's dtype; of a recorded step until the next one; None where nobody asked for them
-    hidden       [T, hidden_size] after the final norm; of a recorded step until the next one; None where nobody asked for it
+    num_sampled  next tokens that read_sampled will return
+    num_rows     the same with padding
+    logits       [R, vocab_size] in the model's dtype; of a CUDA graph until the next one runs; None: not kept
+    hidden       [T, hidden_size] after the final norm; of a CUDA graph until the next one runs; None: not kept
     readback     where the tokens arrive
     """
 
@@ -79,14 +92,14 @@ class Launched(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What of a step is kept for whoever launches it, beside the next tokens."""
+    """What is kept of a step, in addition to the next tokens."""
 
     logits: bool = False
     hidden: bool = False
 
 
 class _Frame(NamedTuple):
-    """The arrays of a step of one kind, at fixed addresses, and what it launches."""
+    """The arrays of one kind of step, at fixed addresses, and a function that launches its kernels."""
 
     staged: Staged
     run: Callable[[], None]
@@ -95,9 +108,16 @@ class _Frame(NamedTuple):
 _NOTHING = Kept()
 
 
-class DeviceStepper:
-    """Launches the steps of one model, or of a head. Lines [0, max_num_seqs) of its tables belong to sequences, the last one
-    to padding."""
+class GpuStepExecutor:
+    """Implements StepExecutor, and launches the steps of a draft model or a draft head, which have no driver of their own.
+
+    Batch slots [0, max_num_seqs) belong to sequences, and the last one, padding_slot, to padding. All inputs of a step are
+    copied to the GPU in one transfer. Every step samples a token for each of its logit_rows on the GPU, and keeps it there for
+    the next step of its batch slot.
+    """
+
+    has_sampler = True
+    max_in_flight = NUM_READBACKS
 
     def __init__(
         self,
@@ -108,10 +128,12 @@ class DeviceStepper:
         library: AttentionLibrary | None = None,
     ) -> None:
         self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
-        self._library = library  # attends the steps that are launched one by one; with one those with prompts all are
+        self._library = library  # attends in steps without a CUDA graph; with a library all steps with prompts are such
         device, spec = decoder.device, decoder.spec
-        self.padding_line = sizes.max_num_seqs
-        self.columns = SamplingColumns(sizes.max_num_seqs + 1, spec.vocab_size)
+        self.has_rope_variants = spec.rope_switch_len(sizes.max_model_len) is not None
+        self.padding_slot = sizes.max_num_seqs
+        self.sampling_table = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
+        self.draw, self.vocab_size, self.block_size = draw_on_device, spec.vocab_size, pool.spec.block_size
         self.grid = GraphGrid(sizes.max_num_seqs)
         is_recording = graphs.is_recording and library is None
         most_tokens = most_recorded_tokens(spec, sizes.max_num_batched_tokens) if is_recording else 0
@@ -121,13 +143,18 @@ class DeviceStepper:
         self._tables = torch.zeros(sizes.max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
         most = self.grid.max_rows
-        # What recorded steps read and write beside their arrays.
+        self.block_tables = np.zeros((sizes.max_num_seqs, max_blocks), dtype=np.int64)  # on the host, written by the driver
+        self._entries: Sequence[TableEntry] = ()  # of block_tables, to be sent before the next step
+        self._block_copies: Sequence[tuple[int, int]] = ()
+        self._moves: Moves | None = None
+        self._logit_rows: list[int] = []  # of the step that was started last
+        # What CUDA graphs read and write besides their staged arrays.
         most_lines = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_lines, max_blocks, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
         self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
-        # Tokens i64, and behind them their statuses, two i32 in one, so that one copy brings both.
+        # Tokens i64, then their statuses, two i32 in one, so that one copy brings both.
         most_sampled = sizes.max_num_seqs + sizes.max_num_drafts
         self._result = torch.zeros(_result_size(most_sampled), dtype=torch.int64, device=device)
         self._readback = Readback(self._result)
@@ -150,18 +177,115 @@ class DeviceStepper:
         behind = [*_sampled_parts(num_seqs + num_drafts), *changes]
         return max(staged_bytes([*own.parts, *behind]) for own in sizes)
 
+    @contextmanager
+    def step_scope(self) -> Iterator[None]:
+        """See StepExecutor. Raises WorkerError, which says what to lower, when memory ends, and DeviceLostError when nothing
+        runs on the device any more."""
+        device = self._decoder.device
+        try:
+            with torch.inference_mode(), self._decoder.on_device():
+                yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                clear_frames(error.__traceback__)  # which hold the step's tensors
+                release_unused(device)
+                raise WorkerError(f"the device has not enough memory for this step: {HOW_TO_SAVE} ({error})") from error
+            if is_lost(device):
+                raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
+            raise
+
+    def set_sampling(self, batch_slot: int, sampling: SlotSampling) -> None:
+        """See StepExecutor."""
+        self.sampling_table.set(batch_slot, sampling)
+
+    def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
+        """See StepExecutor. The changes are sent with the step; those of a step that was never started are dropped, as its
+        sequences have failed."""
+        self._entries, self._block_copies = entries, block_copies
+
+    def move_tokens(self, moves: Moves) -> None:
+        """See StepExecutor. The moves are made with the next step that is started, also if one fails before that."""
+        self._moves = moves
+
+    def flush(self) -> None:
+        """See StepExecutor."""
+        updates = self._take_updates()
+        if not updates.is_empty:
+            self._staging.wait()
+            self._staging.holds = None
+            self._send(0, updates)
+
+    def _take_updates(self) -> BlockTableUpdates:
+        updates = BlockTableUpdates(self._entries, self._block_copies, self._moves)
+        self._entries, self._block_copies, self._moves = (), (), None
+        return updates
+
+    def start_step(
+        self,
+        tokens: StepTokens,
+        *,
+        samples: bool,
+        keeps_logits: bool,
+        hidden_rows: list[int],
+        keeps_prompt_logits: bool,
+        reads: Sequence[Reads],
+    ) -> Launched:
+        """See StepExecutor. It samples in any case, and keeps features as keep_features of the decoder says."""
+        step = host_step(tokens, self.block_tables, self.block_size, self._decoder.num_long_rope_rows)
+        kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
+        self._logit_rows = tokens.logit_rows
+        return self.launch(step, self.sampling_table.sampling_of(step.sampled_rows), self._take_updates(), kept)
+
+    def take_sampled(self, started: Launched) -> tuple[list[int], Mapping[int, str]]:
+        """See StepExecutor."""
+        token_ids, statuses = self.read_sampled(started)
+        if not any(statuses):
+            return token_ids, NO_FAILURES
+        failed = [(index, SampleStatus(status)) for index, status in enumerate(statuses) if status != SampleStatus.FINE]
+        return token_ids, {index: error_of_status(status) or "no token could be sampled" for index, status in failed}
+
+    def logits(self, started: Launched) -> Tensor:
+        """See StepExecutor."""
+        if started.logits is None:
+            raise InvariantError("the step did not keep its logits")
+        return started.logits
+
+    def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
+        """See StepExecutor."""
+        return self._decoder.logits(_hidden_of(started)[first:last])
+
+    def hidden_states(self, started: Launched, hidden_rows: list[int]) -> Callable[[int, int], Tensor]:
+        """See StepExecutor. All rows are copied to the host at once."""
+        hidden = _hidden_of(started)
+        wanted = hidden[torch.tensor(hidden_rows, device=hidden.device)].float().cpu()
+        return lambda first, last: wanted[first:last]
+
+    def features(self, what: Reads, rows: Sequence[int]) -> Tensor:
+        """See StepExecutor."""
+        if isinstance(self._decoder, DeviceHead):
+            raise InvariantError("a draft head keeps no features")
+        return self._decoder.features_at([self._logit_rows[place] for place in rows] if what == "last" else rows)
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """See StepExecutor: what is kept is part of the CUDA graphs, and never changes; see DeviceDecoder.keep_features."""
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """See StepExecutor."""
+        with self._decoder.on_device():  # events belong to the current device
+            return measure_device_peaks(report, self._decoder.device)
+
     def give_pool(self, pool: DeviceKvPool) -> None:
-        """Take another pool, of the same shape but for its number of blocks; what was recorded is forgotten."""
+        """Use another pool, which differs only in its number of blocks; all CUDA graphs are dropped."""
         self.close()
         self._pool = pool
 
     def close(self) -> None:
-        """Forget what was recorded, so that its memory can go."""
+        """Drop all CUDA graphs, so that their memory can be freed."""
         self._graphs.clear()
         self._frames.clear()
 
-    def launch(self, step: HostStep | None, sampling: Sampling, changes: TableChanges, kept: Kept = _NOTHING) -> Launched:
-        """Launch the changes and a step, which may be missing; returns before the device is done."""
+    def launch(self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = _NOTHING) -> Launched:
+        """Launch the changes, and then a step if there is one; return before the device is done."""
         self._staging.wait()
         if step is None:
             self._staging.holds = None
@@ -171,8 +295,8 @@ class DeviceStepper:
             return self._launch_decode(step, sampling, changes, kept)
         return self._launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
-    def take_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
-        """Wait for a step, and return its next tokens, -1 where there is none, and their statuses.
+    def read_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
+        """Wait for a step; return its next tokens, -1 where there is none, and their statuses.
 
         To be called before NUM_READBACKS more steps are launched. Another one may have been launched already.
         """
@@ -183,9 +307,9 @@ class DeviceStepper:
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
         """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
         num_short = max(most for _, most in self.tile_kinds)
-        step = full_step(num_tokens, num_sequences, context_len, self.padding_line, num_short, self._sizes.max_num_drafts)
+        step = full_step(num_tokens, num_sequences, context_len, self.padding_slot, num_short, self._sizes.max_num_drafts)
         self._staging.wait()
-        self._launch_mixed(step, "cuts", TableChanges([]), _NOTHING, 0)
+        self._launch_mixed(step, "cuts", BlockTableUpdates([]), _NOTHING, 0)
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
@@ -220,22 +344,22 @@ class DeviceStepper:
             self._record_prompts(key)
         else:
             # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
-            step = full_step(key.num_rows, key.num_rows, 1, self.padding_line)
+            step = full_step(key.num_rows, key.num_rows, 1, self.padding_slot)
             self._staging.wait()
-            self._launch_decode(step, key.sampling, TableChanges([]), _NOTHING)
+            self._launch_decode(step, key.sampling, BlockTableUpdates([]), _NOTHING)
 
-    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept) -> Launched:
+    def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
         count = len(step.counts)
         key = self.grid.key(count, sampling)
         frame = self._frames.get(key)
         if frame is None:
             frame = self._frames[key] = self._make_frame(key)
         host = frame.staged.host
-        lines = (key, self.columns.num_changes, step.rows.tobytes())
-        if self._staging.holds != lines:
-            fill_lines_of_decode(host, step, self.padding_line)
-            self.columns.fill(host)
-            self._staging.holds = lines
+        slots = (key, self.sampling_table.num_changes, step.rows.tobytes())
+        if self._staging.holds != slots:
+            fill_lines_of_decode(host, step, self.padding_slot)
+            self.sampling_table.fill(host)
+            self._staging.holds = slots
         fill_places(host, step)
         self._send(frame.staged.end, changes)
         self._graphs.run(key, frame.run)
@@ -261,7 +385,7 @@ class DeviceStepper:
         return _Frame(staged, run)
 
     def _launch_mixed(
-        self, step: HostStep, sampling: Sampling, changes: TableChanges, kept: Kept, most_recorded_tokens: int
+        self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
     ) -> Launched:
         num_tokens, num_sampled = len(step.given_ids), len(step.logit_rows)
         lists = [list_tiles(step.counts, *kind, step.context_lens.tolist()) for kind in self.tile_kinds]
@@ -272,10 +396,10 @@ class DeviceStepper:
         staged = self._staging.arrange(exact_sizes(step, lists).parts) if frame is None else frame.staged
         sampled = self._staging.arrange(_sampled_parts(num_sampled), staged.end)
         self._staging.holds = None
-        fill(staged.host, step, self.padding_line)
+        fill(staged.host, step, self.padding_slot)
         fill_tiles(staged.host, step, lists, self.tile_kinds)
         fill_sampled(sampled.host, step)
-        self.columns.fill(sampled.host)
+        self.sampling_table.fill(sampled.host)
         self._send(sampled.end, changes)
         if frame is None:
             hidden = self._run_exact(step, lists, staged.device)
@@ -303,7 +427,7 @@ class DeviceStepper:
         self._staging.holds = None
         frame = self._prompt_frame(key)
         nothing, lists = empty_step(), [list_tiles((), *kind, ()) for kind in self.tile_kinds]
-        fill(frame.staged.host, nothing, self.padding_line)
+        fill(frame.staged.host, nothing, self.padding_slot)
         fill_tiles(frame.staged.host, nothing, lists, self.tile_kinds)
         self._staging.send(frame.staged.end)
         self._graphs.run(key, frame.run)
@@ -338,7 +462,7 @@ class DeviceStepper:
         run_all(sample_launches(choices, logits, row_options(arrays), sampling == "cuts"))
         keep_ids_launch(self._last_ids, choices.tokens, arrays["sampled_rows"]).run()
 
-    def _send(self, start: int, changes: TableChanges) -> None:
+    def _send(self, start: int, changes: BlockTableUpdates) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
         if changes.is_empty:
             if start:
@@ -368,3 +492,19 @@ def _first_status(num_rows: int) -> int:
 
 def _result_size(num_rows: int) -> int:
     return _first_status(num_rows) + -(-num_rows // 2)
+
+
+def _hidden_of(started: Launched) -> Tensor:
+    if started.hidden is None:
+        raise InvariantError("the step did not keep its hidden states")
+    return started.hidden
+
+
+def draw_on_device(logits: Tensor, row_ids: Sequence[int], options: Sequence[DrawOptions]) -> list[tuple[int, SampleStatus]]:
+    """Draw the tokens of some rows of logits where these are; see sampling.sampler.Draw."""
+    if not row_ids:
+        return []
+    rows = logits if len(row_ids) == len(logits) else logits[list(row_ids)]
+    has_cuts = any(not row.is_greedy and (row.top_k > 0 or row.top_p < 1 or row.log_min_p > float("-inf")) for row in options)
+    found = sample_rows(rows, draw_options(options, logits.shape[1], logits.device), has_cuts)
+    return list(zip(found.tokens.tolist(), map(SampleStatus, found.statuses.tolist()), strict=True))

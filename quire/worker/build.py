@@ -1,0 +1,64 @@
+"""Build what runs a model's steps: plan the memory, load the weights, allocate the KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quire.base.errors import ModelFormatError
+from quire.base.logging import get_logger
+from quire.base.shared_reads import shared_reads
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import ModelReport
+from quire.model.build import build_model
+from quire.model.checkpoint import open_parameters
+from quire.model.native_decoder import NativeDecoder
+from quire.quant.policy import POLICIES
+from quire.speculate.build import build_speculator
+from quire.worker.cpu_executor import CpuStepExecutor
+from quire.worker.device.device_select import choose_device
+from quire.worker.inspect import inspect_model, refuse_head, settle_drafts, step_limits
+from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_tokens
+from quire.worker.step_driver import EngineRunner, StepDriver
+
+logger = get_logger(__name__)
+
+
+@shared_reads()
+def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
+    """Load a model on the device that the configuration names; return its step driver, and the report of what it takes.
+
+    Raises ModelFormatError, UnsupportedError or ConfigError.
+    """
+    config = settle_drafts(config)
+    report = inspect_model(config)
+    try:
+        device = choose_device(config)
+        if device is None:
+            return _build_on_cpu(config, report)
+        from quire.worker.device.build import build_device_runner  # needs Triton
+
+        return build_device_runner(config, device, report, max_num_batched_tokens(config, report.device))
+    except ModelFormatError:
+        refuse_head(config, report.folder)
+        raise
+
+
+def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver, ModelReport]:
+    check_fits(report.memory)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    for line in report.memory.describe().splitlines():
+        logger.info(line)
+    parameters = open_parameters(report.folder, report.spec)
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    decoder = build_model(report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy)
+    if isinstance(decoder, NativeDecoder):
+        report = replace(report, packed_weight_bytes=decoder.weight_bytes, spared_weight_bytes=decoder.spared_bytes)
+    executor = CpuStepExecutor(decoder, report.memory, config.max_num_seqs)
+    speculator = None
+    if config.speculative_config is not None:
+        speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
+    executor.take_pages(() if speculator is None else speculator.pools)
+    return StepDriver(executor, speculator), report

@@ -1,0 +1,165 @@
+"""CpuStepExecutor: runs the steps of a model on the CPU, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.kernels.peaks import SHORT, measure_peaks
+from quire.kv.page_supply import PageSupply
+from quire.kv.pool import KvPool
+from quire.model.build import Model
+from quire.model.native_decoder import NativeDecoder
+from quire.model.token_runs import TokenRuns, address_of
+from quire.speculate.proposer import Reads
+from quire.speculate.target import Target
+from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+
+_Started = tuple[Tensor, list[int] | None]
+"""The logits of a step, and the best token of each row; None: not known."""
+
+
+class CpuStepExecutor:
+    """Implements StepExecutor over a decoder for the CPU. A step has run when start_step returns.
+
+    It only finds best tokens: the native decoder does so without writing logits. Everything else is sampled by the driver.
+    """
+
+    has_sampler = False
+    max_in_flight = 1
+    draw = None
+
+    def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
+        self._decoder = decoder
+        self._kv = KvPool(memory.kv, memory.num_kv_blocks)
+        self._pages = PageSupply(self._kv)  # see take_pages
+        self.block_size, self.vocab_size = memory.kv.block_size, decoder.spec.vocab_size
+        self.has_rope_variants = decoder.spec.rope_switch_len(memory.max_model_len) is not None
+        # No sequence has more blocks than the pool, however long the model would let it become.
+        max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        # Asked for once: the address of an array takes longer to find than a native call.
+        self._tables = list(self.block_tables)
+        self._addresses = [address_of(table) for table in self._tables]
+        # The native decoder uses no torch operations, so it needs no inference mode.
+        self._inference = None if isinstance(decoder, NativeDecoder) else torch.inference_mode()
+        self._keeps_all, self._logit_rows = False, list[int]()  # of the last step
+
+    @property
+    def target(self) -> Target:
+        """The model and its cache, for proposers that draft with them."""
+        return Target(self._decoder, self._kv)
+
+    def take_pages(self, draft_pools: Sequence[KvPool]) -> None:
+        """Take the first memory pages of the pool, and of draft_pools, which have the same block ids, from the system."""
+        self._pages = PageSupply(self._kv, *draft_pools)
+        self._pages.start()
+
+    def step_scope(self) -> AbstractContextManager[object]:
+        """See StepExecutor. Memory pages are taken from the system only outside of it."""
+        return self
+
+    def __enter__(self) -> None:
+        self._pages.begin_step()
+        if self._inference is not None:
+            self._inference.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._inference is not None:
+            self._inference.__exit__(kind, error, traceback)
+        self._pages.end_step()
+
+    def set_sampling(self, batch_slot: int, sampling: SlotSampling) -> None:
+        """See StepExecutor: best tokens need no options."""
+
+    def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
+        """See StepExecutor."""
+        for _, _, block_ids in entries:
+            self._pages.use(block_ids)
+        if block_copies:
+            self._kv.copy_blocks(tuple(block_copies))
+
+    def flush(self) -> None:
+        """See StepExecutor: changes are made at once."""
+
+    def start_step(
+        self,
+        tokens: StepTokens,
+        *,
+        samples: bool,
+        keeps_logits: bool,
+        hidden_rows: list[int],
+        keeps_prompt_logits: bool,
+        reads: Sequence[Reads],
+    ) -> _Started:
+        """See StepExecutor."""
+        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes = tokens
+        tables, addresses = self._tables, self._addresses
+        self._keeps_all = keeps_all = keeps_prompt_logits or "final" in reads
+        self._logit_rows = logit_rows
+        return self._decoder.run(
+            TokenRuns(
+                token_ids,
+                starts,
+                ends,
+                [tables[batch_slot] for batch_slot in batch_slots],
+                [addresses[batch_slot] for batch_slot in batch_slots],
+                trees,
+                short_ropes,
+            ),
+            self._kv,
+            logit_rows,
+            hidden_rows,
+            keeps_all=keeps_all,
+            wants_best=samples,
+            needs_logits=keeps_logits,
+        )
+
+    def take_sampled(self, started: _Started) -> tuple[Sequence[int] | None, Mapping[int, str]]:
+        """See StepExecutor. Where a row has no best token, the sampler says what is wrong with its logits."""
+        best = started[1]
+        return (None if best is None or min(best, default=0) < 0 else best), NO_FAILURES
+
+    def logits(self, started: _Started) -> Tensor:
+        """See StepExecutor."""
+        return started[0]
+
+    def logits_at(self, started: _Started, first: int, last: int) -> Tensor:
+        """See StepExecutor."""
+        return self._decoder.logits_at(first, last)
+
+    def hidden_states(self, started: _Started, hidden_rows: list[int]) -> Callable[[int, int], Tensor]:
+        """See StepExecutor."""
+        return self._decoder.hidden_states
+
+    def features(self, what: Reads, rows: Sequence[int]) -> Tensor:
+        """See StepExecutor."""
+        if what == "layers":
+            return self._decoder.layer_inputs(rows)
+        if what == "last" and self._keeps_all:
+            rows = [self._logit_rows[place] for place in rows]
+        return self._decoder.final_states(rows)
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """See StepExecutor."""
+        self._decoder.keep_inputs(layers)
+
+    def move_tokens(self, moves: Moves) -> None:
+        """See StepExecutor."""
+        self._decoder.move_tokens(self._kv, torch.tensor(moves.sources), torch.tensor(moves.targets))
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """See StepExecutor."""
+        peaks = measure_peaks(report, SHORT)
+        return peaks.bytes_per_s, peaks.flops_per_s
+
+    def close(self) -> None:
+        """See StepExecutor."""
+        self._pages.close()
+        del self._decoder, self._kv

@@ -1,0 +1,79 @@
+"""SamplingTable: how each batch slot is sampled, as arrays from which a step takes its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.kernels.triton.sampling import RowOptions
+from quire.worker.device.host_step import Sampling
+from quire.worker.device.staging import Part
+from quire.worker.step_executor import SlotSampling
+
+_COLUMNS: dict[str, torch.dtype] = {
+    "inverse_temperatures": torch.float32,
+    "is_greedy": torch.int32,
+    "top_ks": torch.int32,
+    "top_ps": torch.float64,
+    "log_min_ps": torch.float32,
+    "seeds": torch.int64,
+}
+
+
+class SamplingTable:
+    """The sampling options of num_slots batch slots; those that were never set sample greedily, as padding does.
+
+    num_changes  grows with every change
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.num_changes = 0
+        self._vocab_size = vocab_size
+        self._arrays: dict[str, NDArray[np.generic]] = {
+            "inverse_temperatures": np.ones(num_slots, np.float32),
+            "is_greedy": np.ones(num_slots, np.int32),
+            "top_ks": np.zeros(num_slots, np.int32),
+            "top_ps": np.ones(num_slots, np.float64),
+            "log_min_ps": np.full(num_slots, -np.inf, np.float32),
+            "seeds": np.zeros(num_slots, np.int64),
+        }
+        self._has_cuts = np.zeros(num_slots, np.bool_)
+
+    def set(self, batch_slot: int, sampling: SlotSampling) -> None:
+        """Set how a batch slot is sampled from the next step on."""
+        arrays = self._arrays
+        top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
+        arrays["inverse_temperatures"][batch_slot] = sampling.inverse_temperature
+        arrays["is_greedy"][batch_slot] = sampling.is_greedy
+        arrays["top_ks"][batch_slot] = top_k
+        arrays["top_ps"][batch_slot] = sampling.top_p
+        arrays["log_min_ps"][batch_slot] = sampling.log_min_p
+        arrays["seeds"][batch_slot] = np.uint64(sampling.seed).astype(np.int64)
+        has_cuts = top_k > 0 or sampling.top_p < 1 or sampling.log_min_p > -np.inf
+        self._has_cuts[batch_slot] = has_cuts and not sampling.is_greedy
+        self.num_changes += 1
+
+    def sampling_of(self, batch_slots: NDArray[np.int32]) -> Sampling:
+        """Return how the device finds the next tokens of these batch slots, all of them together."""
+        return "cuts" if self._has_cuts[batch_slots].any() else "plain"
+
+    def fill(self, host: Mapping[str, NDArray[np.generic]]) -> None:
+        """Write the options of the batch slots host["sampled_rows"] into arrays that `option_parts` names."""
+        batch_slots = host["sampled_rows"]
+        for name, column in self._arrays.items():
+            np.take(column, batch_slots, out=host[name])
+
+
+def option_parts(num_rows: int) -> list[Part]:
+    """Return the arrays that say how num_rows tokens are sampled."""
+    own = [Part("sampled_rows", torch.int32, num_rows), Part("sample_positions", torch.int64, num_rows)]
+    return [*(Part(name, dtype, num_rows) for name, dtype in _COLUMNS.items()), *own]
+
+
+def row_options(device: Mapping[str, Tensor]) -> RowOptions:
+    """Return the arrays of `option_parts` as the sampler takes them."""
+    return RowOptions(**{name: device[name] for name in _COLUMNS}, positions=device["sample_positions"])

@@ -1,0 +1,90 @@
+"""Inspect a model before it is built: what it is, which device runs it, and the memory that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.base.shared_reads import shared_reads
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import ModelReport
+from quire.contracts.model_spec import ModelSpec
+from quire.model.build import effective_max_model_len, runs_natively
+from quire.model.config_reader import read_model_spec
+from quire.model.generation_defaults import read_generation_defaults
+from quire.model.heads.build import find_head_kind
+from quire.model.parameters import parameter_shapes
+from quire.model.resolve import resolve_model
+from quire.speculate.build import count_drafts
+from quire.speculate.memory import StepLimits
+from quire.speculate.sources import check_device_sources, settle_method
+from quire.worker.device.device_select import choose_device
+from quire.worker.device.memory import estimate_memory
+from quire.worker.memory import cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
+
+
+def settle_drafts(config: EngineConfig) -> EngineConfig:
+    """Return a configuration whose speculative_config names the method. Raises ConfigError."""
+    drafts = config.speculative_config
+    return config if drafts is None else replace(config, speculative_config=settle_method(drafts))
+
+
+@shared_reads()
+def inspect_model(config: EngineConfig) -> ModelReport:
+    """Return what a model is and how much memory it needs, without loading its weights, and even if it does not fit.
+
+    Raises ModelFormatError, UnsupportedError or ConfigError.
+    """
+    config = settle_drafts(config)
+    folder = resolve_model(config.model, config.revision)
+    # The revision is the model's; a tokenizer from elsewhere has its own history.
+    tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
+    tokenizer_folder = folder if tokenizer == config.model else resolve_model(tokenizer, None)
+    try:
+        spec = read_model_spec(folder, config.dtype)
+    except (ModelFormatError, UnsupportedError):
+        refuse_head(config, folder)
+        raise
+    shapes = parameter_shapes(spec)
+    max_model_len = effective_max_model_len(spec, config.max_model_len)
+    device = choose_device(config)
+    if device is None:
+        _check_deterministic(config, spec)
+        num_bytes = weight_bytes(config, spec, shapes, folder)
+        memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
+    else:
+        memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
+    name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
+    report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
+    if config.speculative_config is None:
+        return report
+    if device is not None:
+        check_device_sources(config.speculative_config, report)
+        return report  # what a device has left for the cache is measured, with drafts
+    drafts = count_drafts(config.speculative_config, report, step_limits(config))
+    return replace(report, memory=leave_room(config, memory, drafts))
+
+
+def _check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.deterministic and not runs_natively(spec, cpu_block_size(config)):
+        raise ConfigError(
+            "deterministic needs the native kernels of the CPU, which do not run this model here: leave it out, or see the log "
+            "for why they do not"
+        )
+
+
+def step_limits(config: EngineConfig) -> StepLimits:
+    """Return how large the steps of a configuration become on the CPU."""
+    return StepLimits(config.max_num_seqs, max_num_batched_tokens(config))
+
+
+def refuse_head(config: EngineConfig, folder: Path) -> None:
+    """Raise ConfigError if a folder cannot be read as a model because it holds a draft head."""
+    kind = find_head_kind(folder)
+    if kind is not None:
+        given = f'{{"method": "{kind}", "model": "{config.model}"}}'
+        raise ConfigError(
+            f"{config.model} is no model, but a head that drafts for one: give the model that it was trained for, and the head "
+            f"as speculative_config {given}"
+        ) from None

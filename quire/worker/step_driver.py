@@ -1,0 +1,423 @@
+"""StepDriver: turns the scheduler's plans into steps of an executor, and what these compute into results.
+
+It owns the rows, the sampling, the grammar masks, the drafts and their verification. All of that is on the host, and the same
+for every device; whatever touches the model or its cache goes through a StepExecutor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from quire.base.errors import InvariantError
+from quire.base.ids import SequenceId
+from quire.contracts.memory import ModelReport
+from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.sampling.sampler import Sampled, sample
+from quire.speculate.proposer import Reads
+from quire.speculate.speculator import Speculator
+from quire.speculate.verifier import Verification, verify, verify_sampled
+from quire.worker.drafting import candidates_of, known_tokens, last_tokens, propose_drafts
+from quire.worker.grammar_masks import PENDING_WAIT_S, GrammarMasks, StepMasks
+from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, PooledRun, Row, StepInput
+from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
+from quire.worker.sampled_results import (
+    PromptLogprobs,
+    apply_verified,
+    expect_tokens,
+    take_best,
+    take_expected,
+    take_matches,
+    take_sampled,
+)
+from quire.worker.step_executor import SlotSampling, StepExecutor
+
+_NO_PROMPT_LOGPROBS: PromptLogprobs = {}
+
+
+class EngineRunner(Runner, Protocol):
+    """A runner as the engine uses it: besides running steps it says how it drafts, and measures its device."""
+
+    @property
+    def speculator(self) -> Speculator:
+        """Where drafts come from."""
+        ...
+
+    def use_speculator(self, speculator: Speculator) -> None:
+        """Draft with another speculator from now on. No sequence may be running."""
+        ...
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
+        ...
+
+
+class ClosedWith(Protocol):
+    """Something that is closed with the driver."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step that was started, and what is needed to finish it; implements contracts.step.LaunchedStep.
+
+    started       the executor's handle
+    host_sampled  sequences of step.ready, by index, whose tokens the driver samples
+    hidden_rows   the tokens of pooled_runs
+    reads         what the proposer reads of the step
+    is_followed   whether the speculator is told about the end of the step
+    places        where the rows have placeholders for the step's tokens; None: they have none
+    allows_next   whether the next step may start before this one is finished: it needs only the tokens, and these were
+                  sampled and kept by the executor
+    """
+
+    driver: StepDriver
+    plan: StepPlan
+    step: StepInput
+    started: Any
+    masks: StepMasks
+    host_sampled: Sequence[int]
+    has_prompt_logprobs: bool
+    pooled_runs: Sequence[PooledRun]
+    hidden_rows: list[int]
+    reads: Sequence[Reads]
+    is_followed: bool
+    places: Sequence[int] | None
+    allows_next: bool
+
+    def collect(self) -> StepResult:
+        """See contracts.step.LaunchedStep."""
+        return self.driver.collect(self)
+
+
+@dataclass(slots=True)
+class _EmptyStep:
+    """A step of a plan without tokens."""
+
+    driver: StepDriver
+    plan: StepPlan
+    is_followed: bool = False
+    allows_next: bool = True
+
+    def collect(self) -> StepResult:
+        """See contracts.step.LaunchedStep."""
+        return self.driver.collect(self)
+
+
+class _Sampled(NamedTuple):
+    """What is there to choose the tokens of a finished step from.
+
+    token_ids     [R] what the executor has sampled of each of the logit_rows; None: nothing
+    failures      by index, why it could not
+    host_sampled  sequences of step.ready, by index, whose tokens the driver samples
+    pending       sequences with a pending mask
+    """
+
+    token_ids: Sequence[int] | None
+    failures: Mapping[int, str]
+    host_sampled: Sequence[int]
+    pending: Set[SequenceId]
+
+    def on_host(self, ready: Sequence[Row]) -> Sequence[int]:
+        """Return what the driver samples now: the rows of host_sampled whose masks are not pending."""
+        if not self.pending:
+            return self.host_sampled
+        return [index for index in self.host_sampled if ready[index].start.sequence_id not in self.pending]
+
+
+class StepDriver:
+    """Runs the plans of one scheduler, one step after the other; implements EngineRunner.
+
+    executor         runs the steps
+    speculator       drafts, also with other models; at least what grammars force is always drafted, and verified
+    draft_executors  run the steps of draft models and draft heads, and are closed with the driver
+    """
+
+    def __init__(
+        self, executor: StepExecutor, speculator: Speculator | None = None, draft_executors: Sequence[ClosedWith] = ()
+    ) -> None:
+        self._executor, self._draft_executors = executor, draft_executors
+        self._speculator = Speculator(None, None, executor.vocab_size) if speculator is None else speculator
+        self._batch = InputBatch(
+            executor.block_tables, executor.block_size, executor.vocab_size, executor.has_sampler, executor.has_rope_variants
+        )
+        self._masks = GrammarMasks()
+        self._ready_s = 0.0  # when the tokens of the last step had been read
+
+    @property
+    def speculator(self) -> Speculator:
+        """Where drafts come from. Only what use_speculator got drafts, one speculator at a time."""
+        return self._speculator
+
+    def use_speculator(self, speculator: Speculator) -> None:
+        """Draft with another speculator from now on. No sequence may be running.
+
+        The one before forgets its sequences, so that it may be used again later.
+        """
+        if speculator is self._speculator:
+            return
+        self._speculator.leave()
+        speculator.drafts_forced = self._speculator.drafts_forced
+        self._speculator = speculator
+        self._executor.keep_inputs(speculator.tap_layers)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; see contracts.step.Runner."""
+        with self._executor.step_scope():
+            return self._finish(self._start(plan))
+
+    def collect(self, running: RunningStep | _EmptyStep) -> StepResult:
+        """Finish a step that was started; see contracts.step.LaunchedStep."""
+        with self._executor.step_scope():
+            return self._finish(running)
+
+    def _start(self, plan: StepPlan) -> RunningStep | _EmptyStep:
+        """Apply a plan, draft, and start its step on the executor."""
+        executor, batch, speculator = self._executor, self._batch, self._speculator
+        self._masks.forget(plan.ended)
+        entries = batch.apply(plan)
+        for start in plan.starts:
+            row = batch.row(start.sequence_id)
+            executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
+        executor.begin_step(entries, plan.block_copies)
+        is_napping = speculator.naps(plan)
+        drafts = NO_DRAFTS if is_napping else propose_drafts(speculator, batch, plan)
+        if not plan.num_scheduled_tokens:
+            executor.flush()
+            return _EmptyStep(self, plan)
+        # A sampler samples after every draft. Without one, no logits are computed where the next token is forced anyway.
+        skips = drafts and not executor.has_sampler
+        step = batch.build(plan, drafts, speculator.count_unasked(drafts) if skips else NONE_UNASKED)
+        host_sampled = self._host_sampled(step)
+        has_prompt_logprobs = step.wants_prompt and any(map(_wants_logprobs, step.rows))
+        pooled_runs = step.pooled_rows() if step.wants_prompt else ()
+        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
+        reads = () if is_napping else speculator.reads
+        keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.observes)
+        masks = self._masks.start(step.ready, drafts, len(step.rows))
+        started = executor.start_step(
+            step.tokens,
+            samples=not host_sampled,
+            keeps_logits=keeps_logits,
+            hidden_rows=hidden_rows,
+            keeps_prompt_logits=has_prompt_logprobs,
+            reads=reads,
+        )
+        # From here on the rows are in the state after this step, except for the tokens that it samples.
+        batch.advance(step)
+        places = None
+        if executor.has_sampler and not host_sampled and not drafts:
+            places = expect_tokens(step)
+        lets_next_begin = speculator.lets_next_begin
+        return RunningStep(
+            self,
+            plan,
+            step,
+            started,
+            masks,
+            host_sampled,
+            has_prompt_logprobs,
+            pooled_runs,
+            hidden_rows,
+            reads,
+            is_followed=not is_napping and not lets_next_begin,
+            places=places,
+            allows_next=lets_next_begin and not keeps_logits and not has_prompt_logprobs and not pooled_runs,
+        )
+
+    def _host_sampled(self, step: StepInput) -> Sequence[int]:
+        """Return which of step.ready the driver samples."""
+        ready = step.ready
+        if step.drafts and self._speculator.typical is not None:
+            # Typical acceptance needs probabilities, except of rows that always take the best token.
+            found: Sequence[int] = [index for index, row in enumerate(ready) if not row.sampling.is_plain]
+        else:
+            found = self._batch.host_sampled(ready)
+        # Without a sampler the executor finds the tokens of all rows or of none.
+        return range(len(ready)) if found and not self._executor.has_sampler else found
+
+    def _finish(self, running: RunningStep | _EmptyStep) -> StepResult:
+        """Wait for a step and turn what it computed into its result."""
+        plan, executor = running.plan, self._executor
+        if isinstance(running, _EmptyStep):
+            return StepResult(plan.step_id, {}, {}, {}, {}, mask_ready=self._masks.take_ready(PENDING_WAIT_S))
+        step, started = running.step, running.started
+        token_ids, failures = executor.take_sampled(started)
+        self._ready_s = time.perf_counter()
+        pending = running.masks.wait()
+        logprobs = _NO_PROMPT_LOGPROBS
+        if running.has_prompt_logprobs:
+            logprobs = prompt_logprobs(step, executor.vocab_size, partial(executor.logits_at, started))
+        host_sampled = running.host_sampled if token_ids is not None else range(len(step.ready))
+        sampled = _Sampled(token_ids, failures, host_sampled, pending)
+        rows = self._batch.leave_out(step, pending) if pending else step.ready
+        paths: Mapping[SequenceId, tuple[int, ...]]
+        if step.drafts:
+            result, paths = self._verify(running, sampled, rows, logprobs)
+        else:
+            result = self._take(running, sampled, rows, logprobs)
+            paths = dict.fromkeys(result.sampled, ()) if running.is_followed else {}
+        if running.is_followed:
+            self._tell_speculator(running, result, paths, pending)
+        if running.pooled_runs:
+            hidden_states = executor.hidden_states(started, running.hidden_rows)
+            pooled, errors = pool_hidden_states(running.pooled_runs, hidden_states)
+            result = replace(result, pooled=pooled, errors={**result.errors, **errors})
+        ready = self._masks.take_ready()
+        return replace(result, mask_pending=pending, mask_ready=ready) if pending or ready else result
+
+    def _take(self, running: RunningStep, sampled: _Sampled, rows: Sequence[Row], logprobs: PromptLogprobs) -> StepResult:
+        """Give each row its next token."""
+        step_id, token_ids = running.plan.step_id, sampled.token_ids
+        if token_ids is None or sampled.host_sampled:
+            return take_sampled(step_id, rows, self._sample(running, sampled), logprobs)
+        if running.places is not None:
+            return take_expected(step_id, rows, running.places, token_ids, sampled.failures, logprobs)
+        return take_best(step_id, rows, token_ids, logprobs)
+
+    def _sample(self, running: RunningStep, sampled: _Sampled) -> list[Sampled]:
+        """Return the next token of each row whose mask is not pending: sampled here, or by the executor."""
+        ready, executor = running.step.ready, self._executor
+        on_host = sampled.on_host(ready)
+        found: list[Sampled] = []
+        if on_host:
+            logits = executor.logits(running.started)
+            own = logits if len(on_host) == len(logits) else logits[on_host]
+            found = sample(own, [ready[index].sampling for index in on_host], executor.draw)
+        token_ids = sampled.token_ids
+        if token_ids is None or len(sampled.host_sampled) == len(ready):
+            return found
+        outcomes = [
+            Sampled(None, error=sampled.failures[index]) if index in sampled.failures else Sampled(token_ids[index])
+            for index in range(len(ready))
+        ]
+        for index, outcome in zip(on_host, found, strict=True):
+            outcomes[index] = outcome
+        if not sampled.pending:
+            return outcomes
+        return [outcomes[index] for index, row in enumerate(ready) if row.start.sequence_id not in sampled.pending]
+
+    def _verify(
+        self, running: RunningStep, sampled: _Sampled, rows: Sequence[Row], logprobs: PromptLogprobs
+    ) -> tuple[StepResult, dict[SequenceId, tuple[int, ...]]]:
+        """Give each row its accepted drafts and the token after them; also return the accepted drafts of each sequence."""
+        step, token_ids, step_id = running.step, sampled.token_ids, running.plan.step_id
+        paths: dict[SequenceId, tuple[int, ...]] = {}
+        is_plain = token_ids is not None and not sampled.host_sampled and not sampled.failures
+        if is_plain and token_ids is not None and step.tokens.trees is None:
+            return take_matches(step_id, step, token_ids, logprobs, paths), paths
+        verifications = self._verifications(running, sampled)
+        result = apply_verified(step_id, self._batch, step, rows, verifications, logprobs, paths)
+        moves = self._batch.take_moves()
+        if moves is not None:
+            self._executor.move_tokens(moves)
+        return result, paths
+
+    def _verifications(self, running: RunningStep, sampled: _Sampled) -> list[Verification]:
+        """Verify the drafts of each row whose mask is not pending."""
+        step, token_ids, failures = running.step, sampled.token_ids, sampled.failures
+        candidates = candidates_of(step.ready, step, running.masks)
+        count = len(candidates)
+        if token_ids is not None and not sampled.host_sampled:
+            return verify_sampled(token_ids, candidates, range(count), failures)
+        found: dict[int, Verification] = {}
+        on_host, typical = sampled.on_host(step.ready), self._speculator.typical
+        if on_host:
+            logits = self._executor.logits(running.started)
+            # Typical acceptance looks at probabilities, which are computed on the host.
+            draw = self._executor.draw if typical is None else None
+            if len(on_host) == count:
+                return verify(logits, candidates, typical, draw=draw)
+            chosen = [candidates[index] for index in on_host]
+            found.update(zip(on_host, verify(logits, chosen, typical, draw=draw, rows=on_host), strict=True))
+        if token_ids is not None and len(sampled.host_sampled) < count:
+            host_sampled = set(sampled.host_sampled)
+            others = [index for index in range(count) if index not in host_sampled]
+            chosen = [candidates[index] for index in others]
+            found.update(zip(others, verify_sampled(token_ids, chosen, others, failures), strict=True))
+        return [found[index] for index in sorted(found)]
+
+    def _tell_speculator(
+        self,
+        running: RunningStep,
+        result: StepResult,
+        paths: Mapping[SequenceId, tuple[int, ...]],
+        pending: Set[SequenceId],
+    ) -> None:
+        """Hand the speculator what it reads of the step, and add to the result how many drafts it could make next."""
+        speculator, executor, step = self._speculator, self._executor, running.step
+        for what in running.reads:
+            fed, rows = last_tokens(step, paths) if what == "last" else known_tokens(step, paths, pending)
+            if fed:
+                speculator.feed(what, fed, executor.features(what, rows))
+        if step.drafts and speculator.observes:
+            sequence_ids = [row.start.sequence_id for row in step.ready]
+            speculator.observe(paths, sequence_ids, executor.logits(running.started))
+        result.draft_requests.update(speculator.end(running.plan, paths))
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """See EngineRunner."""
+        return self._executor.measure_peaks(report)
+
+    def close(self) -> None:
+        """Release the weights and the KV pool."""
+        self._masks.close()
+        for executor in (self._executor, *self._draft_executors):
+            executor.close()
+        self._speculator = Speculator(None, None, self._executor.vocab_size)  # proposers have weights and pools of their own
+        del self._executor, self._draft_executors
+
+
+class AsyncStepDriver(StepDriver):
+    """A StepDriver over an executor with a sampler; implements contracts.step.AheadRunner.
+
+    A step is launched as a whole, and the next one may be launched before the first one's tokens are read, if the sampler
+    samples all of them and nothing is drafted.
+
+    is_ahead  whether the caller launches the next step early where it may
+    """
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        speculator: Speculator | None = None,
+        draft_executors: Sequence[ClosedWith] = (),
+        is_ahead: bool = True,
+    ) -> None:
+        super().__init__(executor, speculator, draft_executors)
+        self._is_ahead, self._num_in_flight = is_ahead, 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; see contracts.step.Runner."""
+        return self.launch(plan).collect()
+
+    def launch(self, plan: StepPlan) -> RunningStep | _EmptyStep:
+        """Start a step; see contracts.step.AheadRunner."""
+        limit = self._executor.max_in_flight
+        if self._num_in_flight == limit:
+            raise InvariantError(f"step {plan.step_id} is launched while {limit} steps are not collected")
+        with self._executor.step_scope():
+            running = self._start(plan)
+        if self._is_ahead and running.is_followed and self._num_in_flight == 0:
+            self._speculator.note_idle(time.perf_counter() - self._ready_s)
+        self._num_in_flight += 1
+        return running
+
+    def collect(self, running: RunningStep | _EmptyStep) -> StepResult:
+        """Finish a step; see contracts.step.LaunchedStep."""
+        self._num_in_flight -= 1
+        result = super().collect(running)
+        if self._num_in_flight > 0:
+            self._speculator.restart_clock()
+        return result
+
+
+def _wants_logprobs(row: Row) -> bool:
+    """Return whether the log probabilities of prompt tokens are asked for after tokens that the next step computes."""
+    return row.num_prompt_logprobs is not None and row.num_computed_tokens < row.num_prompt_tokens - 1
