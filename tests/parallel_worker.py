@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 
 import torch
@@ -47,4 +46,4 @@ def exchange_over_gloo(context: WorkerContext) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(main))
+    run_worker(main)

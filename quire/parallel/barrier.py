@@ -16,10 +16,13 @@ from quire.parallel.shared_memory import SharedMemoryFile
 
 logger = get_logger(__name__)
 
-NUM_SPINS = 2000
-NUM_YIELDS = 200
-_FEW_SPINS = 50
-"""Where there are more ranks than cores: a rank that is waited for needs the core."""
+NUM_SPINS = 100
+NUM_YIELDS = 3000
+"""Of a wait before it sleeps: about a millisecond together. Few spins, as two ranks may share a core for a while, and then the
+one that is waited for runs only after the other has yielded."""
+
+_FEW_SPINS, _FEW_YIELDS = 50, 200
+"""Where there are more ranks than cores."""
 
 _WARN_S = 5.0
 _ACCOUNT_BYTES = 1024
@@ -76,8 +79,8 @@ class ProcessBarrier:
     def initialise(memory: SharedMemoryFile, size: int, name: str = "barrier", num_cores: int | None = None) -> None:
         """Set up the state, once, before any rank attaches."""
         cores = num_usable_cores() if num_cores is None else num_cores
-        spins = NUM_SPINS if size <= cores else _FEW_SPINS
-        native_extension().initialise_barrier(memory.address(name), size, spins, NUM_YIELDS)
+        spins, yields = (NUM_SPINS, NUM_YIELDS) if size <= cores else (_FEW_SPINS, _FEW_YIELDS)
+        native_extension().initialise_barrier(memory.address(name), size, spins, yields)
 
     # Waits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import secrets
 import signal
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from quire.base import errors
 from quire.base.environment import environment_with_quire
@@ -294,12 +295,21 @@ class WorkerContext:
         return TCPStore("127.0.0.1", self.store_port, is_master=False)
 
 
-def run_worker(main: Callable[[WorkerContext], None]) -> int:
-    """Be one worker: read the start message, call main, return the status to exit with.
+def run_worker(main: Callable[[WorkerContext], None]) -> NoReturn:
+    """Be one worker: read the start message, call main, and end the process.
 
     main has to call context.startup.ready(), and to return when the leader says so. GroupClosedError, which every wait
     raises when the leader closes the group, is a good end, too. Any other error ends the group with its text.
     """
+    status = _run_worker(main)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: to take down the interpreter with torch in it takes half a second, for which the leader would wait.
+    os._exit(status)
+
+
+def _run_worker(main: Callable[[WorkerContext], None]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the leader closes the group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = _read_start(open(0, "rb", buffering=0, closefd=False))  # noqa: SIM115 - as long as the process

@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 WATCHDOG_TIMEOUT_S = 60.0
 STOPPED_TIMEOUT_S = 0.5
-_TICK_S = 0.1
+_TICK_S = 0.2
 
 
 class _Sign:
@@ -115,12 +115,12 @@ class ProcessMonitor:
     def _run(self) -> None:
         last_s = time.monotonic()
         has_told = False
+        unknown = {member for member in range(self._barrier.size) if member not in self._descriptors} - {self._barrier.rank}
         while not self._is_closed:
             self._barrier.beat_process()
-            for member in range(self._barrier.size):
-                is_known = member == self._barrier.rank or member in self._descriptors or member in self._has_ended
-                if not is_known and (pid := self._barrier.pid(member)):
-                    self._open(member, pid)
+            for member in [member for member in unknown if self._barrier.pid(member)]:
+                self._open(member, self._barrier.pid(member))
+                unknown.remove(member)
             ready = {descriptor for descriptor, _ in self._poll.poll(_TICK_S * 1000)}
             for member, descriptor in list(self._descriptors.items()):
                 if descriptor in ready:

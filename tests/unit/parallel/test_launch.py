@@ -122,7 +122,12 @@ def test_error_of_a_step_reaches_the_leader():
 @pytest.mark.parametrize(
     "do, kind, told",
     [
-        ("refuse", ModelFormatError, "rank 1 failed in loading weights: model.safetensors is damaged"),
+        pytest.param(
+            "refuse",
+            ModelFormatError,
+            "rank 1 failed in loading weights: model.safetensors is damaged",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("raise", WorkerError, "rank 1 failed in loading weights: KeyError: 'a bug'", marks=pytest.mark.slow),
         pytest.param("die", WorkerError, r"rank 1 \(pid \d+\): killed by SIGKILL", marks=pytest.mark.slow),
     ],

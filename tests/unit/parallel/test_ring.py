@@ -9,6 +9,7 @@ import pytest
 from quire.base.errors import InvariantError, WorkerError
 from quire.kernels.native import load_native
 from quire.parallel.barrier import AbortReason
+from quire.parallel.process_monitor import ProcessMonitor
 from quire.parallel.ring import NUM_SLOTS, SLOT_BYTES, RingReader, RingWriter, message_bytes
 from tests.ranks import SharedGroup, run_threads, start_processes, statuses_of
 
@@ -179,16 +180,25 @@ def test_number_of_more_than_32_bits_is_refused_and_nothing_is_sent():
 
 
 def idle(group, rank, seconds):
+    monitor = ProcessMonitor(group.barrier(rank))
+    monitor.start()
     reader = RingReader(group.memory, group.barrier(rank))
     before = time.process_time()
     assert reader.receive(seconds) is None
-    return min(200, round((time.process_time() - before) / seconds * 1e4))  # hundredths of a percent
+    share = min(200, round((time.process_time() - before) / seconds * 1e4))  # hundredths of a percent
+    group.barrier(rank).wait()  # whoever ends while others are watched would be taken for dead
+    monitor.close()
+    group.barrier(rank).wait()
+    return share
 
 
 @pytest.mark.parametrize("size, seconds", [(3, 1.5), pytest.param(5, 10, marks=pytest.mark.slow)])
 def test_idle_readers_take_no_processor_time(size, seconds):
     group = SharedGroup(size)
-    shares = statuses_of(start_processes(size - 1, lambda index: idle(group, index + 1, seconds)))
+    pids = start_processes(size - 1, lambda index: idle(group, index + 1, seconds))
+    for _ in range(2):
+        group.barrier(0).wait()
+    shares = statuses_of(pids)
     assert all(share < 98 for share in shares), f"hundredths of a percent: {shares}"
     if seconds >= 10:
         assert sum(shares) < 100, f"hundredths of a percent: {shares}"
