@@ -67,6 +67,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--deterministic", action="store_true", help="the same tokens in any batch; refused where it is not so")
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
     group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        metavar="N",
+        help="processes that share the model, with the same tokens",
+    )
+    group.add_argument(
+        "--tensor-parallel-shares",
+        type=_shares,
+        metavar="2,1",
+        help="what each of them gets, in parts; None: equal",
+    )
+    group.add_argument(
         "--speculative-config",
         "--speculative",
         metavar="JSON",
@@ -75,6 +88,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "and demo-mtp draft for the bundled demo model",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """Return the numbers of a list with commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, such as 2,1, got {text!r}") from None
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +118,9 @@ def engine_arguments(args: argparse.Namespace) -> list[str]:
         value, option = getattr(args, name), name.replace("_", "-")
         if value == default:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, tuple):
+            words += [f"--{option}", ",".join(map(str, value))]
+        elif isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         else:
             words += [f"--{option}", str(value)]

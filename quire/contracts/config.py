@@ -8,6 +8,7 @@ from typing import Literal
 
 from quire.base.errors import ConfigError
 from quire.base.threads import check_num_threads
+from quire.contracts.parallel import ParallelConfig
 from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -109,6 +110,9 @@ class EngineConfig:
     num_threads             threads that torch computes with, in the whole process, at most one for each core that it may use;
                             None: torch's own choice
     speculative_config      draft tokens and verify several in a step: a SpeculativeConfig, or a dict or JSON of its fields
+    tensor_parallel_size    processes of this host that share the model: each has a part of every weight and of the KV cache,
+                            and num_threads divided by their number. The same tokens at any number. On a CPU
+    tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
     """
 
     model: str
@@ -139,8 +143,18 @@ class EngineConfig:
     deterministic: bool = False
     num_threads: int | None = None
     speculative_config: SpeculativeConfig | None = None
+    tensor_parallel_size: int = 1
+    tensor_parallel_shares: tuple[float, ...] | None = None
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the model is divided among ranks."""
+        return ParallelConfig(
+            tensor_parallel_size=self.tensor_parallel_size, tensor_parallel_shares=self.tensor_parallel_shares
+        )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor_parallel_shares", self.parallel.tensor_parallel_shares)
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")

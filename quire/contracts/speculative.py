@@ -156,6 +156,11 @@ class SpeculativeConfig:
             check_number("draft_min_share", self.draft_min_share, 0.0, 1.0)
         check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
 
+    @property
+    def has_draft_heads(self) -> bool:
+        """Whether a method drafts with a head, which may read the model's embedding and LM head."""
+        return any(method in _HEADS for method in self.methods)
+
     def _check_methods(self) -> None:
         for method in self.methods or (None,):
             if method not in METHODS:

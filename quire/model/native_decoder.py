@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +24,24 @@ from quire.model.tensor_shards import RankGroup
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Narrow, Parameter, StoredParameter
 
+
+class PlanMirror(Protocol):
+    """What rank 0 of a tensor-parallel group tells the other ranks of calls that are not steps of `run`."""
+
+    def call_logits(self, rows: Sequence[int], run: Callable[[], None]) -> None:
+        """Call `run`, which computes logits of rows that the last step kept, while all other ranks do the same."""
+        ...
+
+    def call_one_token(self, call: Any, run: Callable[[], None]) -> None:
+        """Call `run`, which does what OneTokenSteps.run_call does with `call`, while all other ranks do the same."""
+        ...
+
+
 _KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
+_UNUSED = 1
+"""An address that is not 0, of logits that are wanted but not here."""
 _OWN_REFERENCES = 2
 """To an array that nobody else holds: the attribute, and the argument of the function that counts."""
 
@@ -59,6 +74,9 @@ class NativeDecoder:
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._group = group
+        self.mirror: PlanMirror | None = None
+        # The other ranks of a group write their logits where rank 0 finds them, and get none.
+        self._gives_results = group is None or group.shard.rank == 0
         if group is not None:
             shard = group.shard
             self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, shard.vocabulary.start, group.rows_file)
@@ -74,7 +92,9 @@ class NativeDecoder:
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
         """Return what makes the plan; args: see NativeModelBuilder."""
-        return NativeModelBuilder(*args, shard=None if self._group is None else self._group.shard)
+        if self._group is None:
+            return NativeModelBuilder(*args)
+        return NativeModelBuilder(*args, shard=self._group.shard, has_whole_vocabulary=self._group.has_whole_vocabulary)
 
     @property
     def embedding(self) -> NativeWeight:
@@ -209,7 +229,8 @@ class NativeDecoder:
             wanted = logit_rows + hidden_rows
             self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
         is_best_alone = wants_best and not needs_logits and self._plan.has_plain_logits
-        logits, trees = self._no_logits if is_best_alone else self._new_logits(len(logit_rows)), runs.trees
+        is_empty = is_best_alone or not self._gives_results
+        logits, trees = self._no_logits if is_empty else self._new_logits(len(logit_rows)), runs.trees
         places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))
         short = None if runs.short_ropes is None else runs.short_rope_tokens()
         if short is not None:
@@ -225,11 +246,11 @@ class NativeDecoder:
             len(logit_rows),
             keeps_all,
             wants_best,
-            0 if is_best_alone else logits.data_ptr(),
+            0 if is_best_alone else logits.data_ptr() if self._gives_results else _UNUSED,
             *places,
         )
         if is_best_alone and min(best, default=0) < 0:
-            return self._logits_of(logit_rows if keeps_all else range(len(logit_rows))), best
+            return self.logits_of(logit_rows if keeps_all else range(len(logit_rows))), best
         return logits, best if wants_best else None
 
     def _note_hidden_rows(self, rows: list[int] | None, num_logit_rows: int, keeps_all: bool) -> None:
@@ -264,12 +285,20 @@ class NativeDecoder:
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""
-        return self._logits_of(range(first, last))
+        return self.logits_of(range(first, last))
 
-    def _logits_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits of places in what the last step kept."""
-        places, logits = _int32(rows), torch.empty(len(rows), self.spec.vocab_size)
-        self._plan.logits(places.data_ptr(), len(places), logits.data_ptr())
+    def logits_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the logits [R, vocab_size] of places in what the last step kept."""
+        places = _int32(rows)
+        logits = torch.empty(len(rows), self.spec.vocab_size) if self._gives_results else self._no_logits
+
+        def run() -> None:
+            self._plan.logits(places.data_ptr(), len(places), logits.data_ptr())
+
+        if self.mirror is None:
+            run()
+        else:
+            self.mirror.call_logits(rows, run)
         return logits
 
     def hidden_states(self, first: int, last: int) -> Tensor:

@@ -81,6 +81,7 @@ class NativeModelBuilder:
     ropes       the number of each rope in the plan
     quantize    applied to every weight by its name just before it is packed, to an expert's on its own; row by row
     shard       the part of the model that this rank has; None: all of it
+    has_whole_vocabulary  with a shard: the parts returned have the whole embedding and LM head, packed in addition
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class NativeModelBuilder:
         ropes: Mapping[RopeSpec, int],
         quantize: Callable[[str, Tensor], Narrow] | None = None,
         shard: ModelShard | None = None,
+        has_whole_vocabulary: bool = False,
     ) -> None:
         self._shard = shard
+        self._has_whole_vocabulary = has_whole_vocabulary
         self._native = native
         self._plan = plan
         self._spec = spec
@@ -111,6 +114,7 @@ class NativeModelBuilder:
         spec, plan = self._spec, self._plan
         embedding = self._parameters["embed.weight"]
         vocabulary = None if self._shard is None else self._shard.vocabulary
+        whole = self._pack_whole_vocabulary() if self._has_whole_vocabulary else None
         embed = self._pack("embed", rows=vocabulary)
         is_head_own = "lm_head.weight" in self._parameters and self._parameters["lm_head.weight"] is not embedding
         head = self._pack("lm_head", rows=vocabulary) if is_head_own else embed
@@ -124,10 +128,21 @@ class NativeModelBuilder:
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
         self._screen_bytes = plan.screen_head() if is_screened(spec) else 0
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
+        embed, head = whole or (embed, head)
         numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
         return self._complete(
             embed, head, (self._build_layer(layer, f"layers.{index}.", self._layer_shard(index)) for index, layer in numbered)
         )
+
+    def _pack_whole_vocabulary(self) -> tuple[NativeWeight, NativeWeight]:
+        """Return embedding and LM head, whole, and leave the parameters in their place."""
+        kept = {name: self._parameters[name] for name in ("embed.weight", "lm_head.weight") if name in self._parameters}
+        biases = {name: self._parameters[name] for name in ("lm_head.bias",) if name in self._parameters}
+        is_tied = kept.get("lm_head.weight", kept["embed.weight"]) is kept["embed.weight"]
+        embed = self._pack("embed")
+        head = embed if is_tied else self._pack("lm_head")
+        self._parameters |= kept | biases
+        return embed, head
 
     def _layer_shard(self, index: int) -> LayerShard | None:
         return None if self._shard is None else self._shard.layers[index]

@@ -88,8 +88,10 @@ class RankGroup:
 
     barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
     rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
+    has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
     """
 
     shard: ModelShard
     barrier_address: int
     rows_file: int
+    has_whole_vocabulary: bool = False

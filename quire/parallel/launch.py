@@ -57,6 +57,7 @@ class LaunchOptions:
     with_store          make a store of torch.distributed on this host, for gloo or NCCL: its port is bound before a worker
                         learns it, so two groups that start at once cannot choose the same
     log_level           of the workers
+    pass_fds            further descriptors that every worker inherits, under the same numbers
     """
 
     start_timeout_s: float = 600.0
@@ -64,6 +65,7 @@ class LaunchOptions:
     areas: Mapping[str, int] = field(default_factory=dict)
     with_store: bool = False
     log_level: str = "INFO"
+    pass_fds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ class SpawnedWorkers:
             (sys.executable, "-P", "-m", module),
             stdin=subprocess.PIPE,
             env=environment_with_quire(),
-            pass_fds=[self.memory.descriptor],
+            pass_fds=(self.memory.descriptor, *self._options.pass_fds),
             bufsize=0,
         )
         self._processes[rank] = process

@@ -20,6 +20,7 @@ from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.device.device_select import choose_device
 from quire.worker.inspect import inspect_model, refuse_head, settle_drafts, step_limits
 from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_tokens
+from quire.worker.parallel_build import build_leader
 from quire.worker.step_driver import EngineRunner, StepDriver
 
 logger = get_logger(__name__)
@@ -47,18 +48,29 @@ def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
 
 def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver, ModelReport]:
     check_fits(report.memory)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     for line in report.memory.describe().splitlines():
         logger.info(line)
+    if config.tensor_parallel_size > 1:
+        executor, report = build_leader(config, report)
+    else:
+        executor, report = _build_executor(config, report)
+    speculator = None
+    try:
+        if config.speculative_config is not None:
+            speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
+        executor.take_pages(() if speculator is None else speculator.pools)
+    except BaseException:
+        executor.close()
+        raise
+    return StepDriver(executor, speculator), report
+
+
+def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepExecutor, ModelReport]:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy)
     if isinstance(decoder, NativeDecoder):
         report = replace(report, packed_weight_bytes=decoder.weight_bytes, spared_weight_bytes=decoder.spared_bytes)
-    executor = CpuStepExecutor(decoder, report.memory, config.max_num_seqs)
-    speculator = None
-    if config.speculative_config is not None:
-        speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
-    executor.take_pages(() if speculator is None else speculator.pools)
-    return StepDriver(executor, speculator), report
+    return CpuStepExecutor(decoder, report.memory, config.max_num_seqs), report

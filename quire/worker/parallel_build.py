@@ -1,0 +1,168 @@
+"""Build a model that tensor-parallel ranks of one host share: start the workers, and load rank 0's shard meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
+from quire.base.threads import num_usable_cores
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvDtype
+from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
+from quire.model.checkpoint import open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_model import native_refusal
+from quire.model.tensor_shards import ModelShard, RankGroup
+from quire.parallel.barrier import ProcessBarrier, native_extension
+from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
+from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.worker.memory import cpu_block_size
+from quire.worker.parallel_executor import LeaderExecutor
+
+logger = get_logger(__name__)
+
+WORKER_MODULE = "quire.worker.parallel_worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """What every rank has to know to build its part; the leader's, sent to the workers as JSON.
+
+    shares             what each rank gets, in parts
+    num_threads        of each rank
+    rows_file          descriptor of the file for the rows that ranks share, the same in every process
+    has_draft_heads    rank 0 drafts with heads that read the whole embedding or LM head
+    allow_missing_head as in EngineConfig
+    """
+
+    folder: str
+    dtype: str
+    quantization: str | None
+    allow_missing_head: bool
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    kv_dtype: KvDtype
+    num_kv_blocks: int
+    shares: tuple[float, ...]
+    num_threads: tuple[int, ...]
+    rows_file: int
+    has_draft_heads: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> RankConfig:
+        """Return what to_json was called on."""
+        return cls(**{**fields, "shares": tuple(fields["shares"]), "num_threads": tuple(fields["num_threads"])})
+
+
+def check_tensor_parallel(config: EngineConfig, report: ModelReport) -> None:
+    """Raise ConfigError where the model cannot run on tensor_parallel_size ranks here."""
+    if report.device != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but the model runs on {report.device}: tensor parallelism "
+            "runs on CPUs only; choose device='cpu' or tensor_parallel_size=1"
+        )
+    native_extension()  # raises UnsupportedError
+    refusal = native_refusal(report.spec, cpu_block_size(config))
+    if refusal is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}: it needs the native kernels, which do not run {refusal}"
+        )
+    for rank in range(config.tensor_parallel_size):
+        ModelShard.of(report.spec, rank, config.parallel.shares)
+
+
+def build_rank(config: RankConfig, folder: Path, rank: int, barrier: ProcessBarrier) -> tuple[NativeDecoder, MemoryPlan]:
+    """Load a rank's shard; return what runs it, and the plan of its KV cache. It opens only the rows that the rank has.
+
+    Raises ModelFormatError, UnsupportedError or ConfigError.
+    """
+    spec = read_model_spec(folder, config.dtype)
+    parameters = open_parameters(folder, spec)
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
+    shard = ModelShard.of(spec, rank, config.shares)
+    group = RankGroup(shard, barrier.address, config.rows_file, has_whole_vocabulary=rank == 0 and config.has_draft_heads)
+    decoder = NativeDecoder(native_extension(), spec, parameters, config.max_model_len, quantize, group)
+    kv = shard.kv_spec(spec, config.block_size, config.kv_dtype)
+    memory = MemoryPlan(0, decoder.weight_bytes, 0, kv, config.num_kv_blocks, config.max_model_len)
+    return decoder, memory
+
+
+def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecutor, ModelReport]:
+    """Start the workers and load rank 0's shard; return its executor when all ranks are ready.
+
+    Raises what any rank fails with.
+    """
+    size, memory = config.tensor_parallel_size, report.memory
+    threads = divide_threads(config.num_threads or torch.get_num_threads(), size)
+    rows_file = os.memfd_create("quire-rows", os.MFD_CLOEXEC)
+    try:
+        rank_config = RankConfig(
+            folder=str(report.folder),
+            dtype=report.spec.dtype,
+            quantization=config.quantization,
+            allow_missing_head=getattr(config, "allow_missing_head", False),
+            max_model_len=memory.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            block_size=memory.kv.block_size,
+            kv_dtype=memory.kv.dtype,
+            num_kv_blocks=memory.num_kv_blocks,
+            shares=config.parallel.shares,
+            num_threads=threads,
+            rows_file=rows_file,
+            has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
+        )
+        workers = spawn_workers(WORKER_MODULE, size, rank_config.to_json(), LaunchOptions(pass_fds=(rows_file,)))
+    except BaseException:
+        os.close(rows_file)
+        raise
+    try:
+        return _build_rank_0(config, report, rank_config, workers)
+    except BaseException:
+        workers.kill()
+        os.close(rows_file)
+        raise
+
+
+def _build_rank_0(
+    config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: SpawnedWorkers
+) -> tuple[LeaderExecutor, ModelReport]:
+    torch.set_num_threads(rank_config.num_threads[0])
+    workers.startup.stage("loading weights")
+    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier)
+    workers.startup.ready({"packed_weight_bytes": decoder.weight_bytes})
+    statuses = workers.wait_ready()
+    own = [int(status.ready["packed_weight_bytes"]) for status in statuses]
+    logger.info(
+        "tensor parallel  %d ranks, threads %s, weights %s",
+        len(own),
+        ", ".join(map(str, rank_config.num_threads)),
+        ", ".join(map(format_bytes, own)),
+    )
+    report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
+    return LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file), report
+
+
+def divide_threads(num_threads: int, num_ranks: int) -> tuple[int, ...]:
+    """Return the threads of each rank: together num_threads, at least one each."""
+    if num_threads < num_ranks:
+        logger.warning(
+            "%d ranks have one thread each, more than the %d threads that were asked for (%d cores can be used)",
+            num_ranks,
+            num_threads,
+            num_usable_cores(),
+        )
+    return tuple(max(1, (rank + 1) * num_threads // num_ranks - rank * num_threads // num_ranks) for rank in range(num_ranks))

@@ -1,0 +1,124 @@
+"""What the leader of a tensor-parallel group tells its workers: the calls of its executor as messages of a MessageRing.
+
+A message is sixteen numbers and some arrays, so nothing is pickled. Every call reaches all workers in the leader's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.model.native_steps import OneTokenCall
+from quire.model.token_runs import TreePlaces
+from quire.parallel.ring import RingMessage
+from quire.worker.step_executor import StepTokens, TableEntry
+
+_Arrays = list[NDArray[np.generic]]
+
+
+class Call(IntEnum):
+    """Which call a message is. The leader's executor and decoder are what makes them."""
+
+    STEP = 1
+    CHANGES = 2
+    MOVE_TOKENS = 3
+    LOGITS = 4
+    ONE_TOKEN = 5
+
+
+class Changes(NamedTuple):
+    """What begin_step of an executor is given."""
+
+    entries: list[TableEntry]
+    block_copies: list[tuple[int, int]]
+
+
+class StepCall(NamedTuple):
+    """One step: what start_step of an executor is given, as far as it changes what is computed."""
+
+    tokens: StepTokens
+    hidden_rows: list[int]
+    wants_best: bool
+    needs_logits: bool
+    keeps_all: bool
+
+
+Encoded = tuple[list[int], _Arrays]
+
+
+def encode_changes(changes: Changes) -> Encoded:
+    """Return the message of changes before a step."""
+    words: list[int] = []
+    for batch_slot, index, block_ids in changes.entries:
+        words += [batch_slot, index, len(block_ids), *block_ids]
+    copies = [block for pair in changes.block_copies for block in pair]
+    return [Call.CHANGES], [_int32(words), _int32(copies)]
+
+
+def decode_changes(message: RingMessage) -> Changes:
+    """Return what encode_changes was given."""
+    words, copies = (array.tolist() for array in message.arrays)
+    entries: list[TableEntry] = []
+    at = 0
+    while at < len(words):
+        batch_slot, index, count = words[at : at + 3]
+        entries.append((batch_slot, index, words[at + 3 : at + 3 + count]))
+        at += 3 + count
+    return Changes(entries, list(zip(copies[::2], copies[1::2], strict=True)))
+
+
+def encode_step(call: StepCall) -> Encoded:
+    """Return the message of a step."""
+    tokens = call.tokens
+    flags = call.wants_best | call.needs_logits << 1 | call.keeps_all << 2
+    flags |= (tokens.trees is not None) << 3 | (tokens.short_ropes is not None) << 4
+    lists = tokens.token_ids, tokens.starts, tokens.ends, tokens.batch_slots, tokens.logit_rows, call.hidden_rows
+    arrays: _Arrays = [_int32(values) for values in lists]
+    if tokens.trees is not None:
+        arrays += [tokens.trees.positions, tokens.trees.num_drafts, tokens.trees.ancestors]
+    if tokens.short_ropes is not None:
+        arrays.append(_int32(tokens.short_ropes))
+    return [Call.STEP, flags, tokens.num_ready], arrays
+
+
+def decode_step(message: RingMessage) -> StepCall:
+    """Return what encode_step was given."""
+    _, flags, num_ready = message.header[:3].tolist()
+    token_ids, starts, ends, batch_slots, logit_rows, hidden_rows = (array.tolist() for array in message.arrays[:6])
+    rest = list(message.arrays[6:])
+    trees = None
+    if flags & 8:
+        positions, num_drafts, ancestors = (array.copy() for array in rest[:3])
+        trees, rest = TreePlaces(positions, num_drafts, ancestors), rest[3:]
+    short_ropes = [bool(value) for value in rest[0]] if flags & 16 else None
+    tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes)
+    return StepCall(tokens, hidden_rows, bool(flags & 1), bool(flags & 2), bool(flags & 4))
+
+
+def encode_rows(call: Call, *rows: Sequence[int]) -> Encoded:
+    """Return the message of a call whose arguments are lists of numbers of 64 bits."""
+    return [call], [np.array(values, dtype=np.int64) for values in rows]
+
+
+def encode_one_token(call: OneTokenCall) -> Encoded:
+    """Return the message of a pass of drafts by layer skipping."""
+    arrays: _Arrays = [call.token_ids, call.positions, call.slots, call.lengths, call.block_tables]
+    if call.layers is not None:
+        arrays.append(call.layers)
+    return [Call.ONE_TOKEN, call.block_tables.shape[1]], [np.ascontiguousarray(array) for array in arrays]
+
+
+def decode_one_token(message: RingMessage) -> OneTokenCall:
+    """Return what encode_one_token was given."""
+    width = int(message.header[1])
+    token_ids, positions, slots, lengths, tables = (array.copy() for array in message.arrays[:5])
+    layers = message.arrays[5].copy() if len(message.arrays) > 5 else None
+    return OneTokenCall(token_ids, positions, slots, lengths, tables.reshape(-1, width), layers)
+
+
+def _int32(values: Sequence[int]) -> NDArray[np.int32]:
+    return np.array(values, dtype=np.int32)

@@ -1,0 +1,78 @@
+"""Tensor-parallel workers as threads of this process: an engine of several ranks starts in milliseconds.
+
+The leader, the messages, the shared memory and the barriers are those of processes; only the processes are missing.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+from quire.parallel.barrier import AbortReason, GroupClosedError, ProcessBarrier
+from quire.parallel.launch import WorkerContext
+from quire.parallel.ring import RingReader, RingWriter, ring_areas
+from quire.parallel.shared_memory import SharedMemoryFile
+from quire.parallel.shm_communicator import ShmCommunicator
+from quire.parallel.startup import StartupBoard, StartupReporter
+from quire.worker import parallel_worker
+
+
+class ThreadWorkers:
+    """Stands in for SpawnedWorkers."""
+
+    def __init__(self, module, size, config, options):
+        assert module == "quire.worker.parallel_worker"
+        areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
+        self.size, self.memory = size, SharedMemoryFile.create(areas)
+        ProcessBarrier.initialise(self.memory, size)
+        self.barrier = ProcessBarrier(self.memory, 0, size)
+        self.ring = RingWriter(self.memory, self.barrier)
+        self.board = StartupBoard(self.memory)
+        self.startup = StartupReporter(self.board, 0)
+        self.errors = []
+        self._threads = [threading.Thread(target=self._work, args=(rank, config), daemon=True) for rank in range(1, size)]
+        for thread in self._threads:
+            thread.start()
+        self.pids = {}
+
+    def _work(self, rank, config):
+        barrier = ProcessBarrier(self.memory, rank, self.size)
+        context = WorkerContext(
+            rank=rank,
+            size=self.size,
+            config=config,
+            memory=self.memory,
+            barrier=barrier,
+            communicator=ShmCommunicator(self.memory, barrier),
+            ring=RingReader(self.memory, barrier),
+            startup=StartupReporter(self.board, rank),
+            monitor=SimpleNamespace(),
+            store_port=None,
+        )
+        try:
+            parallel_worker.main(context)
+        except GroupClosedError:
+            return
+        except Exception as error:  # noqa: BLE001 - told by close
+            self.errors.append(error)
+            context.startup.failed(error)
+            barrier.abort(rank, AbortReason.FAILED, f"rank {rank} failed: {error}")
+
+    def wait_ready(self):
+        while True:
+            statuses = [self.board.read(rank) for rank in range(self.size)]
+            if self.errors:
+                raise self.errors[0]
+            if all(status.state == "ready" for status in statuses[1:]):
+                return statuses
+            self._threads[0].join(0.002)
+
+    def close(self):
+        self.barrier.abort(0, AbortReason.CLOSED)
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        self.memory.close()
+        assert self.errors == []
+
+    kill = close

@@ -1,0 +1,155 @@
+"""Engines of several tensor-parallel ranks give the tokens and log probabilities of one rank, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.base.errors import ConfigError
+from quire.base.threads import num_usable_cores
+from quire.kernels.native import load_native
+from quire.worker import parallel_build
+from tests.thread_workers import ThreadWorkers
+
+pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+
+PROMPTS = [
+    "It was a cold morning when",
+    "The detective looked at the door, the door, the door",
+    "A",
+    "Once upon a time there was",
+]
+
+
+@pytest.fixture(autouse=True)
+def thread_workers(monkeypatch):
+    """Let workers be threads; returns the groups that were made."""
+    made = []
+
+    def spawn(*args):
+        made.append(ThreadWorkers(*args))
+        return made[-1]
+
+    monkeypatch.setattr(parallel_build, "spawn_workers", spawn)
+    return made
+
+
+def _engine(size=1, **options):
+    defaults = {"model": "demo", "num_threads": min(size, num_usable_cores()), "max_num_seqs": 8, "num_kv_blocks": 96}
+    return LLM(**{**defaults, **options}, tensor_parallel_size=size)
+
+
+def _outputs(llm, prompts=PROMPTS, **params):
+    """Return tokens and log probabilities of every choice."""
+    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.error is None
+        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
+        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
+    return repr(found)
+
+
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "top_p": 0.9},
+    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
+    "choices": {"temperature": 1.0, "n": 3},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    "json": {
+        "temperature": 0.8,
+        "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
+    },
+}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_outputs_are_those_of_one_rank(size):
+    one, ranks = _engine(), _engine(size)
+    for name, params in KINDS.items():
+        assert _outputs(ranks, **params) == _outputs(one, **params), name
+        assert _outputs(ranks, **params) == _outputs(one, **params), f"{name} over cached prefixes"
+    pooled = [llm.embed(PROMPTS, PoolingParams(pooling="mean"), use_tqdm=False) for llm in (one, ranks)]
+    assert [o.outputs.embedding for o in pooled[0]] == [o.outputs.embedding for o in pooled[1]]
+    beams = [llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in (one, ranks)]
+    assert [[s.tokens for s in o.sequences] for o in beams[0]] == [[s.tokens for s in o.sequences] for o in beams[1]]
+    one.close()
+    ranks.close()
+
+
+def _cases(cases, *quick):
+    """Return cases as parameters; those that are not quick run with the slow tests."""
+    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
+
+
+DRAFTS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
+    "lookahead": {"method": "lookahead"},
+    "self": {"method": "self", "skipped_layers": [1], "num_speculative_tokens": 3},
+    "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4},
+    "eagle3-tree": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 8, "draft_top_k": 3},
+    "medusa": {"method": "medusa", "model": "demo-medusa"},
+    "mtp": {"method": "mtp", "model": "demo-mtp"},
+}
+
+
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "eagle3"))
+def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
+    one = _engine()
+    expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json")}
+    one.close()
+    ranks = _engine(2, speculative_config={**drafts, "adaptive": False})
+    assert {name: _outputs(ranks, **KINDS[name]) for name in expected} == expected
+    assert ranks.llm_engine.stats.num_draft_tokens > 0
+    ranks.close()
+
+
+OPTIONS = {
+    "int8": {"quantization": "int8"},
+    "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "fp8": {"quantization": "fp8"},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "small-steps": {"max_num_batched_tokens": 8},
+    "preempted": {"num_kv_blocks": 8, "max_num_seqs": 4},
+    "mixture-of-experts": {"model": "demo-moe"},
+    "mixture-of-experts-int8": {"model": "demo-moe", "quantization": "int8"},
+}
+
+
+@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts"))
+def test_outputs_are_those_of_one_rank_with_every_option(options):
+    one, ranks = _engine(**options), _engine(2, **options, tensor_parallel_shares=(2, 1))
+    for name in ("greedy", "log-probabilities"):
+        assert _outputs(ranks, **KINDS[name]) == _outputs(one, **KINDS[name])
+    if "num_kv_blocks" in options:
+        assert ranks.llm_engine.scheduler.num_preemptions > 0
+    one.close()
+    ranks.close()
+
+
+def test_each_rank_has_its_share_of_the_weights(thread_workers):
+    one, ranks = _engine(), _engine(3)
+    whole = one.llm_engine.report.packed_weight_bytes
+    own = [thread_workers[-1].board.read(rank).ready["packed_weight_bytes"] for rank in range(3)]
+    assert sum(own) == ranks.llm_engine.report.packed_weight_bytes
+    assert all(abs(num_bytes - whole / 3) < 0.1 * whole for num_bytes in own)
+    one.close()
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
+        ({"tensor_parallel_size": 9}, "tensor_parallel_size must be at most 4 for a model of 4 attention heads, got 9"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1,)}, "one number for each of the 2"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1, -1)}, "finite numbers > 0, got -1"),
+        ({"tensor_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", **options)
