@@ -142,6 +142,36 @@ def sums_of_any_order():
 
 
 @pytest.fixture(scope="session")
+def address_check():
+    """The check of every address that interpreted kernels touch; None where none is interpreted."""
+    if HAS_GPU or REASON is not None:
+        yield None
+        return
+    from tests.unit.kernels.gpu.address_check import AddressCheck
+
+    check = AddressCheck()
+    with pytest.MonkeyPatch.context() as patch:
+        check.install(patch)
+        yield check
+
+
+@pytest.fixture(autouse=True)
+def memory_as_on_a_gpu(address_check):
+    """Fail where a kernel left its tensors, whatever became of the error that it raised; new memory holds nothing of use."""
+    if address_check is None:
+        yield
+        return
+    from tests.unit.kernels.gpu.address_check import install_unset_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        install_unset_memory(patch)
+        yield
+    errors = address_check.take_errors()
+    if errors:
+        pytest.fail(errors[0])
+
+
+@pytest.fixture(scope="session")
 def device():
     """The device of the tensors that kernels get."""
     return torch.device("cuda" if HAS_GPU else "cpu")
