@@ -36,6 +36,7 @@ from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_he
 from quire.worker.device.ahead import CompilationAhead, Order, arch_of
 from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
 from quire.worker.device.graphs import GraphRecorder, StepGraphs
+from quire.worker.device.memory import most_step_tokens
 from quire.worker.device.stepper import DeviceStepper, StepSizes
 from quire.worker.device.variants import ServedHead
 
@@ -233,7 +234,7 @@ class _Medusa(Drafter):
 
 def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:
     """Return the steps of what drafts beside a model: of as many sequences, with up to most_known tokens of each at once."""
-    most = max(sizes.max_num_batched_tokens, most_known)
+    most = most_step_tokens(max(sizes.max_num_batched_tokens, most_known), sizes.max_num_seqs, max_model_len)
     return StepSizes(sizes.max_num_seqs, most, max_model_len, has_drafts=True)
 
 

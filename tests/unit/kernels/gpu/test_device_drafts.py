@@ -330,4 +330,13 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 def test_a_step_has_room_for_the_drafts_of_all_sequences_when_there_is_memory(config, max_num_seqs, num_tokens, expected):
     options = EngineConfig(model="demo", max_num_seqs=max_num_seqs, speculative_config=config)
     report = SimpleNamespace(spec=SimpleNamespace(vocab_size=151936), memory=SimpleNamespace(max_model_len=4096))
-    assert step_sizes(options, report, num_tokens).max_num_drafts == expected
+    sizes = step_sizes(options, report, num_tokens)
+    assert sizes.max_num_drafts == expected
+    assert sizes.max_num_batched_tokens == num_tokens
+
+
+def test_a_step_has_no_more_tokens_than_all_sequences_have():
+    options = EngineConfig(model="demo", max_num_seqs=3, speculative_config=NGRAM)
+    report = SimpleNamespace(spec=SimpleNamespace(vocab_size=151936), memory=SimpleNamespace(max_model_len=10))
+    sizes = step_sizes(options, report, 8192)
+    assert (sizes.max_num_batched_tokens, sizes.max_num_drafts) == (30, 29)

@@ -1,0 +1,107 @@
+"""What is run to plan the memory of a device, run where every address is checked: no real step may differ from it there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.worker.device import build
+from quire.worker.device.memory import HostMemory
+from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.conftest import HAS_GPU
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "speculate"))
+import head_checkpoints as heads
+
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="a GPU plans its own memory at every start"),
+    pytest.mark.usefixtures("few_programs"),
+]
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+OPTIONS = {"dtype": "float32", "block_size": 4, "num_kv_blocks": 20, "max_model_len": 10, "max_num_seqs": 3}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
+HEADS = {"eagle3": heads.eagle3, "eagle": heads.eagle1, "medusa": heads.medusa}
+
+
+class RunMemory(HostMemory):
+    """The host's memory, where what is to be measured is run, as on a device that counts."""
+
+    def __init__(self):
+        self.num_runs = 0
+
+    def peak_of(self, run):
+        self.num_runs += 1
+        run()
+        return 0
+
+    taken_by = peak_of
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Have engines plan their memory by dry runs; the memory that they measure, and the sizes of the steps that they launch."""
+    memory, launched = RunMemory(), []
+    launch = build.DeviceStepper._launch_mixed
+
+    def note(stepper, step, *rest):
+        launched.append((stepper, step))
+        return launch(stepper, step, *rest)
+
+    monkeypatch.setattr(build, "_memory_to_plan", lambda device: memory)
+    monkeypatch.setattr(build.DeviceStepper, "_launch_mixed", note)
+    return memory, launched
+
+
+def start(folder, max_num_batched_tokens=64, **options):
+    return LLM(str(folder), device="interpreter", max_num_batched_tokens=max_num_batched_tokens, **OPTIONS | options)
+
+
+def expect_within_tables(launched, steppers, num_tokens=30):
+    """Expect the largest step of each, of sequences that block tables have room for."""
+    assert len({id(stepper) for stepper, _ in launched}) == steppers
+    for stepper in {id(stepper): stepper for stepper, _ in launched}.values():
+        largest = max((step for other, step in launched if other is stepper), key=lambda step: len(step.given_ids))
+        assert len(largest.given_ids) == num_tokens
+        assert int(largest.context_lens.max()) == OPTIONS["max_model_len"]
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int4"}, {"quantization": "fp8"}], ids=["plain", "int4", "fp8"])
+def test_a_step_has_more_tokens_than_a_sequence(tmp_path, planned, options):
+    memory, launched = planned
+    folder = write_checkpoint(tmp_path / "model", "qwen3", **SHAPE)
+    llm = start(folder, **options)
+    assert memory.num_runs == 3  # a full step, and recorded ones: of every sort, and some once more
+    expect_within_tables(launched, 1)
+    assert len(llm.generate([[5, 9, 31, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    llm.close()
+
+
+def test_layers_in_five_launches_are_run_as_well(tmp_path, planned, address_check):
+    before = address_check.num_launches.copy()
+    start(write_checkpoint(tmp_path / "model", "qwen3", **SHAPE)).close()
+    found = address_check.num_launches - before
+    assert found["attend_projected"] > 0
+    assert found["multiply_few"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "drafts"),
+    [
+        ("draft_model", {}),
+        ("eagle3", {}),
+        ("eagle3", {"draft_top_k": 2, "num_speculative_tokens": 5}),
+        pytest.param("eagle", {}, marks=pytest.mark.slow),
+        ("medusa", {}),
+    ],
+    ids=["draft model", "eagle3", "eagle3 trees", "eagle", "medusa"],
+)
+def test_what_drafts_has_more_tokens_in_a_step_than_a_sequence(tmp_path, planned, method, drafts):
+    _, launched = planned
+    folder = write_checkpoint(tmp_path / "model", "qwen3", **SHAPE)
+    head = folder if method == "draft_model" else HEADS[method](tmp_path / "head")
+    config = {"method": method, "model": str(head), "num_speculative_tokens": 3, "adaptive": False} | drafts
+    llm = start(folder, speculative_config=config)
+    expect_within_tables(launched, 1 if method == "medusa" else 2)
+    assert len(llm.generate([[5, 9, 31, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    llm.close()
