@@ -291,6 +291,8 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]
+    assert {row["what"] for row in found["profile"] if "kernel" in row} == {"decode 2 x 40", "prompt of 20"}
+    assert (tmp_path / "found.logs" / "tests").exists()
     assert 0 <= found["decode-small"][0]["idle_share"] < 1
     assert found["launches"][0]["kind"] == "one by one"
     assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)
