@@ -88,8 +88,8 @@ def concatenate_float8(parts: Sequence[Float8Weight]) -> Float8Weight | None:
 def exact_quotient(x: Tensor, number: float) -> Tensor:
     """Return x / number with the same bits on every device.
 
-    On CUDA torch multiplies by the reciprocal of a number, or of a tensor without dimensions on the CPU, which may differ in the
-    last bit; by a tensor that lies beside x it divides.
+    On CUDA torch multiplies by the reciprocal of a number, or of a tensor without dimensions on the CPU, which may differ in
+    the last bit; by a tensor on the device of x it divides.
     """
     return x / x.new_tensor([number])
 

@@ -1,8 +1,8 @@
 """Checks of memory in Triton's interpreter, which reads and writes wherever it is told to.
 
-Every load, store and atomic operation must stay within the tensor argument whose pointer its address was computed from. A tensor
-that merely lies next to it does not count: each pointer carries the number of its argument in its high bits, which arithmetic
-with offsets keeps and which is taken off before memory is touched.
+Every load, store and atomic operation must stay within the tensor argument whose pointer its address was computed from. A
+tensor that merely lies next to it does not count: each pointer carries the number of its argument in its high bits, which
+arithmetic with offsets keeps and which is taken off before memory is touched.
 
 Memory that torch.empty returns is filled with NaN, and with large integers, as a GPU may well return such.
 """
@@ -153,8 +153,9 @@ class AddressCheck:
         first = tuple(np.argwhere(is_bad)[0])
         tag, offset = int(tags[first]), int(offsets[first])
         text = (
-            f"{executor.fn.__name__} {verb} outside of {names[tag]}: {int(is_bad.sum())} of {is_bad.size} addresses, the first at "
-            f"byte {offset} of {self._sizes[tag]}, {num_bytes} bytes wide, in program {interpreter.interpreter_builder.grid_idx}"
+            f"{executor.fn.__name__} {verb} outside of {names[tag]}: {int(is_bad.sum())} of {is_bad.size} addresses, the first "
+            f"at byte {offset} of {self._sizes[tag]}, {num_bytes} bytes wide, in program "
+            f"{interpreter.interpreter_builder.grid_idx}"
         )
         self.errors.append(text)
         raise OutOfBoundsError(text)

@@ -8,13 +8,18 @@ import importlib.util
 import inspect
 import os
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+needs_llguidance = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="constraints need llguidance, which is not installed"
+)
 MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
 READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""
@@ -138,6 +143,31 @@ def sums_of_any_order():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", exact_dot(InterpreterBuilder.create_dot, TensorHandle))
+        yield
+
+
+def compile_when_launched(patch):
+    """Have engines compile kernels when they are launched first: not ahead, in a process for every engine of a test."""
+    from quire.worker.device import build, drafters
+
+    patch.setattr(build, "_compile_ahead", lambda *_: None)
+    patch.setattr(drafters, "_compile", lambda *_: None)
+
+
+def share_cache(environment, folder):
+    """Have all tests on a machine, in whatever processes, find what any of them has compiled; a cache that is given stays."""
+    environment.setdefault("TRITON_CACHE_DIR", str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts():
+    """Start engines on a GPU as fast as can be: what they compile is shared by all tests."""
+    if not HAS_GPU or REASON is not None:
+        yield
+        return
+    share_cache(os.environ, Path(tempfile.gettempdir()) / f"quire-tests-triton-{os.getuid()}")
+    with pytest.MonkeyPatch.context() as patch:
+        compile_when_launched(patch)
         yield
 
 

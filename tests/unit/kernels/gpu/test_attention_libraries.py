@@ -121,16 +121,17 @@ def test_libraries_attend_what_our_kernels_would(name, block_size, options, inst
     torch.testing.assert_close(found, attend(q, cache, step, spec), atol=2e-2, rtol=2e-2)
 
 
-def test_flashinfer_plans_once_a_step_and_kind_of_layer(install):
+def test_flashinfer_plans_once_a_step_and_kind_of_layer(install, device):
     install("flashinfer")
     specs = [AttentionSpec(4, 2, 64, 0.1), AttentionSpec(4, 2, 64, 0.1, window=5)]
     library = load("flashinfer", *specs)
     case = make_case([40, 20], [10, 20], specs[0], 16, BF16)
     FakeWrapper.num_plans = 0
+    cache = KvCache(case.k_cache.nan_to_num().to(device), case.v_cache.nan_to_num().to(device))
     for _ in range(2):
-        step = dataclasses.replace(DeviceStep.of(case.step, torch.device("cpu")), library=library)
+        step = dataclasses.replace(DeviceStep.of(case.step, device), library=library)
         for spec in specs * 3:
-            attend(case.q, KvCache(case.k_cache.nan_to_num(), case.v_cache.nan_to_num()), step, spec)
+            attend(case.q.to(device), cache, step, spec)
     assert FakeWrapper.num_plans == 4
 
 

@@ -24,7 +24,7 @@ from quire.model.token_runs import TokenRuns, address_of
 from quire.worker.device.build import step_sizes
 from quire.worker.device.changes import TableChanges
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, needs_llguidance
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "speculate"))
 from proposers import PROPOSERS, install
@@ -167,6 +167,7 @@ def test_tokens_are_those_of_plain_decoding_with_every_method_that_there_is(mode
     llm.close()
 
 
+@needs_llguidance
 def test_what_a_constraint_forces_is_drafted_and_the_output_is_that_without_drafts(model):
     regex = StructuredOutputsParams(regex="[0-9]forced[ab]")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=30, structured_outputs=regex)
@@ -182,6 +183,7 @@ def test_what_a_constraint_forces_is_drafted_and_the_output_is_that_without_draf
 
 
 @pytest.mark.slow
+@needs_llguidance
 @pytest.mark.parametrize("kind", ["oracle", "fickle tree"])
 def test_outputs_are_those_without_drafts_when_a_grammar_and_a_proposer_meet(model, kind):
     regex = StructuredOutputsParams(regex="[a-m]{4}-forced-[0-9]{3}")
