@@ -180,9 +180,7 @@ def test_other_group_sizes_are_refused():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
-def test_codes_and_scales_are_those_of_the_cpu_where_a_number_divides_by_its_reciprocal(
-    scheme, monkeypatch, divides_like_cuda
-):
+def test_codes_and_scales_are_those_of_the_cpu_where_a_number_divides_by_its_reciprocal(scheme, monkeypatch, divides_like_cuda):
     monkeypatch.setattr("quire.quant.quantize.load_native", lambda: None)
     weight = random_weight(200, 128)
     expected = quantize_weight(weight, scheme, torch.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.worker.device import build
+from quire.worker.device import build, drafters
 from quire.worker.device.memory import HostMemory
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -21,6 +21,7 @@ pytestmark = [
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 SMALL = SHAPE | {"num_hidden_layers": 1, "vocab_size": 97}
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_kv_blocks": 8, "max_model_len": 6, "max_num_seqs": 2}
+OPTIONS |= {"max_num_batched_tokens": 64}
 NUM_TOKENS = 12  # of two sequences of six
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
 HEADS = {"eagle3": heads.eagle3, "eagle": heads.eagle1, "medusa": heads.medusa}
@@ -56,7 +57,7 @@ def planned(monkeypatch):
 
 
 def start(folder, **options):
-    return LLM(str(folder), device="interpreter", max_num_batched_tokens=64, **OPTIONS | options)
+    return LLM(str(folder), device="interpreter", **OPTIONS | options)
 
 
 def expect_within_tables(launched, num_steppers):
@@ -111,3 +112,19 @@ def test_what_drafts_has_more_tokens_in_a_step_than_a_sequence(tmp_path, planned
     config = {"method": method, "model": str(head), "num_speculative_tokens": 3, "adaptive": False} | drafts
     start(folder, speculative_config=config, enforce_eager=True).close()
     expect_within_tables(launched, 1 if method == "medusa" else 2)
+
+
+def test_all_tokens_of_a_level_of_trees_have_logits(tmp_path, planned, monkeypatch):
+    counts, logits = [], drafters.DeviceHead.logits
+
+    def count(head, hidden, *rest):
+        counts.append(len(hidden))
+        return logits(head, hidden, *rest)
+
+    monkeypatch.setattr(drafters.DeviceHead, "logits", count)
+    monkeypatch.setattr(drafters, "MAX_PENDING", 1)
+    folder = write_checkpoint(tmp_path / "model", "qwen3", **SHAPE)
+    drafts = {"method": "eagle3", "model": str(HEADS["eagle3"](tmp_path / "head")), "draft_top_k": 7}
+    drafts |= {"num_speculative_tokens": 8, "adaptive": False}
+    start(folder, max_num_batched_tokens=2, speculative_config=drafts, enforce_eager=True).close()
+    assert max(counts) == 2 * 7  # more than a step of the head has tokens
