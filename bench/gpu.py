@@ -39,6 +39,7 @@ SECTIONS = [
     Section("in-order-large", 20),
     Section("in-order-small", 15),
     Section("launches", 10),
+    Section("profile", 40),
 ]
 MODELS = {
     "decode-small": (True, "bf16", False),
@@ -54,14 +55,18 @@ _SMOKE_LIMIT_S = 600
 _TESTS_AT_ONCE = 8
 """Files; each has a core to compile on, and a context on the device."""
 
-_SECONDS_TO_STOP = 5
+_SECONDS_TO_STOP = 12
+"""What tests that are stopped have to sum up what they have found."""
 
 
-def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: Path, limit_s: float) -> Iterator[Row]:
-    """Yield the rows of a section, in its own process."""
+def section_rows(
+    name: str, is_smoke: bool, peaks: tuple[float, float], folder: Path, limit_s: float, logs: Path
+) -> Iterator[Row]:
+    """Yield the rows of a section, in its own process; whole outputs of tests are written to logs / "tests"."""
     import gpu_kernels
     import gpu_launches
     import gpu_model
+    import gpu_profile
     import gpu_start
     import torch
 
@@ -72,13 +77,15 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
     if name == "roofline":
         yield {"section": name, **gpu_kernels.environment(device), **gpu_kernels.measure_roofline(device)}
     elif name == "tests":
-        yield from test_rows(is_smoke, limit_s - _SECONDS_TO_STOP)
+        yield from test_rows(is_smoke, limit_s - _SECONDS_TO_STOP, logs / "tests")
     elif name == "engine":
         yield from gpu_model.engine_rows(place, until_s)
     elif name == "start":
         shape = gpu_model.TINY if is_smoke else gpu_model.SMALL
         checkpoint = gpu_model.write_random_model(shape, folder / shape.name)
         yield from gpu_start.start_rows(shape.name, checkpoint, gpu_model.start_options(place), folder / "cache", until_s)
+    elif name == "profile":
+        yield from gpu_profile.profile_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "kernels":
@@ -89,19 +96,27 @@ def section_rows(name: str, is_smoke: bool, peaks: tuple[float, float], folder: 
         yield from gpu_model.decode_rows(place, small if is_small else large, until_s, options)
 
 
-def test_rows(is_smoke: bool, limit_s: float) -> Iterator[Row]:
-    """Yield what became of the kernels' tests on this device, file by file; is_smoke: of finding the tests of one."""
+def test_rows(is_smoke: bool, limit_s: float, folder: Path) -> Iterator[Row]:
+    """Yield what became of the kernels' tests on this device, file by file; is_smoke: of finding the tests of one.
+
+    folder  where their whole outputs are written
+    """
     names = files_for_a_gpu()[:1] if is_smoke else files_for_a_gpu()
 
     def command_of(name: str) -> list[str]:
         return [*pytest_command(name), "--collect-only"] if is_smoke else pytest_command(name)
 
-    for row in run_test_files(names, command_of, limit_s, min(_TESTS_AT_ONCE, os.cpu_count() or 1)):
+    for row in run_test_files(names, command_of, limit_s, min(_TESTS_AT_ONCE, os.cpu_count() or 1), folder):
         yield {"section": "tests", **row}
 
 
-def measure(sections: list[Section], is_smoke: bool, budget_s: float, out: Path) -> bool:
-    """Run sections, write the results so far after each, and print them; returns whether none failed."""
+def measure(sections: list[Section], is_smoke: bool, budget_s: float, out: Path, logs: Path) -> bool:
+    """Run sections, write the results so far after each, and print them; returns whether none failed.
+
+    logs  a folder that whole outputs of sections and of tests are written to
+    """
+    from gpu_profile_table import profile_table
+
     found: dict[str, list[Row]] = {}
 
     def command_of(section: Section, rows: list[Row]) -> list[str]:
@@ -115,6 +130,7 @@ def measure(sections: list[Section], is_smoke: bool, budget_s: float, out: Path)
             str(folder / f"{section.name}.jsonl"),
         ]
         command += ["--peaks", f"{peaks['read_tbs']},{peaks['bf16_tflops']}", "--budget", str(section.limit_s)]
+        command += ["--logs", str(logs)]
         return [*command, "--smoke"] if is_smoke else command
 
     def take(section: Section, rows: list[Row]) -> None:
@@ -123,11 +139,21 @@ def measure(sections: list[Section], is_smoke: bool, budget_s: float, out: Path)
         for row in rows:
             shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()}
             print(f"{section.name:20} {shown}", flush=True)
+        if table := profile_table(rows):
+            print(table, flush=True)
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run_all_sections(sections, command_of, folder, budget_s, take)
+    folder = logs / "sections"
+    folder.mkdir(parents=True, exist_ok=True)
+    run_all_sections(sections, command_of, folder, budget_s, take)
     return not any("error" in row for rows in found.values() for row in rows)
+
+
+def logs_folder(asked: Path | None, out: Path) -> Path:
+    """Return where whole outputs are written: what $OUT names comes back from a machine that is lent."""
+    if asked is not None:
+        return asked
+    lent = os.environ.get("OUT")
+    return Path(lent) if lent else out.with_suffix(".logs")
 
 
 def main() -> None:
@@ -135,6 +161,9 @@ def main() -> None:
     names = [section.name for section in SECTIONS]
     parser = argparse.ArgumentParser(description="Test and time the GPU kernels.")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results are written, as JSON")
+    parser.add_argument(
+        "--logs", type=Path, help="a folder for whole outputs of sections and of tests; without it $OUT, else --out with .logs"
+    )
     parser.add_argument("--budget", type=float, default=470.0, help="seconds for all sections together")
     parser.add_argument("--only", default="", help=f"names of sections with commas between: {', '.join(names)}")
     parser.add_argument("--smoke", action="store_true", help="run tiny shapes once, without a GPU, and time nothing")
@@ -146,7 +175,8 @@ def main() -> None:
         read_tbs, tflops = map(float, options.peaks.split(","))
         with tempfile.TemporaryDirectory() as folder:
             peaks = read_tbs * 1e12, tflops * 1e12
-            write_rows(section_rows(options.section, options.smoke, peaks, Path(folder), options.budget), options.rows)
+            rows = section_rows(options.section, options.smoke, peaks, Path(folder), options.budget, options.logs)
+            write_rows(rows, options.rows)
         return
     chosen = options.only.split(",") if options.only else names
     unknown = set(chosen) - set(names)
@@ -159,7 +189,7 @@ def main() -> None:
     if options.smoke:  # the interpreter is slow
         sections = [replace(section, limit_s=_SMOKE_LIMIT_S) for section in sections]
         options.budget = _SMOKE_LIMIT_S * len(sections)
-    is_fine = measure(sections, options.smoke, options.budget, options.out)
+    is_fine = measure(sections, options.smoke, options.budget, options.out, logs_folder(options.logs, options.out))
     sys.exit(0 if is_fine else 1)
 
 

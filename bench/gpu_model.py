@@ -6,6 +6,7 @@ launched without an engine. Nothing here needs a tokenizer, a server or the netw
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from quire.worker.device.variants import ServedModel, serving_variants
 
 Row = dict[str, object]
 _BLOCK_SIZE = 64
-_WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3
 _STEPS = 56
 """Timed decode steps: with those before them a context of 960 stays below 1,024, and one of 4,000 below 4,096, where a recorded
 step ends."""
@@ -262,45 +263,97 @@ class Options:
     is_in_order: bool = False
 
 
-def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = Options()) -> Iterator[Row]:
-    """Yield the times of steps of a model with random weights on the device: decode steps as recorded graphs and one by one,
-    and steps with a prompt, the same ways."""
+class RandomModel(NamedTuple):
+    """A model with random weights on the device, and what its steps are run with.
+
+    common  what all of its rows say
+    """
+
+    shape: Shape
+    decoder: DeviceDecoder
+    kv: KvSpec
+    sizes: StepSizes
+    num_blocks: int
+    weight_bytes: int
+    common: Row
+
+    def stepper(self, place: Place, recorder: DeviceRecorder | None) -> GpuStepExecutor:
+        """Return what launches its steps, over a KV pool of its own."""
+        pool = DeviceKvPool(self.kv, self.num_blocks, place.device)
+        return GpuStepExecutor(self.decoder, pool, self.sizes, StepGraphs(recorder))
+
+
+def decode_cases(place: Place) -> list[tuple[int, int]]:
+    """Return how many sequences of how much context decode steps are timed with."""
+    return [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (64, 960), (64, 4000), (256, 960)]
+
+
+def make_model(place: Place, shape: Shape, options: Options, compiled: list[Row]) -> RandomModel:
+    """Return a model on the device, once its kernels are compiled, of which `compiled` gets a row."""
     (place.folder / f"{shape.name}-config").mkdir(parents=True, exist_ok=True)
     (place.folder / f"{shape.name}-config" / "config.json").write_text(json.dumps(shape.config()))
     spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
-    cases = [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (64, 960), (64, 4000), (256, 960)]
+    cases = decode_cases(place)
     num_blocks = max(count * (-(-(length + 256) // _BLOCK_SIZE)) for count, length in cases)
     kv = KvSpec.of(spec, _BLOCK_SIZE, spec.dtype)
     common: Row = {"model": shape.name, "weights": options.weights, "is_in_order": options.is_in_order}
-    prompts = [20] if place.is_tiny else [8192, 2048, 512, 64]
-    sizes = StepSizes(max(count for count, _ in cases), prompts[0], shape.max_positions)
+    sizes = StepSizes(max(count for count, _ in cases), prompt_lengths(place)[0], shape.max_positions)
     if not place.is_tiny:  # the interpreter compiles nothing
-        yield {"section": "compile", **common, **_compile_ahead(spec, options, kv, sizes)}
+        compiled.append({"section": "compile", **common, **_compile_ahead(spec, options, kv, sizes)})
     parameters = _random_parameters(spec, place.device, options.weights)
     weight_bytes = _read_bytes(parameters, shape)
     decoder = DeviceDecoder(spec, parameters, shape.max_positions, place.device, None, options.is_in_order)
+    return RandomModel(shape, decoder, kv, sizes, num_blocks, weight_bytes, common)
+
+
+def prompt_lengths(place: Place) -> list[int]:
+    """Return the tokens of the prompts that are timed, the longest first."""
+    return [20] if place.is_tiny else [8192, 2048, 512, 64]
+
+
+def decode_rows(place: Place, shape: Shape, until_s: float, options: Options = Options()) -> Iterator[Row]:
+    """Yield the times of steps of a model with random weights on the device: decode steps as recorded graphs and one by one,
+    and steps with a prompt, the same ways."""
+    compiled: list[Row] = []
+    model = make_model(place, shape, options, compiled)
+    yield from compiled
     kinds = ((True, True), (False, True)) if place.is_tiny else ((True, True), (True, False), (False, True))
-    for is_recorded, decoder.is_fused in kinds:
-        recorder = stamped_recorder(place.device) if is_recorded else None
-        graphs = StepGraphs(recorder)
-        stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, num_blocks, place.device), sizes, graphs)
-        chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
-        for count, length in chosen:
-            if time.perf_counter() > until_s:
-                return
-            num_steps = 2 if place.is_tiny else _STEPS
-            seconds = _time_steps(stepper, count, length, num_steps)
-            bound_s = (weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
-            row: Row = {"section": "decode", **common, "is_recorded": is_recorded, "is_fused": decoder.is_fused}
-            row |= {"batch": count, "context": length, "step_us": seconds * 1e6, "tokens_per_s": count / seconds}
-            row["share"] = bound_s / seconds
-            yield row if recorder is None else row | measured_idle_share(recorder, num_steps)
-        for prompt in prompts if decoder.is_fused else []:  # which is the same for them
-            seconds = _time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
-            row = {"section": "prompt", **common, "is_recorded": prompt <= stepper.prompts.max_tokens, "tokens": prompt}
-            row["step_us"] = seconds * 1e6
-            yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
-        stepper.close()
+    for is_recorded, model.decoder.is_fused in kinds:
+        # Each kind has its own KV pool, of half of the device where models are large: the last one's is gone by then.
+        yield from _rows_of_kind(place, model, is_recorded, until_s)
+        release_memory(place.device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rows_of_kind(place: Place, model: RandomModel, is_recorded: bool, until_s: float) -> Iterator[Row]:
+    shape, decoder, kv, cases = model.shape, model.decoder, model.kv, decode_cases(place)
+    recorder = stamped_recorder(place.device) if is_recorded else None
+    stepper = model.stepper(place, recorder)
+    chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
+    for count, length in chosen:
+        if time.perf_counter() > until_s:
+            break
+        num_steps = 2 if place.is_tiny else _STEPS
+        seconds = time_steps(stepper, count, length, num_steps)
+        bound_s = (model.weight_bytes + count * length * kv.bytes_per_token) / place.read_bytes_per_s
+        row: Row = {"section": "decode", **model.common, "is_recorded": is_recorded, "is_fused": decoder.is_fused}
+        row |= {"batch": count, "context": length, "step_us": seconds * 1e6, "tokens_per_s": count / seconds}
+        row["share"] = bound_s / seconds
+        yield row if recorder is None else row | measured_idle_share(recorder, num_steps)
+    for prompt in prompt_lengths(place) if decoder.is_fused else []:  # which is the same for them
+        if time.perf_counter() > until_s:
+            break
+        seconds = time_prompt(stepper, prompt, 1 if place.is_tiny else 5)
+        row = {"section": "prompt", **model.common, "is_recorded": prompt <= stepper.prompts.max_tokens, "tokens": prompt}
+        row["step_us"] = seconds * 1e6
+        yield row | {"tokens_per_s": prompt / seconds, "share": shape.prompt_flops(prompt) / seconds / place.flops_per_s}
+    stepper.close()
 
 
 def _compile_ahead(
@@ -353,7 +406,7 @@ def _read_bytes(parameters: Mapping[str, Any], shape: Shape) -> int:
     return total
 
 
-def _time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> float:
+def time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> float:
     """Return the median seconds of a step with that many tokens of one prompt, recorded where the stepper records such."""
     changes = BlockTableUpdates([(0, 0, tuple(range(-(-num_tokens // _BLOCK_SIZE))))])
     places, line = np.arange(num_tokens), np.zeros(1, np.int32)
@@ -370,14 +423,14 @@ def _time_prompt(stepper: GpuStepExecutor, num_tokens: int, num_times: int) -> f
     return float(np.median(times[1:]))
 
 
-def _time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: int) -> float:
+def time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: int) -> float:
     """Return the median seconds of a step, with its read-back, of so many sequences of about that length."""
-    per_line = -(-(length + num_steps + _WARM_UP_STEPS) // _BLOCK_SIZE)
+    per_line = -(-(length + num_steps + WARM_UP_STEPS) // _BLOCK_SIZE)
     changes = BlockTableUpdates([(line, 0, tuple(range(line * per_line, (line + 1) * per_line))) for line in range(count)])
     lines = np.arange(count, dtype=np.int32)
     ids = np.ones(count, np.int64)
     times: list[float] = []
-    for step in range(num_steps + _WARM_UP_STEPS):
+    for step in range(num_steps + WARM_UP_STEPS):
         positions = np.full(count, length + step - 1)
         slots = lines.astype(np.int64) * per_line * _BLOCK_SIZE + positions
         lengths = (positions + 1).astype(np.int32)
@@ -387,4 +440,4 @@ def _time_steps(stepper: GpuStepExecutor, count: int, length: int, num_steps: in
         stepper.read_sampled(stepper.launch(host, "plain", changes))
         times.append(time.perf_counter() - started)
         ids, changes = np.full(count, -1), BlockTableUpdates([])
-    return float(np.median(times[_WARM_UP_STEPS:]))
+    return float(np.median(times[WARM_UP_STEPS:]))

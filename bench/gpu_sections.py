@@ -46,7 +46,7 @@ def run_section(section: Section, command: Sequence[str], rows_file: Path, left_
             error = f"stopped after {limit_s:.0f} s"
     rows = _read_rows(rows_file)
     if error:
-        tail = output_file.read_text(errors="replace")[-2000:]
+        tail = output_file.read_text(errors="replace")[-2000:]  # all of it stays in the folder
         rows.append({"section": section.name, "error": error, "output": tail})
     return [*rows, {"section": section.name, "seconds": time.monotonic() - started}]
 

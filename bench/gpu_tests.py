@@ -5,10 +5,11 @@ No torch: nothing here takes any of the device's memory.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,17 @@ _FIRST = [
 ]
 """What is worth most; the other files come after these."""
 
-_WITHOUT_A_GPU = {"test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"}
-"""Files that test nothing on a GPU: they read sources, compile ahead of time, and try this benchmark in the interpreter."""
+_WITHOUT_A_GPU = {
+    *("test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"),
+    *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py"),
+}
+"""Files that test nothing on a GPU: they read sources, compile ahead of time, and try checks and this benchmark in the
+interpreter."""
 
 _COUNTED = ("passed", "failed", "error", "skipped")
 _TAIL = 1500
+_SECONDS_TO_SUM_UP = 5
+"""What a file that is stopped has to say which of its tests have failed, and how."""
 
 
 def files_for_a_gpu() -> list[str]:
@@ -54,50 +61,73 @@ class _Run:
 
 
 def run_test_files(
-    names: Sequence[str], command_of: Callable[[str], Sequence[str]], limit_s: float, at_once: int
+    names: Sequence[str], command_of: Callable[[str], Sequence[str]], limit_s: float, at_once: int, folder: Path
 ) -> Iterator[Row]:
-    """Yield what became of each file, as they end: counts of tests by outcome, and the end of the output where it is not green.
+    """Yield what became of each file, as they end: counts of tests by outcome, and where it is not green the names of the tests
+    that failed, and the end of the output.
 
+    folder  where the whole outputs are written, one a file
     A file that has not ended after limit_s is stopped, and those that have not begun say so. A failing test stops nothing.
     """
     deadline = time.monotonic() + limit_s
     waiting, running = list(names), list[_Run]()
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            is_late = time.monotonic() > deadline
-            while waiting and len(running) < at_once and not is_late:
-                running.append(_start(waiting.pop(0), command_of, Path(folder)))
-            ended = [run for run in running if is_late or run.process.poll() is not None]
-            for run in ended:
-                running.remove(run)
-                yield _row_of(run)
-            if is_late:
-                yield from ({"file": name, "error": "left out: no time was left"} for name in waiting)
-                return
-            time.sleep(0.05)
+    folder.mkdir(parents=True, exist_ok=True)
+    while waiting or running:
+        is_late = time.monotonic() > deadline
+        while waiting and len(running) < at_once and not is_late:
+            running.append(_start(waiting.pop(0), command_of, folder))
+        ended = [run for run in running if is_late or run.process.poll() is not None]
+        stopped = [run for run in ended if run.process.poll() is None]
+        _stop(stopped)
+        for run in ended:
+            running.remove(run)
+            yield _row_of(run, run in stopped)
+        if is_late:
+            yield from ({"file": name, "error": "left out: no time was left"} for name in waiting)
+            return
+        time.sleep(0.05)
 
 
 def _start(name: str, command_of: Callable[[str], Sequence[str]], folder: Path) -> _Run:
     output = (folder / f"{name}.txt").open("w+b")
-    process = subprocess.Popen(command_of(name), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what is killed has written what it had found
+    process = subprocess.Popen(command_of(name), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
     return _Run(name, process, output, time.monotonic())
 
 
-def _row_of(run: _Run) -> Row:
+def _stop(runs: Sequence[_Run]) -> None:
+    """Interrupt tests, so that they sum up what they have found, and kill those that do not end by that."""
+    for run in runs:
+        run.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + _SECONDS_TO_SUM_UP
+    for run in runs:
+        try:
+            run.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+            run.process.wait()
+
+
+def _row_of(run: _Run, is_stopped: bool) -> Row:
     code = run.process.poll()
-    if code is None:
-        run.process.kill()
-        run.process.wait()
     seconds = time.monotonic() - run.started_s
     with run.output as output:
         output.seek(0)
         text = output.read().decode(errors="replace")
     row: Row = {"file": run.name, "seconds": seconds, **_counts(text)}
-    if code is None:
+    if names := failed_tests(text):
+        row["failed_tests"] = names
+    if is_stopped:
         row["error"] = f"stopped after {seconds:.0f} s"
     elif code != 0:
         row["error"] = f"ended with {code}"
     return row | {"output": text[-_TAIL:]} if "error" in row else row
+
+
+def failed_tests(text: str) -> list[str]:
+    """Return the names of the tests that failed or could not be run, without their file: pytest -vv tells each at once."""
+    lines = (re.match(r"\S+?::(.+?) (?:FAILED|ERROR)\b", line) for line in text.splitlines())
+    return list(dict.fromkeys(found[1] for found in lines if found))
 
 
 def _counts(text: str) -> dict[str, int]:
@@ -108,4 +138,4 @@ def _counts(text: str) -> dict[str, int]:
 
 def pytest_command(name: str) -> list[str]:
     """Return how one file is tested, slow tests included."""
-    return [sys.executable, "-m", "pytest", "-q", str(FOLDER / name), "-m", "slow or not slow"]
+    return [sys.executable, "-m", "pytest", "-vv", str(FOLDER / name), "-m", "slow or not slow", "-o", "addopts="]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError
 from quire.quant.fields import JsonFields, is_finite_number
+from quire.quant.float8 import exact_quotient
 from quire.quant.stored_parts import StoredParts
 from quire.quant.weight import CodeForm, QuantizedWeight, StoredWeight
 
@@ -57,7 +58,7 @@ def _read_int8(parts: StoredParts) -> StoredWeight:
             raise parts.damaged("weight_format", "is not 0 (rows of int8), the only one that is supported")
         codes = parts.take("weight", (torch.int8,), (num_rows, num_columns))
         scale = parts.scale("SCB", parts.take("SCB", _F32, (num_rows,)))
-        return QuantizedWeight(codes, (scale / 127).view(num_rows, 1))
+        return QuantizedWeight(codes, exact_quotient(scale, 127).view(num_rows, 1))
 
     return parts.integers((num_rows, num_columns), CodeForm.of(8, num_columns), load)
 

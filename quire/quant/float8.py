@@ -85,6 +85,15 @@ def concatenate_float8(parts: Sequence[Float8Weight]) -> Float8Weight | None:
     )
 
 
+def exact_quotient(x: Tensor, number: float) -> Tensor:
+    """Return x / number with the same bits on every device.
+
+    On CUDA torch multiplies by the reciprocal of a number, or of a tensor without dimensions on the CPU, which may differ in
+    the last bit; by a tensor on the device of x it divides.
+    """
+    return x / x.new_tensor([number])
+
+
 def quantize_float8(weight: Tensor, rounded_to: torch.dtype | None = None) -> Float8Weight:
     """Return a weight [O, K] with a scale per row: its largest magnitude is the largest number of float8.
 
@@ -100,7 +109,7 @@ def quantize_float8(weight: Tensor, rounded_to: torch.dtype | None = None) -> Fl
         x = weight[rows] if rounded_to is None else weight[rows].to(rounded_to)
         x = x.float()
         largest = x.abs().amax(1, keepdim=True)
-        scale[rows] = torch.where(torch.isfinite(largest), largest / LARGEST, torch.nan)
+        scale[rows] = torch.where(torch.isfinite(largest), exact_quotient(largest, LARGEST), torch.nan)
         divided = torch.nan_to_num(x / scale[rows], 0.0, LARGEST, -LARGEST).clamp(-LARGEST, LARGEST)
         codes[rows] = divided.to(torch.float8_e4m3fn)
     return Float8Weight(codes, scale, (1, num_columns))

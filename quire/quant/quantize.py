@@ -15,6 +15,7 @@ from quire.base.errors import ConfigError
 from quire.kernels.cpu.pages import SpentPages
 from quire.kernels.cpu.quantization import NativeQuantizer
 from quire.kernels.native import load_native
+from quire.quant.float8 import exact_quotient
 from quire.quant.weight import QuantizedWeight
 
 LINEAR_LEVELS = tuple(range(-8, 8))
@@ -172,7 +173,7 @@ def _search(scheme: Scheme, weight: Tensor) -> tuple[Tensor, ...]:
     magnitude = x.abs().amax(dim=2)
     is_finite = torch.isfinite(magnitude)
     if scheme.kind == "int8":
-        return (torch.where(is_finite, magnitude / 127, math.nan),)
+        return (torch.where(is_finite, exact_quotient(magnitude, 127), math.nan),)
     power, back = (part[:, :, None] for part in _unit_powers(magnitude))
     x = torch.where(is_finite[:, :, None], x, 0.0) * power
     if scheme.kind == "affine":

@@ -73,6 +73,12 @@ class _Tree:
         return chosen
 
 
+def rank_logits(logits: Tensor, count: int = _NOISY_TOKENS) -> tuple[Tensor, torch.return_types.topk]:
+    """Return logits [R, V] in f32, without NaN, and the `count` best of each row, or all."""
+    wide = torch.nan_to_num(logits.float(), nan=_NEVER)
+    return wide, wide.topk(min(count, wide.shape[1]))
+
+
 class HeadTrees:
     """Drafts trees by a head, a level a pass, all sequences together.
 
@@ -128,14 +134,13 @@ class HeadTrees:
 
         Of a sampled request they are those that win with the noise that the verifier will use at their positions.
         """
-        logits = torch.nan_to_num(logits.float(), nan=_NEVER)
         count = min(self._top_k, logits.shape[1])
         rows = [sequence.sampling for sequence in sequences]
         if all(row.is_greedy for row in rows):
-            best = logits.topk(count)
-            ids, values = self._widen(best.indices), (best.values - logits.logsumexp(-1, keepdim=True)).cpu()
+            wide, best = rank_logits(logits, count)
+            ids, values = self._widen(best.indices), (best.values - wide.logsumexp(-1, keepdim=True)).cpu()
         else:
-            some = logits.topk(min(max(_NOISY_TOKENS, count), logits.shape[1]))
+            _, some = rank_logits(logits, max(_NOISY_TOKENS, count))
             ids, found = self._widen(some.indices.cpu()), some.values.cpu()
             noise = gumbel_noise_at([row.seed for row in rows], positions, ids)
             factors = torch.tensor([[1.0 if row.is_greedy else row.inverse_temperature] for row in rows])

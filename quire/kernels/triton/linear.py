@@ -137,7 +137,9 @@ def widen_launch(out: Tensor, weight: NarrowWeight, ids: Tensor | None = None) -
         "out_ptr": out,
     }
     constants = {**_weight_constants(weight), "RUN": weight.run, "BLOCK": _BLOCK}
-    return Launch(widen_rows, (len(out), triton.cdiv(num_columns, _BLOCK)), arguments, constants, num_warps=4, num_stages=1)
+    grid = (len(out), triton.cdiv(num_columns, _BLOCK))
+    # Scale and offset are rounded one after the other, as wherever else a weight is made dense.
+    return Launch(widen_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
 
 
 class _Splits(NamedTuple):

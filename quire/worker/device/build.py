@@ -35,6 +35,7 @@ from quire.worker.device.memory import (
     Recordings,
     measure_usage,
     most_drafts_on_device,
+    most_step_tokens,
     plan_device_memory,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
@@ -58,7 +59,7 @@ def build_device_runner(
         choose_table(torch.cuda.get_device_name(device), f"{major}.{minor}", config.tile_table)
     elif config.tile_table is not None:
         raise ConfigError("tile_table is for a GPU; leave it out")
-    memory = CudaMemory(device) if device.type == "cuda" else None
+    memory = _memory_to_plan(device)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
     max_model_len, kv = report.memory.max_model_len, report.memory.kv
     sizes = step_sizes(config, report, num_batched_tokens)
@@ -97,14 +98,20 @@ def build_device_runner(
     return AsyncStepDriver(stepper, speculator, own.steppers[1:], config.async_scheduling is not False), report
 
 
+def _memory_to_plan(device: torch.device) -> DeviceMemory | None:
+    """Return the memory that is measured, and divided; None: the host's, of which the report says enough."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
 def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: int) -> StepSizes:
     """Return how large steps become; what constraints force is drafted in any case."""
-    drafting = config.speculative_config
+    drafting, max_model_len = config.speculative_config, report.memory.max_model_len
+    num_tokens = most_step_tokens(num_batched_tokens, config.max_num_seqs, max_model_len)
     return StepSizes(
         config.max_num_seqs,
-        num_batched_tokens,
-        report.memory.max_model_len,
-        min(most_drafts_on_device(config, report.spec.vocab_size), num_batched_tokens - 1),
+        num_tokens,
+        max_model_len,
+        min(most_drafts_on_device(config, report.spec.vocab_size), num_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
     )

@@ -30,12 +30,14 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.draft_model import MAX_CATCH_UP, DraftModelProposer
 from quire.speculate.head_proposer import MAX_PENDING, HeadProposer, Shape
+from quire.speculate.head_trees import rank_logits
 from quire.speculate.medusa import MedusaProposer, medusa_tree
 from quire.speculate.proposer import Proposer
 from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_head, find_parallel_head, longest_drafted
 from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
 from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import GraphRecorder, StepGraphs
+from quire.worker.device.memory import most_step_tokens
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.variants import ServedHead
 
@@ -174,7 +176,9 @@ class _Head(_Stepping):
         served = ServedHead.of(head, kv, sizes._replace(has_trees=drafting.top_k > 1))
         compilation = self._compile_head(served)
         decoder.keep_features(head.tap_layers, target.most_tokens)
-        self._model = DeviceHead(head, decoder, self._max_len, max(sizes.max_num_batched_tokens, sizes.max_num_seqs))
+        # A pass of trees has logits of all tokens that a level has, of all sequences.
+        self._most_rows = sizes.max_num_seqs * drafting.top_k
+        self._model = DeviceHead(head, decoder, self._max_len, max(sizes.max_num_batched_tokens, self._most_rows))
         super().__init__(self._model, kv, sizes, target)
         self._chains = HeadChains(self._model, self._stepper, self._cache, sizes)
         self._head = replace(head, parameters={})  # they are on the device
@@ -196,6 +200,11 @@ class _Head(_Stepping):
         self._model.narrow(features)
         del features
         super().run_full()
+        if self._target.drafting.top_k > 1:
+            model = self._model
+            rows = torch.zeros(self._most_rows, model.spec.hidden_size, dtype=model.dtype, device=model.device)
+            wide, _ = rank_logits(model.logits(rows))
+            wide.logsumexp(-1)
 
     def proposer(self) -> Proposer:
         """See Drafter."""
@@ -233,7 +242,7 @@ class _Medusa(Drafter):
 
 def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:
     """Return the steps of what drafts beside a model: of as many sequences, with up to most_known tokens of each at once."""
-    most = max(sizes.max_num_batched_tokens, most_known)
+    most = most_step_tokens(max(sizes.max_num_batched_tokens, most_known), sizes.max_num_seqs, max_model_len)
     return StepSizes(sizes.max_num_seqs, most, max_model_len, has_drafts=True)
 
 

@@ -167,15 +167,26 @@ def empty_step() -> HostStep:
 def full_step(
     num_tokens: int, num_sequences: int, context_len: int, padding_row: int, num_short: int = 1, num_drafts: int = 0
 ) -> HostStep:
-    """Return a step of padding that takes as much memory as one of real sequences: of num_tokens tokens; all sequences but the
-    first have num_short, where there are enough, else at least one, and all get a next one. Nothing is stored; what is read is
-    the padding line's blocks. Memory is taken for the longest context: the last sequence alone has one of context_len, so that
-    the step takes little longer where that is long. Of the tokens that are not the last ones num_drafts are drafts, or all."""
-    most = max(1, min(num_short, (num_tokens - 1) // max(1, num_sequences - 1)))
+    """Return a step of padding that takes as much memory as the largest one of real sequences, none longer than context_len.
+
+    It has num_tokens tokens, or as many as num_sequences of that length have. As few sequences as possible are long, the first
+    ones; the others have num_short tokens, where there are enough, else at least one. All get a next token. Nothing is stored;
+    what is read is the padding row's blocks. Memory is taken for the longest context: only the last sequence has one of
+    context_len, so that the step takes little longer where that is long. Of the tokens that are not the last ones num_drafts
+    are drafts, or all.
+    """
+    num_sequences = min(num_sequences, num_tokens)
+    num_tokens = min(num_tokens, num_sequences * context_len)
+    most = max(1, min(num_short, context_len, (num_tokens - 1) // max(1, num_sequences - 1)))
     counts = [num_tokens - most * (num_sequences - 1)] + [most] * (num_sequences - 1)
+    for index in range(num_sequences - 1):
+        # Block tables have no entries past context_len: what does not fit a sequence goes to the next one.
+        further = max(0, counts[index] - context_len)
+        counts[index] -= further
+        counts[index + 1] += further
     rows = np.full(num_sequences, padding_row, np.int32)
     lengths = np.array(counts, np.int32)
-    lengths[-1] = max(counts[-1], context_len)
+    lengths[-1] = context_len
     ends = np.cumsum(counts) - 1
     drafts = np.setdiff1d(np.arange(num_tokens), ends)[:num_drafts]
     return HostStep(

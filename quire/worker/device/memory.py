@@ -209,6 +209,11 @@ def most_drafts_on_device(config: EngineConfig, vocab_size: int) -> int:
     return max(least, min(wanted, most_drafts(drafting.max_tokens, vocab_size, _MAX_DRAFT_LOGITS)))
 
 
+def most_step_tokens(num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Return the tokens of a step at most: the budget, or all tokens of as many sequences as there may be."""
+    return min(num_batched_tokens, max_num_seqs * max_model_len)
+
+
 def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> int:
     """Return about what the weights of a model take on a device: narrow ones as they are stored, or will be quantised."""
     if config.quantization is not None:
@@ -236,7 +241,8 @@ def estimate_memory(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    num_tokens = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
+    budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
+    num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory()
     num_rows = config.max_num_seqs + min(most_drafts_on_device(config, spec.vocab_size), num_tokens - 1)
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))

@@ -181,7 +181,9 @@ def _mixed_steps(stepper: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostSte
     num_drafts, most_sampled = sizes.max_num_drafts, min(most, sizes.max_num_seqs + sizes.max_num_drafts)
     for count in sorted({*(power for power in powers if num_drafts < power < most_sampled), most_sampled}):
         if num_drafts and count > num_drafts:
-            yield full_step(count, count - num_drafts, longest, stepper.padding_slot, 1, num_drafts)
+            # More sequences, with fewer drafts of each, where so many tokens do not fit fewer.
+            num_sequences = max(count - num_drafts, -(-count // longest))
+            yield full_step(count, num_sequences, longest, stepper.padding_slot, 1, num_drafts)
     num_long = max(num_queries for num_queries, _ in stepper.tile_kinds)
     for num_short, context_len in itertools.product((1, 2, 4, 8, 16), {min(CHUNK, longest), longest}):
         num_tokens = min(num_long + num_short, context_len + num_short, sizes.max_num_batched_tokens)

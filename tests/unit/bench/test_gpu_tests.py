@@ -20,20 +20,35 @@ def gpu_tests():
     del sys.modules["gpu_tests"]
 
 
+VERBOSE = """tests/a.py::test_one[x-1] PASSED [ 20%]
+tests/a.py::test_two[a b] FAILED [ 40%]
+tests/a.py::test_three ERROR [ 60%]
+tests/a.py::test_four SKIPPED (no card) [ 80%]
+E   FAILED nothing
+FAILED tests/a.py::test_two[a b] - AssertionError
+"""
 CODES = {
     "fine": "print('3 passed, 1 deselected in 0.10s')",
     "fails": "print('1 failed, 2 passed, 1 skipped in 0.10s'); raise SystemExit(1)",
     "hangs": "print('begun', flush=True); import time; time.sleep(600)",
+    "names": f"print({VERBOSE!r}); print('1 failed, 1 passed, 1 skipped, 1 error in 0.10s'); raise SystemExit(1)",
+    "sums up": f"import time\nprint({VERBOSE!r})\ntry:\n time.sleep(600)\nexcept KeyboardInterrupt:\n print('summed up')",
+    "is deaf": f"import signal, time\nsignal.signal(2, signal.SIG_IGN)\nprint({VERBOSE!r})\ntime.sleep(600)",
 }
 
 
-def run(gpu_tests, names, limit_s, at_once=2):
-    found = gpu_tests.run_test_files(names, lambda name: [sys.executable, "-c", CODES[name]], limit_s, at_once)
+@pytest.fixture
+def run(gpu_tests, tmp_path):
+    return lambda *rest, **options: run_in(tmp_path, gpu_tests, *rest, **options)
+
+
+def run_in(folder, gpu_tests, names, limit_s, at_once=2):
+    found = gpu_tests.run_test_files(names, lambda name: [sys.executable, "-c", CODES[name]], limit_s, at_once, folder)
     return {row["file"]: row for row in found}
 
 
-def test_outcomes_are_counted_and_failures_shown_and_the_next_file_runs(gpu_tests):
-    found = run(gpu_tests, ["fails", "fine"], 120, at_once=1)
+def test_outcomes_are_counted_and_failures_shown_and_the_next_file_runs(run):
+    found = run(["fails", "fine"], 120, at_once=1)
     assert (found["fails"]["failed"], found["fails"]["passed"], found["fails"]["skipped"]) == (1, 2, 1)
     assert found["fails"]["error"] == "ended with 1"
     assert "1 failed" in found["fails"]["output"]
@@ -41,13 +56,30 @@ def test_outcomes_are_counted_and_failures_shown_and_the_next_file_runs(gpu_test
     assert "error" not in found["fine"]
 
 
-def test_a_file_that_hangs_is_stopped_and_one_that_has_not_begun_is_named_when_the_time_is_over(gpu_tests):
+def test_a_file_that_hangs_is_stopped_and_one_that_has_not_begun_is_named_when_the_time_is_over(run):
     started = time.monotonic()
-    found = run(gpu_tests, ["hangs", "fine"], 2, at_once=1)
+    found = run(["hangs", "fine"], 2, at_once=1)
     assert time.monotonic() - started < 60
     assert found["hangs"]["error"].startswith("stopped after")
     assert "begun" in found["hangs"]["output"]
     assert found["fine"] == {"file": "fine", "error": "left out: no time was left"}
+
+
+def test_names_of_failures_and_whole_outputs_are_kept(run, tmp_path):
+    found = run(["names"], 120)["names"]
+    assert found["failed_tests"] == ["test_two[a b]", "test_three"]
+    assert VERBOSE in (tmp_path / "names.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["sums up", "is deaf"])
+def test_names_of_failures_are_kept_when_a_file_is_stopped(run, tmp_path, monkeypatch, gpu_tests, name):
+    monkeypatch.setattr(gpu_tests, "_SECONDS_TO_SUM_UP", 1)
+    found = run([name], 3)[name]
+    assert found["error"].startswith("stopped after")
+    assert found["failed_tests"] == ["test_two[a b]", "test_three"]
+    text = (tmp_path / f"{name}.txt").read_text()
+    assert VERBOSE in text
+    assert ("summed up" in text) == (name == "sums up")
 
 
 def test_files_that_need_no_gpu_are_left_out_and_attention_comes_first(gpu_tests):
@@ -60,4 +92,6 @@ def test_files_that_need_no_gpu_are_left_out_and_attention_comes_first(gpu_tests
 
 
 def test_no_test_of_a_file_stops_at_the_first_failure(gpu_tests):
-    assert "-x" not in gpu_tests.pytest_command("test_triton_attention.py")
+    command = gpu_tests.pytest_command("test_triton_attention.py")
+    assert "-x" not in command
+    assert "-vv" in command  # names failures as they come

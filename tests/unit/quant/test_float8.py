@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.quant.float8 import Float8Weight, concatenate_float8, quantize_float8
+from quire.quant.float8 import Float8Weight, concatenate_float8, exact_quotient, quantize_float8
 
 
 def make(rows, columns, block, seed=0):
@@ -38,6 +38,17 @@ def test_a_row_is_quantised_by_its_largest_magnitude():
     error = (found.dequantize() - weight).abs()
     assert bool((error <= weight.abs() / 16 + weight.abs().amax(1, keepdim=True) / 448 / 512).all())
     assert found.codes.float().abs().amax(1).tolist() == [448.0 if row != 4 else 0.0 for row in range(9)]
+
+
+def test_scales_are_those_of_the_cpu_where_a_number_divides_by_its_reciprocal(divides_like_cuda):
+    weight = torch.randn(300, 40, generator=torch.Generator().manual_seed(3))
+    expected = quantize_float8(weight)
+    with divides_like_cuda():
+        found = quantize_float8(weight)
+        assert not torch.equal(weight / 448.0, exact_quotient(weight, 448.0))
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(exact_quotient(weight, 448.0), weight / 448.0)
 
 
 def test_a_row_that_is_not_finite_is_seen_to_be():

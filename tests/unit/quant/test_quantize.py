@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
+from quire.quant.float8 import exact_quotient
 from quire.quant.quantize import (
     FINE_INT4,
     INT4,
@@ -176,3 +177,16 @@ def test_scheme_fits_the_columns(kind, size, num_columns, expected):
 def test_other_group_sizes_are_refused():
     with pytest.raises(ConfigError, match="48"):
         Scheme("linear", 48)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_codes_and_scales_are_those_of_the_cpu_where_a_number_divides_by_its_reciprocal(scheme, monkeypatch, divides_like_cuda):
+    monkeypatch.setattr("quire.quant.quantize.load_native", lambda: None)
+    weight = random_weight(200, 128)
+    expected = quantize_weight(weight, scheme, torch.float32)
+    with divides_like_cuda():
+        found = quantize_weight(weight, scheme, torch.float32)
+        assert not torch.equal(weight / 127, exact_quotient(weight, 127))
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scale, expected.scale)
+    assert scheme.kind != "affine" or torch.equal(found.offset, expected.offset)

@@ -8,13 +8,18 @@ import importlib.util
 import inspect
 import os
 import sys
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+needs_llguidance = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="constraints need llguidance, which is not installed"
+)
 MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
 READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""
@@ -139,6 +144,61 @@ def sums_of_any_order():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", exact_dot(InterpreterBuilder.create_dot, TensorHandle))
         yield
+
+
+def compile_when_launched(patch):
+    """Have engines compile kernels when they are launched first: not ahead, in a process for every engine of a test."""
+    from quire.worker.device import build, drafters
+
+    patch.setattr(build, "_compile_ahead", lambda *_: None)
+    patch.setattr(drafters, "_compile", lambda *_: None)
+
+
+def share_cache(environment, folder):
+    """Have all tests on a machine, in whatever processes, find what any of them has compiled; a cache that is given stays."""
+    environment.setdefault("TRITON_CACHE_DIR", str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts():
+    """Start engines on a GPU as fast as can be: what they compile is shared by all tests."""
+    if not HAS_GPU or REASON is not None:
+        yield
+        return
+    share_cache(os.environ, Path(tempfile.gettempdir()) / f"quire-tests-triton-{os.getuid()}")
+    with pytest.MonkeyPatch.context() as patch:
+        compile_when_launched(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def address_check():
+    """The check of every address that interpreted kernels touch; None where none is interpreted."""
+    if HAS_GPU or REASON is not None:
+        yield None
+        return
+    from tests.unit.kernels.gpu.address_check import AddressCheck
+
+    check = AddressCheck()
+    with pytest.MonkeyPatch.context() as patch:
+        check.install(patch)
+        yield check
+
+
+@pytest.fixture(autouse=True)
+def memory_as_on_a_gpu(address_check):
+    """Fail where a kernel left its tensors, whatever became of the error that it raised; new memory holds nothing of use."""
+    if address_check is None:
+        yield
+        return
+    from tests.unit.kernels.gpu.address_check import install_unset_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        install_unset_memory(patch)
+        yield
+    errors = address_check.take_errors()
+    if errors:
+        pytest.fail(errors[0])
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,9 @@ BF16 = torch.bfloat16
 
 def reference(q, k, v, starts, lengths, tables, heads, scale, window, softcap):
     spec = AttentionSpec(*heads, q.shape[2], scale, window=window, softcap=softcap)
-    step = AttentionInput(torch.zeros(len(q)), starts, lengths, tables.long(), None)
-    return attend_by_reference(q.float(), k.float(), v.float(), step, spec).to(q.dtype)
+    step = AttentionInput(torch.zeros(len(q)), starts, lengths, tables.long().cpu(), None)
+    on_cpu = [part.float().cpu() for part in (q, k, v)]
+    return attend_by_reference(*on_cpu, step, spec).to(q.dtype).to(q.device)
 
 
 class FakeWrapper:
@@ -109,27 +110,28 @@ def load(name, *specs, dtype=BF16, kv_dtype=BF16, block_size=256):
 
 @pytest.mark.parametrize("options", [{}, {"window": 21, "softcap": 3.0}], ids=["plain", "window-softcap"])
 @pytest.mark.parametrize("name, block_size", [("flashinfer", 16), ("flash_attn 3", 16), ("flash_attn 2", 256)])
-def test_libraries_attend_what_our_kernels_would(name, block_size, options, install):
+def test_libraries_attend_what_our_kernels_would(name, block_size, options, install, device):
     install(name)
     spec = AttentionSpec(4, 2, 64, 0.1, **options)
     case = make_case([90, 1, 33, 64], [40, 1, 3, 64], spec, block_size, BF16)
-    cache = KvCache(case.k_cache.nan_to_num(), case.v_cache.nan_to_num())
-    step = DeviceStep.of(case.step, torch.device("cpu"))
+    cache = KvCache(case.k_cache.nan_to_num().to(device), case.v_cache.nan_to_num().to(device))
+    q, step = case.q.to(device), DeviceStep.of(case.step, device)
     library = load(name.partition(" ")[0], spec, block_size=block_size)
-    found = attend(case.q, cache, dataclasses.replace(step, library=library), spec)
-    torch.testing.assert_close(found, attend(case.q, cache, step, spec), atol=2e-2, rtol=2e-2)
+    found = attend(q, cache, dataclasses.replace(step, library=library), spec)
+    torch.testing.assert_close(found, attend(q, cache, step, spec), atol=2e-2, rtol=2e-2)
 
 
-def test_flashinfer_plans_once_a_step_and_kind_of_layer(install):
+def test_flashinfer_plans_once_a_step_and_kind_of_layer(install, device):
     install("flashinfer")
     specs = [AttentionSpec(4, 2, 64, 0.1), AttentionSpec(4, 2, 64, 0.1, window=5)]
     library = load("flashinfer", *specs)
     case = make_case([40, 20], [10, 20], specs[0], 16, BF16)
     FakeWrapper.num_plans = 0
+    cache = KvCache(case.k_cache.nan_to_num().to(device), case.v_cache.nan_to_num().to(device))
     for _ in range(2):
-        step = dataclasses.replace(DeviceStep.of(case.step, torch.device("cpu")), library=library)
+        step = dataclasses.replace(DeviceStep.of(case.step, device), library=library)
         for spec in specs * 3:
-            attend(case.q, KvCache(case.k_cache.nan_to_num(), case.v_cache.nan_to_num()), step, spec)
+            attend(case.q.to(device), cache, step, spec)
     assert FakeWrapper.num_plans == 4
 
 

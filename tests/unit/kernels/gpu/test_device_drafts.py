@@ -23,7 +23,7 @@ from quire.model.build import load_model
 from quire.model.token_runs import TokenRuns, address_of
 from quire.worker.device.build import step_sizes
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, needs_llguidance
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "speculate"))
 from proposers import PROPOSERS, install
@@ -166,6 +166,7 @@ def test_tokens_are_those_of_plain_decoding_with_every_method_that_there_is(mode
     llm.close()
 
 
+@needs_llguidance
 def test_what_a_constraint_forces_is_drafted_and_the_output_is_that_without_drafts(model):
     regex = StructuredOutputsParams(regex="[0-9]forced[ab]")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=30, structured_outputs=regex)
@@ -181,6 +182,7 @@ def test_what_a_constraint_forces_is_drafted_and_the_output_is_that_without_draf
 
 
 @pytest.mark.slow
+@needs_llguidance
 @pytest.mark.parametrize("kind", ["oracle", "fickle tree"])
 def test_outputs_are_those_without_drafts_when_a_grammar_and_a_proposer_meet(model, kind):
     regex = StructuredOutputsParams(regex="[a-m]{4}-forced-[0-9]{3}")
@@ -330,4 +332,13 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 def test_a_step_has_room_for_the_drafts_of_all_sequences_when_there_is_memory(config, max_num_seqs, num_tokens, expected):
     options = EngineConfig(model="demo", max_num_seqs=max_num_seqs, speculative_config=config)
     report = SimpleNamespace(spec=SimpleNamespace(vocab_size=151936), memory=SimpleNamespace(max_model_len=4096))
-    assert step_sizes(options, report, num_tokens).max_num_drafts == expected
+    sizes = step_sizes(options, report, num_tokens)
+    assert sizes.max_num_drafts == expected
+    assert sizes.max_num_batched_tokens == num_tokens
+
+
+def test_a_step_has_no_more_tokens_than_all_sequences_have():
+    options = EngineConfig(model="demo", max_num_seqs=3, speculative_config=NGRAM)
+    report = SimpleNamespace(spec=SimpleNamespace(vocab_size=151936), memory=SimpleNamespace(max_model_len=10))
+    sizes = step_sizes(options, report, 8192)
+    assert (sizes.max_num_batched_tokens, sizes.max_num_drafts) == (30, 29)

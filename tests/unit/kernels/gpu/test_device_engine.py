@@ -10,7 +10,7 @@ from quire.sampling.sampler import sample
 from quire.worker import step_driver
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.engine.held_masks import Gate, run, submit
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, needs_llguidance
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 DEVICE = "cuda" if HAS_GPU else "interpreter"
@@ -123,6 +123,7 @@ def test_embeddings_are_the_cpus(qwen):
 
 
 @pytest.mark.slow
+@needs_llguidance
 def test_outputs_match_their_constraint(qwen):
     options = {"skip_tokenizer_init": False, "max_num_seqs": 2}
     params = [
@@ -138,6 +139,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 
 
 @pytest.mark.slow
+@needs_llguidance
 @pytest.mark.parametrize(("regex", "drafts"), [("[0-9]{3}x", None), ("12[0-9]{2}34x", NGRAM)], ids=["plain", "drafted"])
 def test_others_go_on_and_tokens_stay_the_same_when_a_mask_is_missing(qwen, regex, drafts):
     constrained = SamplingParams(

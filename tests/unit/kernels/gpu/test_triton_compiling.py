@@ -165,14 +165,17 @@ FUSED_LIMITS = {
 }
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
-FAST = ["decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"]
+FAST = [
+    *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
+    "widen-4",
+]
 LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "projected")
-# Where no multiply becomes one with an add: the noise is the CPU's only so, and a tile of keys gives the same bits whole and
-# masked. Products of f32 matrices and logarithms are made of such operations.
+# Where no multiply becomes one with an add: the noise is the CPU's only so, and so are weights that are made dense; a tile of
+# keys gives the same bits whole and masked. Products of f32 matrices and logarithms are made of such operations.
 UNFUSED = [
     name
     for name in LIMITS
-    if name.startswith(("sample-", "prefill", "decode-merge", "heads-"))
+    if name.startswith(("sample-", "prefill", "decode-merge", "heads-", "widen-"))
     and not name.endswith(("-f32", "-in-order", "-split", "-sinks"))
 ]
 
@@ -288,6 +291,8 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])
     assert found["decode-large-fp8"][0]["weights"] == "fp8"
     assert found["in-order-small"][0]["is_in_order"]
+    assert {row["what"] for row in found["profile"] if "kernel" in row} == {"decode 2 x 40", "prompt of 20"}
+    assert (tmp_path / "found.logs" / "tests").exists()
     assert 0 <= found["decode-small"][0]["idle_share"] < 1
     assert found["launches"][0]["kind"] == "one by one"
     assert all({"decode", "prompt"} <= {row["section"] for row in rows} for name, rows in found.items() if "-" in name)

@@ -200,6 +200,19 @@ def test_the_estimate_counts_the_logits_behind_drafts(tmp_path, monkeypatch):
     assert some < many < plain + GIB
 
 
+def test_the_estimate_counts_no_more_tokens_than_all_sequences_have(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+
+    def estimate(max_model_len, **options):
+        asked = config(max_num_seqs=4, **options)
+        shapes = {"embedding.weight": (150_000, 4096)}
+        return estimate_memory(asked, torch.device("cuda"), SPEC, shapes, max_model_len, tmp_path).activation_bytes
+
+    assert estimate(100) == estimate(100, max_num_batched_tokens=400) < estimate(4096)
+    assert estimate(4096) == estimate(4096, max_num_batched_tokens=8192)
+
+
 def test_a_block_takes_more_where_drafts_keep_something_under_it():
     usage = DeviceUsage(141 * GIB, 2 * GIB, 16 * GIB, GIB)
     alone = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks

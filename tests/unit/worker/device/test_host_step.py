@@ -109,17 +109,39 @@ def test_further_tokens_of_a_step_with_prompts_are_one_sequence_behind_the_other
 
 
 def test_a_full_step_has_the_asked_size_and_stores_nothing():
-    step = full_step(100, 7, 64, 9)
+    step = full_step(100, 7, 128, 9)
     assert (sum(step.counts), len(step.counts)) == (100, 7)
     assert step.counts[0] == 94
-    assert full_step(100, 7, 64, 9, num_short=4).counts == (76, *(4,) * 6)
+    assert full_step(100, 7, 128, 9, num_short=4).counts == (76, *(4,) * 6)
     assert full_step(20, 7, 64, 9, num_short=4).counts == (2, *(3,) * 6)
     assert full_step(7, 7, 64, 9, num_short=4).counts == (1,) * 7
     assert set(step.slots.tolist()) == {-1}
     assert step.logit_rows.tolist() == [93, 94, 95, 96, 97, 98, 99]
-    assert step.context_lens.tolist() == [94, 1, 1, 1, 1, 1, 64]
+    assert step.context_lens.tolist() == [94, 1, 1, 1, 1, 1, 128]
     assert full_step(9, 1, 64, 9).context_lens.tolist() == [64]
-    assert full_step(9, 1, 4, 9).context_lens.tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_sequences", "context_len", "num_short", "counts"),
+    [
+        (100, 7, 64, 1, (64, 31, 1, 1, 1, 1, 1)),
+        (100, 7, 64, 4, (64, 16, 4, 4, 4, 4, 4)),
+        (200, 7, 64, 1, (64, 64, 64, 5, 1, 1, 1)),
+        (100, 2, 64, 16, (64, 36)),
+        (8192, 3, 10, 4, (10, 10, 10)),
+        (9, 1, 4, 1, (4,)),
+        (20, 4, 3, 16, (3, 3, 3, 3)),
+        (3, 7, 64, 1, (1, 1, 1)),
+    ],
+)
+def test_no_sequence_of_a_full_step_is_longer_than_its_block_table(num_tokens, num_sequences, context_len, num_short, counts):
+    """It has as many tokens all the same, as far as so many sequences have them."""
+    step = full_step(num_tokens, num_sequences, context_len, 9, num_short, num_drafts=5)
+    assert step.counts == counts
+    assert step.context_lens.tolist() == [*counts[:-1], context_len]
+    assert len(step.given_ids) == len(step.slots) == min(num_tokens, num_sequences * context_len)
+    assert (step.context_lens >= counts).all()
+    assert step.num_drafts == min(5, sum(counts) - len(counts))
 
 
 TREE = Draft((50, 51, 52), (-1, 0, -1))
