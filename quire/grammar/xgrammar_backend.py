@@ -59,6 +59,7 @@ class XgrammarBackend:
     def __init__(self, vocabulary: Vocabulary, prober: Prober) -> None:
         self._prober = prober
         self._end_token_id = vocabulary.end_token_id
+        self._spelling = vocabulary.spelling
         self._folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
         tokens = token_texts(vocabulary)
         self._file = self._folder / "vocabulary.json"
@@ -73,6 +74,7 @@ class XgrammarBackend:
 
         with self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint) as answer:
             compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
+            self._spelling.check(GrammarMatcher(compiled).find_jump_forward_string())
             if not self._masks.next_of(GrammarMatcher(compiled)).any():
                 raise GrammarError("no output can begin")
         return BackendGrammar(lambda: GrammarMatcher(compiled), XgrammarMatcher, self._masks, self._end_token_id)
