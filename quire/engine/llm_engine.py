@@ -155,6 +155,10 @@ class LLMEngine:
 
         With PoolingParams it has one output, an EmbeddingRequestOutput, whatever the output_kind. Raises RequestError, naming
         the field, when it is invalid or can never fit.
+
+        A constraint (structured_outputs, bad_words) is compiled while others run. One that cannot be compiled never raises here,
+        not even where that is known from a request before: `step` returns an output with finish_reason "error", the reason in
+        `error` and the field in `error_param`. `LLM` and `AsyncLLM` wait for it and raise RequestError, and a server answers 400.
         """
         self.submit(self.make_request(request_id, prompt, params), output_kind)
 
@@ -167,14 +171,17 @@ class LLMEngine:
         check_servable(request, self.scheduler.config)
 
     def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
-        """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
+        """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use.
+
+        See `add_request` for constraints that cannot be compiled.
+        """
         if self._is_closed:
             raise WorkerError("the engine has been closed")
         is_pooled = request.pooling is not None
         if request.request_id in self._streams:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
         compilation = self.start_compilation(request)
-        if compilation is not None and compilation.is_done:
+        if compilation is not None and compilation.is_done and not compilation.has_failed:
             request, compilation = replace(request, grammar=compilation.result()), None
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
         with self.interrupts.deferred():

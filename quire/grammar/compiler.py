@@ -80,6 +80,11 @@ class Compilation:
         """Whether result returns at once."""
         return self._future.done()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether result, which is there, is an error."""
+        return self._future.cancelled() or self._future.exception() is not None
+
     def result(self) -> Grammar:
         """Return the grammar, when it is there. Raises RequestError, naming the constraint's field, where there is none."""
         try:

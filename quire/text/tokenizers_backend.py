@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelFormatError, UnsupportedError
@@ -47,7 +48,6 @@ class TokenizersBackend:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self._without: dict[tuple[frozenset[str], bool], tokenizers.Tokenizer] = {}
         self._continuing: tokenizers.Tokenizer | None = None
-        self._context_id = self._find_context() if self._decoder_kind == "window" else None
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -121,20 +121,22 @@ class TokenizersBackend:
             return token.replace(_SPACE_MARK, " ").encode("utf-8")
         if token_id in self.special_token_ids:
             return token.encode("utf-8")
-        if self._context_id is None:
+        if self._context is None:
             return self._decode_raw([token_id]).replace(_SPACE_MARK, " ").encode("utf-8")
-        context = self._decode_raw([self._context_id])
-        return self._decode_raw([self._context_id, token_id]).removeprefix(context).encode("utf-8")
+        before, text = self._context
+        return self._decode_raw([before, token_id]).removeprefix(text).encode("utf-8")
 
-    def _find_context(self) -> int | None:
-        """Return a token after which the decoder shows all that another one adds: it drops the space at the start of a text."""
+    @cached_property
+    def _context(self) -> tuple[int, str] | None:
+        """A token, and its text, after which the decoder shows all that another one adds; at the start of a text it may drop
+        a space.
+        """
         for token_id in range(self._tokenizer.get_vocab_size(with_added_tokens=False)):
             token = self._tokenizer.id_to_token(token_id) or ""
-            if not token.isalpha() or not token.isascii() or token_id in self.special_token_ids:
-                continue
-            text = self._decode_raw([token_id])
-            if text and self._decode_raw([token_id, token_id]).startswith(text):
-                return token_id
+            if token.isalpha() and token.isascii() and token_id not in self.special_token_ids:
+                text = self._decode_raw([token_id])
+                if text and self._decode_raw([token_id, token_id]).startswith(text):
+                    return token_id, text
         return None
 
     def _text_of(self, token_id: int) -> str:
