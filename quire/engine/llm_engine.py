@@ -156,9 +156,10 @@ class LLMEngine:
         With PoolingParams it has one output, an EmbeddingRequestOutput, whatever the output_kind. Raises RequestError, naming
         the field, when it is invalid or can never fit.
 
-        A constraint (structured_outputs, bad_words) is compiled while others run. One that cannot be compiled never raises here,
-        not even where that is known from a request before: `step` returns an output with finish_reason "error", the reason in
-        `error` and the field in `error_param`. `LLM` and `AsyncLLM` wait for it and raise RequestError, and a server answers 400.
+        A constraint (structured_outputs, bad_words) is compiled while other requests run. If it cannot be compiled, nothing is
+        raised here, even if that is already known from an earlier request: `step` returns an output with finish_reason "error",
+        the reason in `error` and the field in `error_param`. `LLM` and `AsyncLLM` wait for the compilation and raise
+        RequestError; a server answers 400.
         """
         self.submit(self.make_request(request_id, prompt, params), output_kind)
 

@@ -18,8 +18,9 @@ class Spelling:
 
     tokens             the bytes of each token; b"" for one without a text
     special_token_ids  tokens that are no text
-    encode             text to tokens, as the model was trained to see them; their bytes may differ from the text's, as a
-                       tokenizer may put a space before a text, normalize it, or find special tokens in it. Several are tried in order
+    encode             functions from text to tokens as the model was trained to see them, which are tried in order; the bytes
+                       of the tokens may differ from those of the text: a tokenizer may put a space before a text, normalize it, or
+                       find special tokens in it
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Spelling:
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether all texts can be spelled, as each byte is a token: in byte-level vocabularies, and those with <0x00> to <0xFF>."""
+        """Whether all texts can be spelled, because each byte is a token: byte-level, or <0x00> to <0xFF>."""
         return all(bytes([byte]) in self._ids for byte in _UTF8_BYTES)
 
     def _bytes_of(self, token_ids: Sequence[int]) -> bytes | None:

@@ -93,7 +93,7 @@ class Tokenizer:
         return self._backend.new_stream()
 
     def new_exact_stream(self) -> TokenStream:
-        """Return a stream whose joined text is `token_bytes` of the same tokens, as a grammar reads them: no space is dropped."""
+        """Return a stream whose joined text is `token_bytes` of the same tokens, as a grammar reads them."""
         return Utf8Stream(self._backend.bytes_of, strips_first_space=False)
 
     def apply_chat_template(

@@ -15,6 +15,7 @@ pytest.importorskip("llguidance")
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.masks import fill_mask
+from quire.grammar.probing import Prober
 from quire.text.detokenizer import IncrementalDetokenizer
 from tests.unit.grammar.tokenizer_kinds import COMPLETE_KINDS, INCOMPLETE, KINDS, compiler_for, make_tokenizer
 
@@ -22,7 +23,20 @@ BACKENDS = [
     "llguidance",
     pytest.param("xgrammar", marks=pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="no xgrammar")),
 ]
-TEXTS = ("hello", " hello", "  hello  world", "yes", "a\n\tb", "é", "e\u0301", "日本", "<s>", "</s>x", MARKED := "a\u2581b", '{"a": 12}')
+TEXTS = (
+    "hello",
+    " hello",
+    "  hello  world",
+    "yes",
+    "a\n\tb",
+    "é",
+    "e\u0301",
+    "日本",
+    "<s>",
+    "</s>x",
+    MARKED := "a\u2581b",
+    '{"a": 12}',
+)
 SCHEMA = {
     "type": "object",
     "properties": {"s": {"type": "string", "maxLength": 5}, "n": {"enum": ["é", "日本", " hello"]}},
@@ -124,7 +138,9 @@ def test_text_is_spelled_byte_for_byte_by_every_kind(of_kind, kind):
         assert detokenizer.append(token_ids) + detokenizer.finish() == text
 
 
-@pytest.mark.parametrize("kind", ["llama", "metaspace-always", "metaspace-first", "byte-level-prefix", "gguf-llama", "unigram-bytes"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "metaspace-always", "metaspace-first", "byte-level-prefix", "gguf-llama", "unigram-bytes"]
+)
 def test_text_is_spelled_in_the_tokens_that_the_model_was_trained_on(of_kind, kind):
     _, vocabulary, _ = of_kind(kind)
     assert [bytes_of(vocabulary, [token_id]) for token_id in vocabulary.encode("hello hello")] == [b"hello", b" hello"]
@@ -149,29 +165,36 @@ def test_outputs_match_their_constraint_with_every_kind(of_kind, kind, backend):
 def test_sample_of_schemas_is_enforced_with_every_kind(of_kind, kind, backend):
     if not DATA.is_dir():
         pytest.skip("../shared/data/schemas is not beside the checkout")
-    _, vocabulary, compiler = of_kind(kind)
     rows = [json.loads(line) for line in (DATA / "jsonschemabench_100.jsonl").read_text().splitlines()]
-    num_valid = num_taken = num_compiled = 0
-    for row in rows:
-        try:
-            grammar = compiled(compiler, "json_schema", backend, row["schema"])
-        except RequestError:
-            continue
-        num_compiled += 1
-        for test in row["tests"]:
-            text = json.dumps(test["data"], ensure_ascii=False)
-            token_ids = vocabulary.encode(text)
-            if bytes_of(vocabulary, token_ids) != text.encode():
-                assert kind in INCOMPLETE
-                continue
-            matcher = grammar.new_matcher()
-            is_taken = all(matcher.advance(token_id) is None for token_id in token_ids) and matcher.can_end
-            assert test["valid"] or not is_taken
-            num_valid += test["valid"]
-            num_taken += test["valid"] and is_taken
+    with compiler_for(of_kind(kind)[0], Prober())[1] as compiler:  # in processes: some take more memory than there is
+        counts = [count(of_kind(kind)[1], compiled_or_none(compiler, row["schema"], backend), row["tests"]) for row in rows]
     if kind in COMPLETE_KINDS:
-        assert num_compiled >= (90 if backend == "llguidance" else 40)
-    assert num_taken >= 0.95 * num_valid
+        assert sum(1 for num_valid, _ in counts if num_valid) >= (85 if backend == "llguidance" else 25)
+    assert sum(num_taken for _, num_taken in counts) >= 0.95 * sum(num_valid for num_valid, _ in counts)
+
+
+def compiled_or_none(compiler, schema, backend):
+    try:
+        return compiled(compiler, "json_schema", backend, schema)
+    except RequestError:
+        return None
+
+
+def count(vocabulary, grammar, tests):
+    """Return how many valid instances there are that tokens spell, and how many are accepted; no invalid one is."""
+    num_valid = num_taken = 0
+    for test in tests if grammar is not None else ():
+        text = json.dumps(test["data"], ensure_ascii=False)
+        token_ids = vocabulary.encode(text)
+        if bytes_of(vocabulary, token_ids) != text.encode():
+            assert not vocabulary.spelling.is_complete
+            continue
+        matcher = grammar.new_matcher()
+        is_taken = all(matcher.advance(token_id) is None for token_id in token_ids) and matcher.can_end
+        assert test["valid"] or not is_taken
+        num_valid += test["valid"]
+        num_taken += test["valid"] and is_taken
+    return num_valid, num_taken
 
 
 @pytest.mark.parametrize("kind", ["llama-no-bytes", "unigram", "byte-level-ascii", "wordpiece"])
@@ -185,7 +208,11 @@ def test_sample_of_schemas_is_enforced_with_every_kind(of_kind, kind, backend):
         ("regex", "(ye|no[日本])s", "what has to come after 'no'"),
         ("json_schema", {"enum": ["日"]}, "'日' (U+65E5) of the text '\"日\"'"),
         ("json_schema", {"properties": {"日": {"type": "null"}}, "additionalProperties": False}, "'日' (U+65E5)"),
-        ("structural_tag", {"type": "structural_tag", "format": {**TAG["elements"][0], "end": "</日>"}}, "'日' (U+65E5) of the text '</日>'"),
+        (
+            "structural_tag",
+            {"type": "structural_tag", "format": {**TAG["elements"][0], "end": "</日>"}},
+            "'日' (U+65E5) of the text '</日>'",
+        ),
     ],
     ids=["choice", "forced", "branch", "class", "enum", "name", "tag"],
 )

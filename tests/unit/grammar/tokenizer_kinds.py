@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that there is, each with a character that is in no token of its own, and what compiles for them."""
+"""Small tokenizers of every kind, each without a token of its own for some characters, and what compiles for them."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from tests.gguf_writer import write_gguf
 MARK = "\u2581"
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-CHARACTERS = [chr(code) for code in range(0x20, 0x7F)][1:] + ["\u00e9"]
+CHARACTERS = [*(chr(code) for code in range(0x21, 0x7F)), "\u00e9"]
 WORDS = ["he", "ll", "hell", "hello", "wor", "world", "th", "the", "yes", "no", '":', '"}', "</", "</think>", "12"]
 SPACED = [f"{MARK}{word}" for word in ("he", "hell", "hello", "wor", "world", "the", "yes", "no", "a")]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), (MARK, "hello"), (MARK, "hell"), (MARK, "he"), ("t", "he")]
@@ -194,7 +194,7 @@ class InlineProber:
         self._compilers.clear()
 
 
-def compiler_for(tokenizer):
+def compiler_for(tokenizer, prober=None):
     """Return a vocabulary and a compiler for it, as a context that closes that."""
     vocabulary = read_vocabulary(tokenizer, tokenizer.vocab_size)
-    return vocabulary, closing(GrammarCompiler(lambda: vocabulary, InlineProber()))
+    return vocabulary, closing(GrammarCompiler(lambda: vocabulary, prober or InlineProber()))
