@@ -19,8 +19,8 @@ class Spelling:
     tokens             the bytes of each token; b"" for one without a text
     special_token_ids  tokens that are no text
     encode             functions from text to tokens as the model was trained to see them, which are tried in order; the bytes
-                       of the tokens may differ from those of the text: a tokenizer may put a space before a text, normalize it, or
-                       find special tokens in it
+                       of the tokens may differ from those of the text: a tokenizer may put a space before a text, normalize it,
+                       or find special tokens in it
     """
 
     def __init__(
