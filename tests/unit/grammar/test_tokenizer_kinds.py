@@ -165,11 +165,12 @@ def test_outputs_match_their_constraint_with_every_kind(of_kind, kind, backend):
 def test_sample_of_schemas_is_enforced_with_every_kind(of_kind, kind, backend):
     if not DATA.is_dir():
         pytest.skip("../shared/data/schemas is not beside the checkout")
-    rows = [json.loads(line) for line in (DATA / "jsonschemabench_100.jsonl").read_text().splitlines()]
+    lines = (DATA / "jsonschemabench_100.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:: 2 if backend == "llguidance" else 25]]  # xgrammar compiles for seconds
     with compiler_for(of_kind(kind)[0], Prober())[1] as compiler:  # in processes: some take more memory than there is
         counts = [count(of_kind(kind)[1], compiled_or_none(compiler, row["schema"], backend), row["tests"]) for row in rows]
     if kind in COMPLETE_KINDS:
-        assert sum(1 for num_valid, _ in counts if num_valid) >= (85 if backend == "llguidance" else 25)
+        assert sum(1 for num_valid, _ in counts if num_valid) >= (0.85 if backend == "llguidance" else 0.2) * len(rows)
     assert sum(num_taken for _, num_taken in counts) >= 0.95 * sum(num_valid for num_valid, _ in counts)
 
 
