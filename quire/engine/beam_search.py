@@ -17,6 +17,7 @@ from quire.contracts.outputs import BeamSearchOutput, BeamSearchSequence, Logpro
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 from quire.grammar.matcher import ForkedGrammar
+from quire.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -175,6 +176,10 @@ def _conclude(llm: LLM, search: _Search, params: BeamSearchParams) -> BeamSearch
 def _describe(llm: LLM, request: Request, beam: _Beam, params: BeamSearchParams, reason: FinishReason) -> BeamSearchSequence:
     output = list(beam.token_ids[len(request.prompt_token_ids) :])
     tokenizer = llm.llm_engine.tokenizer
-    text = "" if tokenizer is None else tokenizer.decode(output)
+    text = ""
+    if tokenizer is not None:
+        is_exact = request.params.constraint is not None
+        detokenizer = IncrementalDetokenizer(tokenizer, after=request.prompt_token_ids, is_exact=is_exact)
+        text = detokenizer.append(output) + detokenizer.finish()
     score = beam.logprob / len(output) ** params.length_penalty
     return BeamSearchSequence(list(beam.token_ids), beam.logprob, score, text, reason)

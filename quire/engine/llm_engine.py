@@ -160,6 +160,11 @@ class LLMEngine:
 
         With PoolingParams it has one output, an EmbeddingRequestOutput, whatever the output_kind. Raises RequestError, naming
         the field, when it is invalid or can never fit.
+
+        A constraint (structured_outputs, bad_words) is compiled while other requests run. If it cannot be compiled, nothing is
+        raised here, even if that is already known from an earlier request: `step` returns an output with finish_reason "error",
+        the reason in `error` and the field in `error_param`. `LLM` and `AsyncLLM` wait for the compilation and raise
+        RequestError; a server answers 400.
         """
         self.submit(self.make_request(request_id, prompt, params), output_kind)
 
@@ -172,14 +177,17 @@ class LLMEngine:
         check_servable(request, self.scheduler.config)
 
     def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
-        """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use."""
+        """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use.
+
+        See `add_request` for constraints that cannot be compiled.
+        """
         if self._is_closed:
             raise WorkerError("the engine has been closed")
         is_pooled = request.pooling is not None
         if request.request_id in self._streams:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
         compilation = self.start_compilation(request)
-        if compilation is not None and compilation.is_done:
+        if compilation is not None and compilation.is_done and not compilation.has_failed:
             request, compilation = replace(request, grammar=compilation.result()), None
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
         with self.interrupts.deferred():

@@ -64,7 +64,10 @@ class OutputStream:
                 choice.logprobs = []
             if self._tokenizer is not None:
                 choice.detokenizer = IncrementalDetokenizer(
-                    self._tokenizer, params.skip_special_tokens, after=request.prompt_token_ids
+                    self._tokenizer,
+                    params.skip_special_tokens,
+                    after=request.prompt_token_ids,
+                    is_exact=params.constraint is not None,
                 )
                 if params.stop:
                     choice.scanner = StopStringScanner(tuple(params.stop), params.include_stop_str_in_output)

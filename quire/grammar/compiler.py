@@ -22,6 +22,7 @@ from quire.grammar.probing import Prober
 from quire.grammar.rehearsal import can_go_on
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.spelling_check import check_places, check_texts
 from quire.grammar.text_before import TextBefore, text_before
 from quire.grammar.vocabulary import Vocabulary
 from quire.grammar.without_phrases import without_phrases
@@ -78,6 +79,11 @@ class Compilation:
     def is_done(self) -> bool:
         """Whether result returns at once."""
         return self._future.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether result, which is there, is an error."""
+        return self._future.cancelled() or self._future.exception() is not None
 
     def result(self) -> Grammar:
         """Return the grammar, when it is there. Raises RequestError, naming the constraint's field, where there is none."""
@@ -219,6 +225,14 @@ class GrammarCompiler:
             return grammar
 
     def _compile_constraint(self, constraint: Constraint) -> Grammar:
+        """Compile what the tokens can spell. Raises GrammarError."""
+        vocabulary = self._get_vocabulary()
+        check_texts(constraint, vocabulary)
+        grammar = self._compile_by_backend(constraint)
+        check_places(grammar, vocabulary)
+        return grammar
+
+    def _compile_by_backend(self, constraint: Constraint) -> Grammar:
         """Compile by the backend that is asked for; what llguidance refuses for its schemas, by the other one, if that can."""
         if constraint.backend == "xgrammar":
             return self._get_backend("xgrammar").compile(constraint)

@@ -54,6 +54,7 @@ class LlguidanceBackend:
                 matcher = compile_anew()
             except GrammarError as error:
                 raise GrammarError(plain_words(str(error)), error.pointer) from None
+        vocabulary.spelling.check(bytes(matcher.deep_copy().compute_ff_bytes()).decode("utf-8", errors="ignore"))
         masks = _Masks(_check_beginning(matcher.deep_copy(), vocabulary.num_mask_words), compile_anew)
         return BackendGrammar(lambda: _State(matcher.deep_copy()), LlguidanceMatcher, masks, vocabulary.end_token_id)
 

@@ -19,6 +19,7 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.schema_check import iter_tag_schemas
 from quire.grammar.schema_faults import find_fault, plain_words
+from quire.grammar.spelling import Spelling
 from quire.grammar.vocabulary import Vocabulary
 
 _STACK_BYTES = 4 << 20
@@ -117,7 +118,7 @@ class _LlguidanceCompiler:
         self._vocabulary = Vocabulary(
             tuple(tokens),
             frozenset(special),
-            lambda text: [ids[bytes([byte])] for byte in text.encode()],
+            Spelling(tokens, special, (lambda text: [ids[bytes([byte])] for byte in text.encode()],)),
             lambda text: ids.get(text.encode()),
         )
         self._tokenizer = make_tokenizer(self._vocabulary)

@@ -153,7 +153,7 @@ class TextPlaces:
         return tuple(symbol for part in parts for symbol in ((_SPECIAL + part,) if isinstance(part, int) else part.encode()))
 
     def _spell(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, () where a tokenizer adds to what it is given."""
+        """Return the tokens of a text, () where no tokens spell it."""
         found: list[int] = []
         for part in self._special.split(text):
             found += [part] if isinstance(part, int) else self._vocabulary.encode(part)

@@ -17,7 +17,7 @@ import numpy as np
 from quire.contracts.argument_types import type_name
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError, escape_pointer
-from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
+from quire.grammar.matcher import BackendGrammar, MaskedMatcher, MaskSource, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends
 from quire.grammar.schema_walk import has_open_names, iter_reached
@@ -52,6 +52,9 @@ _MENDED = (
 """Parts of its rules that let through control characters, quotation marks or backslashes which JSON has to escape, and what
 stands for them. None can be within a text of a schema."""
 
+_SURROGATE_LEAD = b"\xed"
+"""A byte from 0xA0 on behind it would begin one of U+D800 to U+DFFF."""
+
 
 class XgrammarBackend:
     """See Backend."""
@@ -59,6 +62,7 @@ class XgrammarBackend:
     def __init__(self, vocabulary: Vocabulary, prober: Prober) -> None:
         self._prober = prober
         self._end_token_id = vocabulary.end_token_id
+        self._spelling = vocabulary.spelling
         self._folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
         tokens = token_texts(vocabulary)
         self._file = self._folder / "vocabulary.json"
@@ -73,6 +77,7 @@ class XgrammarBackend:
 
         with self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint) as answer:
             compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
+            self._spelling.check(_forced_bytes(GrammarMatcher(compiled)).decode("utf-8", errors="ignore"))
             if not self._masks.next_of(GrammarMatcher(compiled)).any():
                 raise GrammarError("no output can begin")
         return BackendGrammar(lambda: GrammarMatcher(compiled), XgrammarMatcher, self._masks, self._end_token_id)
@@ -240,10 +245,14 @@ class _Masks:
     first_mask_s = math.inf
 
     def __init__(self, tokens: list[bytes]) -> None:
-        has_text = np.zeros(len(tokens) // 32 * 32 + 32, dtype=np.bool_)
+        has_text = np.zeros(-(-len(tokens) // 32) * 32, dtype=np.bool_)
         has_text[: len(tokens)] = [bool(token) for token in tokens]
         self._possible = np.packbits(has_text, bitorder="little").view(np.int32)
         self._num_tokens = len(tokens)
+        self._lead_ids = frozenset(token_id for token_id, token in enumerate(tokens) if token.endswith(_SURROGATE_LEAD))
+        ends_surrogate = np.zeros_like(has_text)
+        ends_surrogate[: len(tokens)] = [bool(token) and 0xA0 <= token[0] <= 0xBF for token in tokens]
+        self._no_surrogate = ~np.packbits(ends_surrogate, bitorder="little").view(np.int32)
         self._own = threading.local()  # of each thread, the bits that xgrammar writes
 
     def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
@@ -264,19 +273,43 @@ class _Masks:
         found = bits.numpy()[0][: len(self._possible)]
         return self._possible & found if is_written else self._possible.copy()
 
+    def is_lead(self, token_id: int) -> bool:
+        """Whether the byte that a token ends with may begin a surrogate."""
+        return token_id in self._lead_ids
+
+    def forbid_surrogate(self, words: Any) -> None:
+        """Take out of a mask what would complete a surrogate."""
+        words[: len(self._no_surrogate)] &= self._no_surrogate
+
+
+def _forced_bytes(state: Any) -> bytes:
+    """Return the text that has to come next; it may end within a character, where those that may follow begin alike."""
+    try:
+        return state.find_jump_forward_string().encode("utf-8", errors="surrogatepass")
+    except UnicodeDecodeError as error:  # xgrammar has bytes, and returns them as a str
+        return bytes(error.object)
+
 
 class XgrammarMatcher(StateMatcher):
-    """See MaskedMatcher."""
+    """See MaskedMatcher. Surrogates, which are no characters, are kept out: xgrammar would let their bytes through."""
 
-    __slots__ = ()
+    __slots__ = ("_is_behind_lead",)
+
+    def __init__(self, state: Any, masks: MaskSource, end_token_id: int, is_behind_lead: bool = False) -> None:
+        super().__init__(state, masks, end_token_id)
+        self._is_behind_lead = [is_behind_lead]  # after each token
 
     def advance(self, token_id: int) -> str | None:
         """See GrammarMatcher."""
-        return None if self.state.accept_token(token_id) else f"the grammar does not take token {token_id}"
+        if not self.state.accept_token(token_id):
+            return f"the grammar does not take token {token_id}"
+        self._is_behind_lead.append(cast("_Masks", self._masks).is_lead(token_id))
+        return None
 
     def retreat(self, num_tokens: int) -> str | None:
         """See GrammarMatcher."""
         self.state.rollback(num_tokens)
+        del self._is_behind_lead[len(self._is_behind_lead) - num_tokens :]
         return None
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
@@ -293,14 +326,16 @@ class XgrammarMatcher(StateMatcher):
 
     def forced_bytes(self) -> bytes:
         """See MaskedMatcher."""
-        return self.state.find_jump_forward_string().encode("utf-8", errors="surrogatepass")
+        return _forced_bytes(self.state)
 
     def narrow(self, words: Any) -> None:
         """See MaskedMatcher."""
+        if self._is_behind_lead[-1]:
+            cast("_Masks", self._masks).forbid_surrogate(words)
 
     def fork(self) -> XgrammarMatcher:
         """See GrammarMatcher."""
-        return XgrammarMatcher(self.state.fork(), self._masks, self.end_token_id)
+        return XgrammarMatcher(self.state.fork(), self._masks, self.end_token_id, self._is_behind_lead[-1])
 
     def fork_ahead(self) -> XgrammarMatcher:
         """See MaskedMatcher."""

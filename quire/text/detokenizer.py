@@ -12,12 +12,17 @@ class IncrementalDetokenizer:
 
     A piece never ends in half a character. The cost is constant per token. With `after`, the tokens before the first
     (of a prompt), the text is taken to go on: a tokenizer that drops the space at the start of a text keeps it.
+
+    is_exact  the text is the bytes of the tokens, as a grammar reads them, whatever is before it: no space is dropped, even
+              after a prompt of special tokens only, and none is cleaned up
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> None:
-        self._stream = tokenizer.new_stream()
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, after: Sequence[int] = (), is_exact: bool = False
+    ) -> None:
+        self._stream = tokenizer.new_exact_stream() if is_exact else tokenizer.new_stream()
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
-        if after:
+        if after and not is_exact:
             self._stream.prime([token_id for token_id in after[-64:] if token_id not in self._skipped_ids])
 
     def append(self, token_ids: Iterable[int]) -> str:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import sentencepiece
 
 _SPACE_MARK = "\u2581"
+# Fields of a NormalizerSpec in the encoding of protobuf.
+_NO_DUMMY_PREFIX = b"\x18\x00"  # add_dummy_prefix: false
+_ALL_WHITESPACES = b"\x20\x00"  # remove_extra_whitespaces: false
 
 
 class SentencePieceBackend:
@@ -24,6 +27,8 @@ class SentencePieceBackend:
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, files: TokenizerFiles) -> None:
         self._processor = processor
+        self._continuing: sentencepiece.SentencePieceProcessor | None = None
+        self._after_token = None if files.flag("legacy", True) else _respecified(processor, _NO_DUMMY_PREFIX)
         self._num_pieces = processor.vocab_size()
         added = [token for token in files.added_tokens if token.token_id is not None and token.token_id >= self._num_pieces]
         self._added_text = {token.token_id: token.content for token in added}
@@ -47,8 +52,11 @@ class SentencePieceBackend:
         token_ids = self.encode_without(text, frozenset())
         return [*self._prefix_ids, *token_ids, *self._suffix_ids] if add_special_tokens else token_ids
 
-    def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]:
-        """Return the ids of a text in which the added and control tokens `hidden` are ordinary text."""
+    def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]:
+        """Return the ids of a text in which the added and control tokens `hidden` are ordinary text.
+
+        is_first  nothing stands before the text; otherwise an added token does
+        """
         token_ids: list[int] = []
         plain = ""
         for part in self._splitter.split(text) if self._splitter else [text]:
@@ -56,9 +64,21 @@ class SentencePieceBackend:
             if part in hidden or token_id is None:
                 plain += part
                 continue
-            token_ids += [*self._processor.encode(plain), token_id]
+            token_ids += [*self._encode_part(plain, is_first and not token_ids), token_id]
             plain = ""
-        return [*token_ids, *self._processor.encode(plain)]
+        return [*token_ids, *self._encode_part(plain, is_first and not token_ids)]
+
+    def _encode_part(self, text: str, is_first: bool) -> list[int]:
+        """Return the ids of a text between added tokens. With "legacy": false only the first one gets a space before it."""
+        if is_first or self._after_token is None:
+            return self._processor.encode(text)
+        return self._after_token.encode(text)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the ids of a text that continues another one: nothing is put before it, and special tokens in it are text."""
+        if self._continuing is None:
+            self._continuing = _respecified(self._processor, _NO_DUMMY_PREFIX + _ALL_WHITESPACES)
+        return self._continuing.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; ids without a token have none."""
@@ -129,3 +149,13 @@ def load_sentencepiece(files: TokenizerFiles) -> SentencePieceBackend:
     except (OSError, RuntimeError) as error:
         raise ModelFormatError(f"{path} is damaged, it is not a SentencePiece model: {error}") from error
     return SentencePieceBackend(processor, files)
+
+
+def _respecified(processor: sentencepiece.SentencePieceProcessor, fields: bytes) -> sentencepiece.SentencePieceProcessor:
+    """Return a processor of the same model with other fields in its NormalizerSpec: of messages that follow each other,
+    protobuf takes each field from the last one that has it.
+    """
+    import sentencepiece
+
+    spec = b"\x1a" + bytes([len(fields)]) + fields  # field 3 of a ModelProto
+    return sentencepiece.SentencePieceProcessor(model_proto=processor.serialized_model_proto() + spec)

@@ -12,7 +12,7 @@ from quire.base.errors import ModelFormatError, RequestError
 from quire.base.gguf_file import is_gguf
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_hiding import RenderedChat, matches
-from quire.text.token_streams import TokenStream
+from quire.text.token_streams import TokenStream, Utf8Stream
 from quire.text.tokenizer_files import read_tokenizer_files
 
 
@@ -25,7 +25,9 @@ class TokenizerBackend(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
-    def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]: ...
+    def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]: ...
+
+    def encode_continuation(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -60,6 +62,15 @@ class Tokenizer:
         self._check_text(text)
         return self._backend.encode(text, add_special_tokens)
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the ids of a text that continues an output: without the space that the tokenizer puts before a text.
+
+        Special tokens in it are ordinary text. Where the tokenizer normalizes a text, or lacks a character, the tokens have
+        other bytes than the text: `quire.grammar.spelling` spells it exactly. Raises RequestError.
+        """
+        self._check_text(text)
+        return self._backend.encode_continuation(text)
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; ids without a token have none, invalid UTF-8 becomes U+FFFD."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
@@ -80,6 +91,10 @@ class Tokenizer:
     def new_stream(self) -> TokenStream:
         """Return a stream whose joined text equals `decode` of the same tokens; see IncrementalDetokenizer."""
         return self._backend.new_stream()
+
+    def new_exact_stream(self) -> TokenStream:
+        """Return a stream whose joined text is `token_bytes` of the same tokens, as a grammar reads them."""
+        return Utf8Stream(self._backend.bytes_of, strips_first_space=False)
 
     def apply_chat_template(
         self,
@@ -121,7 +136,7 @@ class Tokenizer:
         token_ids: list[int] = []
         for text, is_literal in _split_at_tokens(chat, self._added_pattern, self._backend.added_tokens):
             if is_literal:
-                token_ids += self._encode_literally(text)
+                token_ids += self._encode_literally(text, is_first=not token_ids)
             elif text:
                 token_ids += self.encode(text, add_special_tokens=False)
         return token_ids
@@ -164,9 +179,9 @@ class Tokenizer:
         ordered = sorted(self._backend.added_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
 
-    def _encode_literally(self, text: str) -> list[int]:
+    def _encode_literally(self, text: str, is_first: bool) -> list[int]:
         self._check_text(text)
-        token_ids = self._backend.encode_without(text, self._control_tokens)
+        token_ids = self._backend.encode_without(text, self._control_tokens, is_first)
         forbidden = {self._backend.added_tokens[token] for token in self._control_tokens}
         found = next((token_id for token_id in token_ids if token_id in forbidden), None)
         if found is not None and not self._is_unknown(found):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.text.byte_level import byte_of_fallback, bytes_of_byte_level
@@ -40,29 +41,42 @@ class TokenizersBackend:
         _add_tokens(tokenizer, files)
         # As in transformers 5: the clean-up would eat spaces that a BPE model wrote.
         self._cleans_up = files.flag("clean_up_tokenization_spaces", False) and type(tokenizer.model).__name__ != "BPE"
-        self._decoder_kind, self._strips_first_space = _read_decoder(tokenizer)
+        self._decoder_kind, self._strips_first_space, self._has_bytes = _read_decoder(tokenizer)
         self._bytes_by_id: dict[int, bytes] = {}
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
-        self._without: tuple[frozenset[str], tokenizers.Tokenizer] | None = None
+        self._without: dict[tuple[frozenset[str], bool], tokenizers.Tokenizer] = {}
+        self._continuing: tokenizers.Tokenizer | None = None
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised."""
         return _encode(self._tokenizer, text, add_special_tokens)
 
-    def encode_without(self, text: str, hidden: frozenset[str]) -> list[int]:
-        """Return the ids of a text in which the added tokens `hidden` are ordinary text."""
-        known = self._without
-        if known is None or known[0] != hidden:
-            import tokenizers
+    def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]:
+        """Return the ids of a text in which the added tokens `hidden` are ordinary text.
 
+        is_first  nothing stands before the text; otherwise an added token does
+        """
+        known = self._without.get((hidden, is_first))
+        if known is None:
             content = json.loads(self._tokenizer.to_str())
-            content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in hidden]
-            content["post_processor"] = None
-            known = self._without = (hidden, tokenizers.Tokenizer.from_str(json.dumps(content)))
-        return _encode(known[1], text, add_special_tokens=False)
+            if not is_first:
+                content["pre_tokenizer"] = _without_prefix(content["pre_tokenizer"], of_schemes=("first",))
+            known = _rebuild(content, hidden)
+            self._without = {(hidden, is_first): known, **dict(list(self._without.items())[:1])}
+        return _encode(known, text, add_special_tokens=False)
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the ids of a text that continues another one: nothing is put before it, and special tokens in it are text."""
+        if self._continuing is None:
+            content = json.loads(self._tokenizer.to_str())
+            for name in ("normalizer", "pre_tokenizer"):
+                content[name] = _without_prefix(content[name])
+            special = [token["content"] for token in content["added_tokens"] if token["special"]]
+            self._continuing = _rebuild(content, frozenset(special))
+        return _encode(self._continuing, text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; ids without a token have none."""
@@ -100,18 +114,64 @@ class TokenizersBackend:
             return b""
         if self._decoder_kind == "bytes":
             return bytes_of_byte_level(token)
-        byte = byte_of_fallback(token)
-        if byte is not None and self._decoder_kind == "fallback":
+        byte = self._byte_of(token_id)
+        if byte is not None:
             return bytes([byte])
-        if self._decoder_kind == "fallback" or _SPACE_MARK in token:
+        if self._decoder_kind == "fallback":
             return token.replace(_SPACE_MARK, " ").encode("utf-8")
-        return self._decode_raw([token_id]).encode("utf-8")
+        if token_id in self.special_token_ids:
+            return token.encode("utf-8")
+        if self._context is None:
+            return self._decode_raw([token_id]).replace(_SPACE_MARK, " ").encode("utf-8")
+        before, text = self._context
+        return self._decode_raw([before, token_id]).removeprefix(text).encode("utf-8")
+
+    @cached_property
+    def _context(self) -> tuple[int, str] | None:
+        """A token, and its text, after which the decoder shows all that another one adds; at the start of a text it may drop
+        a space.
+        """
+        for token_id in range(self._tokenizer.get_vocab_size(with_added_tokens=False)):
+            token = self._tokenizer.id_to_token(token_id) or ""
+            if token.isalpha() and token.isascii() and token_id not in self.special_token_ids:
+                text = self._decode_raw([token_id])
+                if text and self._decode_raw([token_id, token_id]).startswith(text):
+                    return token_id, text
+        return None
 
     def _text_of(self, token_id: int) -> str:
         return self.bytes_of(token_id).decode("utf-8")
 
     def _byte_of(self, token_id: int) -> int | None:
-        return byte_of_fallback(self._tokenizer.id_to_token(token_id) or "")
+        return byte_of_fallback(self._tokenizer.id_to_token(token_id) or "") if self._has_bytes else None
+
+
+def _without_prefix(step: Any, of_schemes: Sequence[str] = ("first", "always")) -> Any:
+    """Return a normalizer or pre-tokenizer, as tokenizer.json has it, that puts no space before a text and takes none away.
+
+    of_schemes  the prepend_scheme values of Metaspace that become "never"; with ("first",) nothing else is changed
+    """
+    if step is None:
+        return None
+    if step["type"] == "Sequence":
+        name = "normalizers" if "normalizers" in step else "pretokenizers"
+        steps = [_without_prefix(inner, of_schemes) for inner in step[name]]
+        return {**step, name: [inner for inner in steps if inner is not None]}
+    if step["type"] == "Metaspace" and step["prepend_scheme"] in of_schemes:
+        return {**step, "prepend_scheme": "never"}
+    if "always" not in of_schemes:
+        return step
+    if step["type"] == "ByteLevel" and "add_prefix_space" in step:
+        return {**step, "add_prefix_space": False}
+    return None if step["type"] in ("Prepend", "Strip") else step
+
+
+def _rebuild(content: dict[str, Any], hidden: frozenset[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer of what a tokenizer.json holds, without the added tokens `hidden` and tokens around a text."""
+    import tokenizers
+
+    added = [token for token in content["added_tokens"] if token["content"] not in hidden]
+    return tokenizers.Tokenizer.from_str(json.dumps({**content, "added_tokens": added, "post_processor": None}))
 
 
 def load_tokenizer_json(files: TokenizerFiles) -> TokenizersBackend:
@@ -203,16 +263,19 @@ def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) 
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin}$A:0{end}", special_tokens=special_tokens)
 
 
-def _read_decoder(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool]:
-    """Return how the decoder streams ("bytes", "fallback" or "window") and whether it strips the first space."""
+def _read_decoder(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool, bool]:
+    """Return how the decoder streams ("bytes", "fallback" or "window"), whether it strips the first space, and whether
+    tokens such as <0x0A> stand for bytes.
+    """
     if tokenizer.decoder is None:
-        return "window", False
+        return "window", False, False
     steps = json.loads(tokenizer.decoder.__getstate__())
     steps = steps["decoders"] if steps["type"] == "Sequence" else [steps]
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        return "bytes", False
+        return "bytes", False, False
+    has_bytes = any(step["type"] == "ByteFallback" for step in steps)
     strips_first_space = steps[-1:] == [_STRIP_FIRST_SPACE]
     steps = steps[:-1] if strips_first_space else steps
     if steps == [_REPLACE_SPACE_MARK, {"type": "ByteFallback"}, {"type": "Fuse"}]:
-        return "fallback", strips_first_space
-    return "window", False
+        return "fallback", strips_first_space, has_bytes
+    return "window", False, has_bytes

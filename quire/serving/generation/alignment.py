@@ -31,10 +31,14 @@ class TokenAligner:
 
     Text is held back while a stop string may begin in it, and where a character is incomplete: a token waits for the text that
     it is a part of. The pieces joined are always the whole text given so far.
+
+    is_exact  see IncrementalDetokenizer
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
-        self._tokens = IncrementalDetokenizer(tokenizer, skip_special_tokens, after=prompt_token_ids)
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int], is_exact: bool = False
+    ) -> None:
+        self._tokens = IncrementalDetokenizer(tokenizer, skip_special_tokens, after=prompt_token_ids, is_exact=is_exact)
         self._waiting: deque[_Waiting] = deque()
         self._open: list[tuple[int, Position | None]] = []
         self._num_known = 0  # characters that the tokens come to

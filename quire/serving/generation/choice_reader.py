@@ -37,7 +37,12 @@ class ChoiceReader:
         self._ending = plan.request.ending_token_ids
         self._aligner: TokenAligner | None = None
         if plan.tokenizer is not None and (plan.has_positions or self._parser is not None):
-            self._aligner = TokenAligner(plan.tokenizer, params.skip_special_tokens, plan.request.prompt_token_ids)
+            self._aligner = TokenAligner(
+                plan.tokenizer,
+                params.skip_special_tokens,
+                plan.request.prompt_token_ids,
+                is_exact=params.constraint is not None,
+            )
         self._visible = VisiblePositions() if plan.has_positions and self._parser is not None else None
         self._hidden = frozenset[int]()
         if plan.tokenizer is not None and plan.parser is not None and plan.hides_special_tokens:

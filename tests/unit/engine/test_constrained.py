@@ -286,6 +286,43 @@ def test_request_ends_with_its_field_when_its_constraint_turns_out_wrong_later(h
     assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("is_cached", [False, True], ids=["new", "cached"])
+@pytest.mark.parametrize(
+    ("fields", "bad_words", "param"),
+    [
+        ({"regex": "wrong"}, (), "structured_outputs.regex"),
+        ({"choice": ["cab", "cabbage"]}, ("a",), "structured_outputs.choice"),
+        ({}, tuple(f"{index:02}" + "a" * 4000 for index in range(20)), "bad_words"),
+    ],
+    ids=["constraint", "both", "bad-words"],
+)
+def test_refusal_of_a_constraint_is_an_output_whether_it_is_known_already_or_not(
+    held_engine, fields, bad_words, param, is_cached
+):
+    engine, _ = held_engine
+    constraint = StructuredOutputsParams(**fields) if fields else None
+    asked = SamplingParams(structured_outputs=constraint, bad_words=bad_words, max_tokens=12)
+    if is_cached:
+        with contextlib.suppress(RequestError):
+            engine.start_compilation(engine.make_request("first", [1, 2], asked)).result()
+    engine.add_request("bad", [1, 2], asked)
+    assert engine.has_unfinished_requests()
+    output = run_until(engine, "bad")["bad"]
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids, output.error_param) == ("error", [], param)
+    assert output.error.startswith(f"{param}: ")
+    assert not engine.has_unfinished_requests()
+
+
+def test_request_whose_refusal_is_known_can_be_aborted_before_it_is_told(held_engine):
+    engine, _ = held_engine
+    with pytest.raises(RequestError):
+        engine.start_compilation(engine.make_request("first", [1, 2], constrained("wrong"))).result()
+    engine.add_request("bad", [1, 2], constrained("wrong"))
+    assert engine.abort_request("bad").outputs[0].finish_reason == "abort"
+    assert engine.step() == []
+    assert not engine.has_unfinished_requests()
+
+
 def test_request_is_gone_when_it_is_aborted_while_its_constraint_is_compiled(held_engine):
     engine, prober = held_engine
     engine.add_request("slow", [1, 2], constrained("slow"))

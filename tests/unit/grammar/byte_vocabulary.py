@@ -8,6 +8,7 @@ import numpy as np
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.masks import NO_DRAFT, MaskFill, fill_mask
+from quire.grammar.spelling import Spelling
 from quire.grammar.vocabulary import Vocabulary
 
 SPECIAL = "<|tool|>"
@@ -18,7 +19,8 @@ def make_vocabulary(extra=(), size=None):
     texts = [bytes([byte]) for byte in range(256)] + [SPECIAL.encode()] + [text.encode() for text in extra]
     ids = {text: token_id for token_id, text in enumerate(texts)}
     tokens = texts + [b""] * (0 if size is None else size - len(texts))
-    return Vocabulary(tuple(tokens), frozenset((256,)), lambda text: list(text.encode()), lambda text: ids.get(text.encode()))
+    spelling = Spelling(tokens, (256,), (lambda text: list(text.encode()),))
+    return Vocabulary(tuple(tokens), frozenset((256,)), spelling, lambda text: ids.get(text.encode()))
 
 
 def make_compiler():

@@ -59,6 +59,40 @@ def test_language_is_the_one_asked_for(compiler, vocabulary):
     assert 256 not in allowed_ids(compile_one(compiler, "regex", "(.|\\n)*").new_matcher(), vocabulary.size)
 
 
+@pytest.mark.parametrize("size", range(287, 291))
+def test_vocabulary_may_have_any_size(size):
+    vocabulary = make_vocabulary(size=size)
+    compiler = GrammarCompiler(lambda: vocabulary)
+    try:
+        assert allowed_ids(compile_one(compiler, "choice", ["a", "b"]).new_matcher(), size) == {ord("a"), ord("b")}
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize(("kind", "source"), [("json_schema", {"type": "string"}), ("regex", '".{1,3}"')])
+def test_surrogates_are_no_characters(compiler, vocabulary, kind, source):
+    matcher = compile_one(compiler, kind, source).new_matcher()
+    for byte in b'"\xed':
+        assert matcher.advance(byte) is None
+    for one in (matcher, matcher.fork()):
+        assert allowed_ids(one, vocabulary.size) == set(range(0x80, 0xA0))
+    assert matcher.retreat(1) is None
+    assert {0xEC, 0xED, 0xEE} < allowed_ids(matcher, vocabulary.size)
+    for byte in b"\xee":
+        assert matcher.advance(byte) is None
+    assert allowed_ids(matcher, vocabulary.size) == set(range(0x80, 0xC0))
+
+
+def test_forced_text_may_end_within_a_character(compiler):
+    grammar = compiler.start(Constraint(kind="regex", source="a[日本]", backend="xgrammar"), ("日",)).result()
+    matcher = grammar.new_matcher()
+    assert matcher.forced_bytes() == b"a\xe6"
+    assert accepts(grammar, "a本")
+    for byte in b"a\xe6":
+        assert matcher.advance(byte) is None
+    assert allowed_ids(matcher, 300) == {"本".encode()[1]}
+
+
 def test_matcher_is_complete_when_nothing_can_follow(compiler):
     matcher = compile_one(compiler, "choice", ["a", "ab"]).new_matcher()
     states = [matcher.is_complete]

@@ -9,6 +9,7 @@ import pytest
 from quire.serving.generation.alignment import TokenAligner
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.stop_strings import StopStringScanner
+from tests.unit.grammar.tokenizer_kinds import make_tokenizer
 from tests.unit.serving.fakes import load_demo_tokenizer
 
 TOKENIZER = load_demo_tokenizer()
@@ -75,3 +76,12 @@ def test_incomplete_character_at_the_end_belongs_to_its_tokens():
     pieces = aligner.feed("", token_ids, None) + aligner.finish(TOKENIZER.decode(token_ids), False)
     assert "".join(piece.text for piece in pieces) == TOKENIZER.decode(token_ids)
     assert [piece.token_id for piece in pieces] == token_ids
+
+
+def test_tokens_of_a_constrained_output_keep_their_first_space(tmp_path):
+    """As the engine does: after a prompt of special tokens only, a decoder of Llama's would drop it."""
+    tokenizer = make_tokenizer("llama", tmp_path)
+    token_ids = tokenizer.encode("hello hello", add_special_tokens=False)
+    aligner = TokenAligner(tokenizer, True, [1], is_exact=True)
+    pieces = aligner.feed(" hello", token_ids[:1], None) + aligner.feed(" hello", token_ids[1:], None)
+    assert [(piece.text, piece.token_id) for piece in pieces] == [(" hello", token_ids[0]), (" hello", token_ids[1])]

@@ -15,6 +15,7 @@ pytest.importorskip("llguidance")
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.spelling import Spelling
 from quire.grammar.vocabulary import Vocabulary
 from quire.serving.generation.constraints import chat_constraint
 from quire.serving.generation.plan import ChatInput, ParserSetup
@@ -508,7 +509,8 @@ def test_markers_are_written_as_their_tokens_when_the_vocabulary_has_them(name):
     texts = [text for text in texts if len(text) == 1 or name != "deepseek_v32" or text == "｜DSML｜".encode()]
     ids = {text: token_id for token_id, text in enumerate(texts)}
     special = frozenset(range(256, len(texts)))
-    vocabulary = Vocabulary(tuple(texts), special, lambda text: list(text.encode()), lambda text: ids.get(text.encode()))
+    spelling = Spelling(texts, special, (lambda text: list(text.encode()),))
+    vocabulary = Vocabulary(tuple(texts), special, spelling, lambda text: ids.get(text.encode()))
     valid = next(text for found, text in VALID if found == name)
     pattern = re.compile("|".join(re.escape(texts[token_id].decode()) for token_id in special))
     tokens: list[int] = []
