@@ -17,6 +17,7 @@ from quire.serving.errors import ApiError
 from quire.serving.http.connection_limit import TOO_MANY, ConnectionLimit
 from quire.serving.http.direct import DirectBody
 from quire.serving.http.lingering import LINGER_BYTES, LINGER_S, LingeringCloses, PoliteTransport
+from quire.serving.http.unchunked import UnchunkedBody
 
 logger = get_logger(__name__)
 
@@ -143,7 +144,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(ApiError(405, "CONNECT is not allowed here: this is no proxy", code="method_not_allowed"), lingers=True)
+            self._refuse(ApiError(405, "CONNECT is not allowed: this is no proxy", code="method_not_allowed"), lingers=True)
             return
         if self.parser.should_upgrade():
             self._head_without_upgrade = self._rebuild_head()
@@ -158,6 +159,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._body = DirectBody(self.cycle)
             self.scope["quire.body"] = self._body  # type: ignore[typeddict-unknown-key]
             self.cycle.transport = PoliteTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
+            if self.parser.get_http_version() != "1.1":
+                self.cycle.send = UnchunkedBody(self.cycle).send  # type: ignore[method-assign]
+                self.cycle.waiting_for_100_continue = False
         length = next((value for name, value in self.headers if name == b"content-length"), None)
         self._has_length = length is not None
         self._num_stated_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
