@@ -62,6 +62,10 @@ class Body(Part, kw_only=True):
     def check(self) -> None:
         """Check what lies between fields. Raises RequestError."""
 
+    def ignored_paths(self) -> tuple[str, ...]:
+        """Return the paths of what is taken and has no effect, beside the fields that are not known."""
+        return ()
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -100,7 +104,11 @@ def decode_body(
     except ValueError as error:
         raise BodyError(f"{name} is not valid JSON: {_why_malformed(error, data)}", code="invalid_json") from None
     if issubclass(struct_type, Body):
-        cast(Body, body).check()
+        checked = cast(Body, body)
+        checked.check()
+        if own := checked.ignored_paths():
+            inside = tuple(f"{path}." for path in own)
+            ignored = (*own, *(path for path in ignored if not path.startswith(inside)))
     return body, ignored
 
 

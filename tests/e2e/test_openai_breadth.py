@@ -266,7 +266,9 @@ def test_cancelled_batch_is_no_client_that_went(tooled_server):
         (lambda client: client.models.retrieve("other"), openai.NotFoundError, "model"),
         (lambda client: client.responses.create(model="demo", input=[]), openai.BadRequestError, "input"),
         (
-            lambda client: client.responses.create(model="demo", input="x", tools=[{"type": "web_search"}]),
+            lambda client: client.responses.create(
+                model="demo", input="x", tools=[{"type": "code_interpreter", "container": {"type": "auto"}}]
+            ),
             openai.BadRequestError,
             "tools[0].type",
         ),

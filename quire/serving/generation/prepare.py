@@ -180,7 +180,8 @@ def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
 
 def _render(served: ServedModel, chat: ChatInput) -> RenderedChat:
     tokenizer = need_tokenizer(served)
-    variables = {**reasoning_variables(served.template_source, chat.reasoning_effort), **chat.template_variables}
+    effort = reasoning_variables(served.template_source, chat.reasoning_effort, served.reasons)
+    variables = {**effort, **chat.template_variables}
     messages = list(chat.messages)
     end = ""
     if chat.continues_final_message:
