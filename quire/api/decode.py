@@ -62,9 +62,9 @@ class Body(Part, kw_only=True):
     def check(self) -> None:
         """Check what lies between fields. Raises RequestError."""
 
-    def ignored_paths(self) -> tuple[str, ...]:
-        """Return the paths of what is taken and has no effect, beside the fields that are not known."""
-        return ()
+    def ignored_parts(self) -> Mapping[str, str]:
+        """Return the paths of parts that have no effect, each with what it is named as; nothing below them is told."""
+        return {}
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -106,9 +106,9 @@ def decode_body(
     if issubclass(struct_type, Body):
         checked = cast(Body, body)
         checked.check()
-        if own := checked.ignored_paths():
-            inside = tuple(f"{path}." for path in own)
-            ignored = (*own, *(path for path in ignored if not path.startswith(inside)))
+        if parts := checked.ignored_parts():
+            inside = tuple(f"{path}." for path in parts)
+            ignored = (*parts.values(), *(path for path in ignored if not path.startswith(inside)))
     return body, ignored
 
 

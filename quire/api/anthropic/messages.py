@@ -188,10 +188,11 @@ class PromptFields(Body, kw_only=True):
         """The tools that are not left out."""
         return [tool for tool in self.tools or () if not tool.is_skipped]
 
-    def ignored_paths(self) -> tuple[str, ...]:
+    def ignored_parts(self) -> Mapping[str, str]:
         """Return the tools that are left out, each with its type, and edits of the context, which keep all."""
-        tools = [f"tools[{position}].{tool.type}" for position, tool in enumerate(self.tools or ()) if tool.is_skipped]
-        return (*tools, *(() if self.context_management is None else ("context_management",)))
+        tools = enumerate(self.tools or ())
+        parts = {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
+        return parts if self.context_management is None else {**parts, "context_management": "context_management"}
 
     def _check_constraints(self, names: list[str]) -> None:
         choice = self.tool_choice

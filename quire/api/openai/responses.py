@@ -264,9 +264,10 @@ class ResponsePrompt(Body, kw_only=True):
         """The tools that are not left out."""
         return [tool for tool in self.tools or () if not tool.is_skipped]
 
-    def ignored_paths(self) -> tuple[str, ...]:
+    def ignored_parts(self) -> Mapping[str, str]:
         """Return the tools that are left out, each with its type."""
-        return tuple(f"tools[{position}].{tool.type}" for position, tool in enumerate(self.tools or ()) if tool.is_skipped)
+        tools = enumerate(self.tools or ())
+        return {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
 
 
 class ResponsesRequest(ResponsePrompt, kw_only=True):
@@ -317,11 +318,11 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
                 param = f"include[{position}]"
                 raise BodyError(f"{param}: may be one of {', '.join(_INCLUDES)}, got {name!r}", param, "unsupported_value")
 
-    def ignored_paths(self) -> tuple[str, ...]:
+    def ignored_parts(self) -> Mapping[str, str]:
         """Return the tools that are left out, and what is to be included of items that there are none of."""
-        include = enumerate(self.include or ())
-        others = (f"include[{position}].{name}" for position, name in include if name in _INCLUDES_WITHOUT_EFFECT)
-        return (*super().ignored_paths(), *others)
+        include = [(f"include[{position}]", name) for position, name in enumerate(self.include or ())]
+        others = {path: f"{path}.{name}" for path, name in include if name in _INCLUDES_WITHOUT_EFFECT}
+        return {**super().ignored_parts(), **others}
 
     @property
     def limit(self) -> int | None:
