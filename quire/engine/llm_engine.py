@@ -33,7 +33,7 @@ from quire.grammar.compiler import Compilation, GrammarCompiler, Use
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.proposer import Proposer
 from quire.text.tokenizer import Tokenizer, load_tokenizer
-from quire.worker.runner import build_runner, max_num_batched_tokens, settle_drafts
+from quire.worker.runner import build_runner, inspect_model, max_num_batched_tokens, settle_drafts
 
 logger = get_logger(__name__)
 
@@ -86,9 +86,13 @@ class LLMEngine:
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
         config = settle_drafts(config)
         with shared_reads():
+            # One of its own may be anything: it is read before the weights, which take long.
+            has_own = config.tokenizer is not None and not config.skip_tokenizer_init
+            tokenizer = load_tokenizer(inspect_model(config).tokenizer_folder) if has_own else None
             runner, report = build_runner(config)
             try:
-                tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+                if tokenizer is None and not config.skip_tokenizer_init:
+                    tokenizer = load_tokenizer(report.tokenizer_folder)
             except BaseException:
                 # Its threads would go on beside the end of the process.
                 runner.close()
