@@ -668,6 +668,8 @@ def system_is_read(ask):
 
 def message_hints_change_nothing(ask):
     hints = {"metadata": {"user_id": "ann"}, "thinking": {"type": "disabled"}, "service_tier": "auto"}
+    no_effect = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "high"}}
+    assert ask.greedy("messages", **no_effect) == ask.greedy("messages")
     assert ask.greedy("messages", **hints) == ask.greedy("messages")
     assert ask.create("messages", service_tier="standard_only").usage.service_tier == "standard"
 
@@ -733,7 +735,7 @@ def test_anthropic_option_does_what_it_says(ask_anthropic, check):
         ({"stop_sequences": [""]}, anthropic.BadRequestError),
         ({"temperature": 3}, anthropic.BadRequestError),
         ({"service_tier": "fast"}, anthropic.BadRequestError),
-        ({"output_config": {"effort": "high"}}, anthropic.BadRequestError),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, anthropic.BadRequestError),
         ({"model": "other"}, anthropic.NotFoundError),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

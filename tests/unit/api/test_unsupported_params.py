@@ -10,7 +10,9 @@ from quire.api.anthropic.messages import MessagesRequest
 from quire.api.decode import BodyError, decode_body
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
+from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.responses import ResponsesRequest
+from quire.api.openai.tokenize import TokenizeRequest
 from quire.api.unsupported_params import NO_REASONING, PARAMETERS, WITHOUT_EFFECT
 
 USER = [{"role": "user", "content": "x"}]
@@ -123,3 +125,19 @@ def test_value_that_changes_the_answer_in_its_own_server_is_refused(kind, field)
     with pytest.raises(BodyError) as caught:
         decode_body(json.dumps({**BODIES[kind], **field}).encode(), kind)
     assert caught.value.param == next(iter(field))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "neutral", "changing"),
+    [
+        (EmbeddingRequest, {"model": "m", "input": "x"}, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 5}),
+        (EmbeddingRequest, {"model": "m", "input": "x"}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"a": 1}}),
+        (TokenizeRequest, {"prompt": "x"}, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 5}),
+        (TokenizeRequest, {"prompt": "x"}, {"documents": []}, {"documents": [{}]}),
+    ],
+    ids=label,
+)
+def test_neutral_value_is_taken_where_nothing_is_generated(kind, body, neutral, changing):
+    assert decode_body(json.dumps({**body, **neutral}).encode(), kind)[1] == ()
+    with pytest.raises(BodyError):
+        decode_body(json.dumps({**body, **changing}).encode(), kind)
