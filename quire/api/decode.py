@@ -104,9 +104,8 @@ def decode_body(
     except ValueError as error:
         raise BodyError(f"{name} is not valid JSON: {_why_malformed(error, data)}", code="invalid_json") from None
     if issubclass(struct_type, Body):
-        checked = cast(Body, body)
-        checked.check()
-        if parts := checked.ignored_parts():
+        cast(Body, body).check()
+        if parts := cast(Body, body).ignored_parts():
             inside = tuple(f"{path}." for path in parts)
             ignored = (*parts.values(), *(path for path in ignored if not path.startswith(inside)))
     return body, ignored

@@ -240,7 +240,7 @@ def _refuse_tools(value: Any) -> str | None:
 def _refuse_context_management(value: Any) -> str | None:
     edits = _member(value, "edits")
     is_known = isinstance(value, dict) and value.keys() <= {"edits"} and (edits is None or isinstance(edits, list))  # pyright: ignore[reportUnknownMemberType]
-    if is_known and all(_keeps_all(edit) for edit in edits or ()):
+    if is_known and all(map(_keeps_all, edits or ())):
         return None
     return "is not supported, but for edits of the type clear_thinking_* with keep 'all', which change nothing; leave it out"
 

@@ -49,7 +49,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
-        unlimited = dict.fromkeys(("max_output_tokens", "n_predict", "num_predict"), ())  # the default here is a limit of 16
+        # The default here is a limit of 16: no limit is not neutral.
+        unlimited: dict[str, tuple[object, ...]] = {"max_output_tokens": (), "n_predict": (), "num_predict": ()}
         return {
             **super().refusals(),
             **refusals_of(unlimited, cls.__struct_encode_fields__),
