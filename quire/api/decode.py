@@ -62,6 +62,10 @@ class Body(Part, kw_only=True):
     def check(self) -> None:
         """Check what lies between fields. Raises RequestError."""
 
+    def ignored_parts(self) -> Mapping[str, str]:
+        """Return the paths of parts that have no effect, each with what it is named as; nothing below them is told."""
+        return {}
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -101,6 +105,9 @@ def decode_body(
         raise BodyError(f"{name} is not valid JSON: {_why_malformed(error, data)}", code="invalid_json") from None
     if issubclass(struct_type, Body):
         cast(Body, body).check()
+        if parts := cast(Body, body).ignored_parts():
+            inside = tuple(f"{path}." for path in parts)
+            ignored = (*parts.values(), *(path for path in ignored if not path.startswith(inside)))
     return body, ignored
 
 

@@ -50,7 +50,7 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
         default=("localhost", "127.0.0.1", "::1"),
         help="Host names answered while there is no key",
     )
-    group.add_argument("--data-dir", type=Path, help="where files, batches and responses are kept; without: in memory")
+    group.add_argument("--data-dir", type=_folder, help="where files, batches and responses are kept; without: in memory")
     group.add_argument("--max-body-bytes", type=int, default=32 << 20, help="limit of a JSON body")
     group.add_argument(
         "--max-prompt-characters",
@@ -83,6 +83,12 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
     _add_watching_options(parser)
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty; leave it out to keep everything in memory")
+    return Path(text)
 
 
 def _add_watching_options(parser: argparse.ArgumentParser) -> None:

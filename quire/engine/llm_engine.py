@@ -35,7 +35,7 @@ from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.build import build_runner
-from quire.worker.inspect import settle_drafts
+from quire.worker.inspect import inspect_model, settle_drafts
 from quire.worker.memory import max_num_batched_tokens
 
 logger = get_logger(__name__)
@@ -89,9 +89,13 @@ class LLMEngine:
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
         config = settle_drafts(config)
         with shared_reads():
+            # One of its own may be anything: it is read before the weights, which take long.
+            has_own = config.tokenizer is not None and not config.skip_tokenizer_init
+            tokenizer = load_tokenizer(inspect_model(config).tokenizer_folder) if has_own else None
             runner, report = build_runner(config)
             try:
-                tokenizer = None if config.skip_tokenizer_init else load_tokenizer(report.tokenizer_folder)
+                if tokenizer is None and not config.skip_tokenizer_init:
+                    tokenizer = load_tokenizer(report.tokenizer_folder)
             except BaseException:
                 # Its threads would go on beside the end of the process.
                 runner.close()

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.contracts.sampling_params import MAX_CHOICES
+from quire.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 MIB = 1 << 20
+MAX_NAME_LENGTH = 512  # of a model in a request
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 _OWN_LABELS = (
     *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
@@ -137,7 +140,7 @@ class ServerConfig:
         if self.max_prompt_characters is not None and self.max_prompt_characters < 1:
             raise ConfigError(f"max_prompt_characters must be at least 1, got {self.max_prompt_characters}")
         for name in ("drain_grace_s", "drain_timeout_s", "max_restarts"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in (
             "max_queue_wait_s",
@@ -157,6 +160,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        self._check_names()
+        self._check_parsers()
         for name in self.metric_labels:
             if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
                 raise ConfigError(
@@ -167,6 +172,27 @@ class ServerConfig:
             raise ConfigError(f"log_format must be 'text' or 'json', got {self.log_format!r}")
         if len({key.name for key in self.api_keys}) < len(self.api_keys):
             raise ConfigError("api_keys: two keys have the same name")
+
+    def _check_names(self) -> None:
+        if not self.host.strip():
+            raise ConfigError(f"host must not be empty, got {self.host!r}; 0.0.0.0 is every address of this machine")
+        for name in self.served_model_names:
+            if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LENGTH:
+                raise ConfigError(
+                    f"served_model_names must be printable text of 1 to {MAX_NAME_LENGTH} characters, got {name[:100]!r}; "
+                    "leave it out for the name of the checkpoint"
+                )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins must be like https://example.com, without a path, or *, got {origin!r}")
+        if not all(host.strip() for host in self.allowed_hosts):
+            raise ConfigError("allowed_hosts must not be empty text")
+
+    def _check_parsers(self) -> None:
+        for option, table in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+            name = getattr(self, option)
+            if name not in ("auto", "none", *table):
+                raise ConfigError(f"{option} {name!r} is not known; allowed are auto, none, {', '.join(sorted(table))}")
 
     def weight_of(self, owner: str) -> float:
         """Return the share of an owner beside others."""

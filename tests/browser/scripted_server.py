@@ -37,9 +37,11 @@ class ScriptedServer:
 
     CUT among the chunks closes the connection there, once may_cut is set.
     HOLD waits until the client closes it, and then sets was_left.
+    prefix  what is before every path, as a proxy has it
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
         self.script: list[Any] = []
         self.was_left = threading.Event()
         self.may_cut = threading.Event()
@@ -54,7 +56,10 @@ class ScriptedServer:
                 """Say nothing."""
 
             def do_GET(self) -> None:
-                file = outer.files.get(self.path)
+                if not self.path.startswith(f"{outer.prefix}/"):
+                    self.reply(404, {"content-type": "text/plain"}, b"outside of the prefix")
+                    return
+                file = outer.files.get(self.path.removeprefix(outer.prefix))
                 if file is not None:
                     answer = file.answer("")
                     self.reply(200, {**answer.headers, "content-type": answer.media_type}, answer.body or b"")
@@ -62,6 +67,9 @@ class ScriptedServer:
                     self.reply(200, {"content-type": "application/json"}, json.dumps(MODEL).encode())
 
             def do_POST(self) -> None:
+                if not self.path.startswith(f"{outer.prefix}/v1/"):
+                    self.reply(404, {"content-type": "text/plain"}, b"outside of the prefix")
+                    return
                 length = int(self.headers["content-length"])
                 outer.bodies.append(json.loads(self.rfile.read(length)))
                 answer = outer.script.pop(0)
@@ -102,7 +110,7 @@ class ScriptedServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://127.0.0.1:{self._server.server_address[1]}{self.prefix}"
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.browser.scripted_server import CUT, HOLD, chunk, text_chunks
+from tests.browser.scripted_server import CUT, HOLD, ScriptedServer, chunk, text_chunks
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +39,16 @@ def test_answer_streams_with_figures_and_focus_stays_in_the_input(browser, serve
     assert browser.run("return document.activeElement.labels[0].textContent") == "Message"
     assert browser.one(".log").get_attribute("role") == "log"
     browser.shot("chat")
+
+
+def test_page_works_behind_a_path_prefix(browser):
+    with ScriptedServer("/quire") as server:
+        server.script = [text_chunks("Here ", "it is.")]
+        browser.open(f"{server.url}/")
+        browser.until(lambda: browser.one("#model").text == "scripted", "the model's name")
+        say(browser, "Where is it?")
+        wait_for_answers(browser, 1)
+        assert texts(browser, ".msg.assistant .text") == ["Here it is."]
 
 
 def test_stop_ends_the_stream_when_escape_is_pressed(browser, scripted):

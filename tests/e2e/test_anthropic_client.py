@@ -156,7 +156,7 @@ def test_answer_goes_on_with_the_last_message_of_the_assistant(call):
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, "messages[0].content[0]"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, anthropic.BadRequestError, "thinking"),
         ({"extra_body": {"stop": ["a"]}}, anthropic.BadRequestError, "stop_sequences"),
         ({"messages": [{"role": "user", "content": "sea " * 2000}]}, anthropic.BadRequestError, "max_model_len"),
     ],

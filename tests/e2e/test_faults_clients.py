@@ -264,3 +264,26 @@ def test_body_of_100_mb_is_refused_before_it_has_come_when_it_is_chunked(server)
 
 def test_server_is_whole_after_all_of_it(server, expected):
     assert_recovered(server, expected)
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["one-segment", "split"])
+@pytest.mark.parametrize("body", [json.dumps(completion(2)).encode(), b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_body_of_a_request_for_h2c_is_its_own_and_no_second_request(server, body, is_split):
+    upgrade = (
+        "Connection: close, Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+    )
+    data = request_bytes("/v1/completions", body, *upgrade).replace(b"connection: close\r\n", b"", 1)
+    head, _, sent = data.partition(b"\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+        sock.sendall(head + b"\r\n\r\n" + (b"" if is_split else sent))
+        if is_split:
+            time.sleep(0.2)  # so that the server reads the head by itself
+            sock.sendall(sent)
+        status, _, answer = read_answer(sock)
+    assert answer.count(b"HTTP/1.1") == 0
+    if body.startswith(b"{"):
+        assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 2)
+    else:
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_json")

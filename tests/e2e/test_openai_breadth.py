@@ -242,18 +242,23 @@ def test_cancelled_batch_is_no_client_that_went(tooled_server):
         aborted = tooled_server.metric("quire:stream_aborts_total", reason="cancelled")
         return aborted, tooled_server.metric("quire:client_disconnects_total")
 
+    def num_dispatched():
+        return tooled_server.metric("quire:queue_wait_seconds_count", **{"class": "batch"})
+
     client = openai.OpenAI(base_url=f"{tooled_server.url}/v1", api_key=KEY, max_retries=0)
     tooled_server.wait_for(tooled_server.is_idle)
-    (num_cancelled, num_gone) = counts()
+    (num_cancelled, num_gone), num_before = counts(), num_dispatched()
     body = {"model": "demo", "prompt": "It was", "max_tokens": 900, "ignore_eos": True}
     data = json.dumps({"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": body}).encode()
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     with tooled_server.frozen_engine():
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        tooled_server.wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+        # A batch is in progress before its line is: one that the engine does not have yet is cancelled without an abort.
+        tooled_server.wait_for(lambda: num_dispatched() == num_before + 1)
         client.batches.cancel(batch.id)
     tooled_server.wait_for(lambda: client.batches.retrieve(batch.id).status == "cancelled")
-    assert counts() == (num_cancelled + 1, num_gone)
+    tooled_server.wait_for(lambda: counts()[0] == num_cancelled + 1)
+    assert counts()[1] == num_gone
     client.close()
 
 
@@ -266,7 +271,9 @@ def test_cancelled_batch_is_no_client_that_went(tooled_server):
         (lambda client: client.models.retrieve("other"), openai.NotFoundError, "model"),
         (lambda client: client.responses.create(model="demo", input=[]), openai.BadRequestError, "input"),
         (
-            lambda client: client.responses.create(model="demo", input="x", tools=[{"type": "web_search"}]),
+            lambda client: client.responses.create(
+                model="demo", input="x", tools=[{"type": "code_interpreter", "container": {"type": "auto"}}]
+            ),
             openai.BadRequestError,
             "tools[0].type",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
@@ -10,21 +11,33 @@ from msgspec import Meta
 
 from quire.api.anthropic.blocks import AssistantMessage, CacheControl, Messages, Texts, ToolUseBlock
 from quire.api.decode import Body, BodyError, Part, check_depth
-from quire.api.elsewhere import refusals_of_others
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
 from quire.api.openai.shared import MAX_DEPTH, MAX_STOP_STRINGS, MAX_TOKEN_ID, Name, StopString
 from quire.api.refusal import Refusal, always, unless
+from quire.api.unsupported_params import refusals_of_others
 
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+_SKIPPED_TOOLS = re.compile(r"(web_search|web_fetch|tool_search_tool_\w+)_\d{8}")
+"""Types of tools that only the vendor runs, and that coding agents offer by themselves."""
 
 
 class Tool(Part, kw_only=True):
     """A function that the model may call; input_schema is a JSON schema."""
 
     name: ToolName
-    input_schema: dict[str, Any]
+    input_schema: Annotated[dict[str, Any], Meta(description="Needed but for tools that are left out.")] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
+    type: (
+        Annotated[
+            str,
+            Meta(
+                max_length=64,
+                description="'custom', the default. Tools of the types web_search_*, web_fetch_* and tool_search_tool_* are "
+                "left out, and named in x-quire-ignored-params.",
+            ),
+        ]
+        | None
+    ) = None
     strict: Annotated[bool, Meta(description="true: calls have an input of the schema.")] | None = None
     cache_control: CacheControl | None = None
 
@@ -36,7 +49,14 @@ class Tool(Part, kw_only=True):
             "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
         }
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the model is not offered this tool."""
+        return self.type is not None and _SKIPPED_TOOLS.fullmatch(self.type) is not None
+
     def __post_init__(self) -> None:
+        if self.input_schema is None:
+            return
         check_depth(self.input_schema, MAX_DEPTH, "input_schema")
         size = len(msgspec.json.encode(self.input_schema))
         if size > MAX_SCHEMA_BYTES:
@@ -125,6 +145,9 @@ class PromptFields(Body, kw_only=True):
     thinking: Annotated[Thinking, Meta(description="Default: as the chat template has it.")] | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    context_management: (
+        Annotated[dict[str, Any], Meta(description="Edits that keep all. Accepted and not needed: all is kept.")] | None
+    ) = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
 
@@ -137,21 +160,39 @@ class PromptFields(Body, kw_only=True):
             "mcp_servers": always("this server calls no MCP servers; give their tools as tools"),
             **{
                 name: always("is not supported; leave it out")
-                for name in ("container", "context_management", "compaction", "thread", "diagnostics", "inference_geo")
+                for name in ("container", "compaction", "thread", "diagnostics", "inference_geo")
             },
+            "context_management": _refuse_context_management,
         }
 
     def check(self) -> None:
         """Check what lies between the fields."""
-        names = [tool.name for tool in self.tools or ()]
-        for position, name in enumerate(names):
-            if name in names[:position]:
-                raise BodyError(f"tools: two have the name {name!r}", f"tools[{position}].name")
+        names: list[str] = []
+        for position, tool in enumerate(self.tools or ()):
+            if tool.is_skipped:
+                continue
+            if tool.input_schema is None:
+                where = f"tools[{position}].input_schema"
+                raise BodyError(f"{where} is required", where, "missing_required_parameter")
+            if tool.name in names:
+                raise BodyError(f"tools: two have the name {tool.name!r}", f"tools[{position}].name")
+            names.append(tool.name)
         self._check_constraints(names)
         last = self.messages[-1]
         if isinstance(last, AssistantMessage) and any(isinstance(block, ToolUseBlock) for block in last.content):
             where = f"messages[{len(self.messages) - 1}]"
             raise BodyError(f"{where}: the last message has tool_use blocks without the tool_result blocks after them", where)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that are not left out."""
+        return [tool for tool in self.tools or () if not tool.is_skipped]
+
+    def ignored_parts(self) -> Mapping[str, str]:
+        """Return the tools that are left out, each with its type, and edits of the context, which keep all."""
+        tools = enumerate(self.tools or ())
+        parts = {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
+        return parts if self.context_management is None else {**parts, "context_management": "context_management"}
 
     def _check_constraints(self, names: list[str]) -> None:
         choice = self.tool_choice
@@ -191,9 +232,22 @@ class MessagesRequest(PromptFields, kw_only=True):
 def _refuse_tools(value: Any) -> str | None:
     for tool in value if isinstance(value, list) else ():  # pyright: ignore[reportUnknownVariableType]
         kind = _member(tool, "type")
-        if isinstance(kind, str) and kind != "custom":
+        if isinstance(kind, str) and kind != "custom" and not _SKIPPED_TOOLS.fullmatch(kind):
             return f"this server runs no tools of its own, such as {kind[:100]!r}; only tools with name and input_schema are"
     return None
+
+
+def _refuse_context_management(value: Any) -> str | None:
+    edits = _member(value, "edits")
+    is_known = isinstance(value, dict) and value.keys() <= {"edits"} and (edits is None or isinstance(edits, list))  # pyright: ignore[reportUnknownMemberType]
+    if is_known and all(map(_keeps_all, edits or ())):
+        return None
+    return "is not supported, but for edits of the type clear_thinking_* with keep 'all', which change nothing; leave it out"
+
+
+def _keeps_all(edit: Any) -> bool:
+    kind, keep = _member(edit, "type"), _member(edit, "keep")
+    return isinstance(kind, str) and kind.startswith("clear_thinking_") and keep in ("all", {"type": "all"})
 
 
 def _member(value: Any, name: str) -> Any:

@@ -9,8 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Part, check_depth
-from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields, ServiceTier
+from quire.api.openai.shared import MAX_DEPTH, NO_LIMIT, SERVICE_TIERS, Limit, Metadata, SamplingFields, ServiceTier
 from quire.api.refusal import Refusal, always, unless
+from quire.api.unsupported_params import NO_REASONING, refusals_of
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -188,6 +189,13 @@ class TemplateFields(Protocol):
     chat_template_kwargs: dict[str, Any] | None
 
 
+def check_limits(body: msgspec.Struct, *names: str) -> None:
+    """Raise RequestError where a limit of output tokens is 0."""
+    for name in names:
+        if getattr(body, name) == 0:
+            raise BodyError(f"{name}: must be at least 1, or -1 for no limit, got 0", name)
+
+
 def check_template_fields(body: TemplateFields) -> None:
     """Check what lies between the fields of the template. Raises RequestError."""
     variables = body.chat_template_kwargs or {}
@@ -235,15 +243,17 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: ContinuesFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    max_completion_tokens: (
-        Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="Default: what the context has left.")] | None
-    ) = None
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="The old name of max_completion_tokens.")] | None = None
+    max_completion_tokens: Annotated[Limit, Meta(description="Default, and -1: what the context has left.")] | None = None
+    max_tokens: Annotated[Limit, Meta(description="The old name of max_completion_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Needs logprobs.")] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
+    enable_thinking: Annotated[Literal[False], Meta(description="The same as reasoning_effort 'none'.")] | None = None
+    think: Annotated[Literal[False], Meta(description="The same as reasoning_effort 'none'.")] | None = None
+    thinking: Annotated[dict[str, Any], Meta(description='{"type": "disabled"}: as reasoning_effort "none".')] | None = None
+    reasoning: Annotated[dict[str, Any], Meta(description='{"effort": "none"}: as reasoning_effort "none".')] | None = None
     include_reasoning: Annotated[bool, Meta(description="false leaves the reasoning out of the answer.")] | None = None
     echo: Annotated[bool, Meta(description="With continue_final_message: begin with that message.")] | None = None
     service_tier: ServiceTier | None = None
@@ -256,18 +266,20 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
-        old_functions = always("is of the past; use tools and tool_choice")
+        old_functions = "is of the past; use tools and tool_choice"
+        other_reasoning = {name: neutral for name, neutral in NO_REASONING.items() if name != "reasoning_effort"}
         return {
             **super().refusals(),
-            "functions": old_functions,
-            "function_call": old_functions,
+            **refusals_of(other_reasoning, ("reasoning_effort",)),
+            "functions": unless([], reason=old_functions),
+            "function_call": unless("auto", "none", reason=old_functions),
             "service_tier": SERVICE_TIERS,
             "store": unless(False, reason="chat completions are not stored; leave it out or use /v1/responses"),
             "chat_template": always("a request cannot bring its own chat template; chat_template_kwargs can set its variables"),
             "modalities": unless(["text"], reason="the model answers in text alone"),
             "web_search_options": always("there is no web search here; leave it out"),
             "verbosity": unless("medium", reason="is not supported; say in the messages how long the answer is to be"),
-            **{name: always("is not supported; leave it out") for name in ("audio", "prediction", "moderation", "documents")},
+            **{name: always("is not supported; leave it out") for name in ("audio", "moderation")},
         }
 
     def check(self) -> None:
@@ -276,6 +288,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         check_template_fields(self)
         if self.top_logprobs and not self.logprobs:
             raise BodyError("top_logprobs: needs logprobs true", "top_logprobs")
+        check_limits(self, "max_completion_tokens", "max_tokens")
+        self._check_reasoning()
         limit = self.max_output_tokens
         if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
             raise BodyError(f"min_tokens: must be at most max_completion_tokens, {limit}, got {self.min_tokens}", "min_tokens")
@@ -286,6 +300,20 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             )
         if self.echo and not self.continue_final_message:
             raise BodyError("echo: needs continue_final_message true", "echo")
+
+    def _check_reasoning(self) -> None:
+        for name in self._no_reasoning:
+            if self.reasoning_effort not in (None, "none"):
+                raise BodyError(f"{name}: cannot be used with reasoning_effort {self.reasoning_effort!r}", name)
+
+    @property
+    def _no_reasoning(self) -> list[str]:
+        return [name for name in NO_REASONING if name != "reasoning_effort" and getattr(self, name) is not None]
+
+    @property
+    def wanted_effort(self) -> str | None:
+        """How much the model is to reason; None: as the chat template has it."""
+        return "none" if self._no_reasoning else self.reasoning_effort
 
     @property
     def shown_tools(self) -> list[Tool]:
@@ -306,5 +334,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """max_completion_tokens, or its old name."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        """max_completion_tokens, or its old name; None where there is no limit."""
+        stated = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if stated == NO_LIMIT else stated

@@ -8,8 +8,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from quire.api.decode import BodyError
-from quire.api.openai.shared import MAX_TOKEN_ID, SamplingFields, TokenId
-from quire.api.refusal import Refusal, always
+from quire.api.openai.shared import NO_LIMIT, Limit, SamplingFields, TokenId
+from quire.api.refusal import Refusal, unless
+from quire.api.unsupported_params import NO_REASONING, refusals_of
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
@@ -35,8 +36,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """A text to be continued."""
 
     prompt: PromptField
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="Default 16; 0 needs echo.")] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, description="The same as max_tokens.")] | None = None
+    max_tokens: Annotated[Limit, Meta(description="Default 16; 0 needs echo; -1: what the context has left.")] | None = None
+    max_completion_tokens: Annotated[Limit, Meta(description="The same as max_tokens.")] | None = None
+    suffix: Annotated[str, Meta(description='"": the model cannot fill in the middle.')] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: Annotated[bool, Meta(description="Answer with the prompt in front.")] | None = None
     best_of: (
@@ -47,9 +49,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
+        # The default here is a limit of 16: no limit is not neutral.
+        unlimited: dict[str, tuple[object, ...]] = {"max_output_tokens": (), "n_predict": (), "num_predict": ()}
         return {
             **super().refusals(),
-            "suffix": always("the model cannot fill in the middle; leave it out"),
+            **refusals_of(unlimited, cls.__struct_encode_fields__),
+            **refusals_of(NO_REASONING, ()),  # there is no chat template that could ask for any
+            "suffix": unless("", reason="the model cannot fill in the middle; leave it out"),
         }
 
     def check(self) -> None:
@@ -66,10 +72,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
                 f"max_completion_tokens: is another name of max_tokens, {self.max_tokens}, got {self.max_completion_tokens}",
                 "max_completion_tokens",
             )
-        limit = DEFAULT_MAX_TOKENS if self.max_output_tokens is None else self.max_output_tokens
+        limit = self.max_output_tokens
         if limit == 0 and not self.echo:
             raise BodyError(f"{self.limit_param}: 0 needs echo true, or there is nothing to answer", self.limit_param)
-        if self.min_tokens is not None and self.min_tokens > limit:
+        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
             raise BodyError(f"min_tokens: must be at most {self.limit_param}, {limit}, got {self.min_tokens}", "min_tokens")
 
     @property
@@ -78,9 +84,15 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
-    def max_output_tokens(self) -> int | None:
-        """max_tokens, or its other name."""
+    def stated_limit(self) -> int | None:
+        """max_tokens, or its other name, as it was sent."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """The limit of the output; None where there is none but the context."""
+        stated = self.stated_limit
+        return DEFAULT_MAX_TOKENS if stated is None else None if stated == NO_LIMIT else stated
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], limit: int, param: str) -> list[Prompt]:

@@ -34,14 +34,15 @@ class EmbeddingRequest(Body, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            "truncate_prompt_tokens": always("is not supported; shorten the input"),
+            "truncate_prompt_tokens": unless(-1, reason="is not supported; shorten the input"),
+            "chat_template_kwargs": unless({}, reason="is not supported; put it into the input"),
             "messages": always("is not supported; send input"),
             "embed_dtype": unless("float32", reason="vectors are float32"),
             "endianness": unless("native", "little", reason="base64 is of little-endian floats"),
             "use_activation": unless(True, reason="is not supported; use normalize"),
             **{
                 name: always("is not supported; put it into the input")
-                for name in ("instruction", "input_type", "prompt_name", "chat_template", "chat_template_kwargs")
+                for name in ("instruction", "input_type", "prompt_name", "chat_template")
             },
         }
 

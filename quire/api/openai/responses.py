@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
@@ -9,13 +10,14 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import Body, BodyError, Part, check_depth
-from quire.api.elsewhere import refusals_of_others
-from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
+from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS, check_limits
 from quire.api.openai.responses_items import InputItems
 from quire.api.openai.shared import (
     MAX_DEPTH,
     MAX_TOKEN_ID,
+    NO_LIMIT,
     SERVICE_TIERS,
+    Limit,
     Metadata,
     Name,
     Penalty,
@@ -24,21 +26,72 @@ from quire.api.openai.shared import (
     Stop,
 )
 from quire.api.refusal import Refusal, always, unless
+from quire.api.unsupported_params import refusals_of_others
 
 MAX_INCLUDES = 32
 Identifier = Annotated[str, Meta(max_length=512)]
 _TOOL_NAME = "^[A-Za-z0-9_-]{1,64}$"
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_INCLUDES_WITHOUT_EFFECT = (
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""Of items that no answer here has; clients add them by themselves."""
+_SKIPPED_TOOLS = ("web_search", "image_generation", "namespace", "tool_search", "local_shell", "shell", "apply_patch")
+"""Types of tools that only the vendor runs, or its models know, and that coding agents offer with every request."""
+CUSTOM_INPUT = "input"
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string"}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+
+class CustomFormat(msgspec.Struct, kw_only=True):
+    """What the input of a custom tool looks like."""
+
+    type: Annotated[str, Meta(max_length=64, description="'text'; a tool with another format is left out.")]
+    syntax: str | None = None
+    definition: str | None = None
 
 
 class FunctionTool(Part, kw_only=True):
-    """A function that the model may call; parameters is a JSON schema."""
+    """A function that the model may call, whose parameters are a JSON schema, or a custom tool, whose input is any text."""
 
-    type: Annotated[str, Meta(max_length=64, description="'function': the server runs no tools of its own.")]
-    name: Annotated[str, Meta(pattern=_TOOL_NAME)] | None = None
+    type: Annotated[
+        str,
+        Meta(
+            max_length=64,
+            description="'function' or 'custom'. Tools of the types web_search, image_generation, namespace, tool_search, "
+            "local_shell, shell and apply_patch are left out, and named in x-quire-ignored-params.",
+        ),
+    ]
+    name: Annotated[str, Meta(max_length=256, description=f"{_TOOL_NAME} of what the model may call.")] | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Annotated[bool, Meta(description="true: calls have arguments of the schema.")] | None = None
+    format: Annotated[CustomFormat, Meta(description="Of a custom tool; default: any text.")] | None = None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the model is not offered this tool: only the vendor has it, or its input has a format of its own."""
+        is_vendors = self.type in _SKIPPED_TOOLS or self.type.startswith("web_search_preview")
+        return is_vendors or (self.is_custom and self.format is not None and self.format.type != "text")
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it takes any text."""
+        return self.type == "custom"
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """Of what it is called with; a custom tool is a function of one string."""
+        return _CUSTOM_PARAMETERS if self.is_custom else self.parameters
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
@@ -62,14 +115,20 @@ class ChosenTool(msgspec.Struct, tag_field="type", tag="function"):
     name: Annotated[str, Meta(pattern=_TOOL_NAME)]
 
 
+class ChosenCustomTool(msgspec.Struct, tag_field="type", tag="custom"):
+    """A custom tool that is to be called, or may be."""
+
+    name: Annotated[str, Meta(pattern=_TOOL_NAME)]
+
+
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_only=True):
     """The tools that may be called, of which one has to be where the mode is "required"."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ChosenTool | ChosenCustomTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool | AllowedTools
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool | ChosenCustomTool | AllowedTools
 
 
 class Reasoning(Part, kw_only=True):
@@ -153,14 +212,19 @@ class ResponsePrompt(Body, kw_only=True):
         names: list[str] = []
         for position, tool in enumerate(self.tools or ()):
             where = f"tools[{position}]"
-            if tool.type != "function":
+            if tool.is_skipped:
+                continue
+            if tool.type not in ("function", "custom"):
                 raise BodyError(
-                    f"{where}.type: this server runs no tools of its own, such as {tool.type!r}; only 'function' is supported",
+                    f"{where}.type: this server runs no tools of its own, such as {tool.type!r}; only 'function' and 'custom' "
+                    "are supported",
                     f"{where}.type",
                     "unsupported_value",
                 )
             if tool.name is None:
                 raise BodyError(f"{where}.name is required", f"{where}.name", "missing_required_parameter")
+            if not re.match(_TOOL_NAME, tool.name):
+                raise BodyError(f"{where}.name: must match {_TOOL_NAME}, got {tool.name[:100]!r}", f"{where}.name")
             if tool.name in names:
                 raise BodyError(f"tools: two have the name {tool.name!r}", f"{where}.name")
             names.append(tool.name)
@@ -176,13 +240,13 @@ class ResponsePrompt(Body, kw_only=True):
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
             return tuple(tool.name for tool in choice.tools)
-        return (choice.name,) if isinstance(choice, ChosenTool) else ()
+        return (choice.name,) if isinstance(choice, ChosenTool | ChosenCustomTool) else ()
 
     @property
     def forced_tools(self) -> tuple[str, ...]:
         """The names of the tools one of which has to be called; empty: the model decides."""
         choice = self.tool_choice
-        if isinstance(choice, ChosenTool):
+        if isinstance(choice, ChosenTool | ChosenCustomTool):
             return self.chosen_tools
         is_required = choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
         return tuple(tool.name or "" for tool in self.shown_tools) if is_required else ()
@@ -193,16 +257,24 @@ class ResponsePrompt(Body, kw_only=True):
         if self.tool_choice == "none":
             return []
         names = self.chosen_tools if isinstance(self.tool_choice, AllowedTools) else None
-        return [tool for tool in self.tools or () if names is None or tool.name in names]
+        return [tool for tool in self.offered_tools if names is None or tool.name in names]
+
+    @property
+    def offered_tools(self) -> list[FunctionTool]:
+        """The tools that are not left out."""
+        return [tool for tool in self.tools or () if not tool.is_skipped]
+
+    def ignored_parts(self) -> Mapping[str, str]:
+        """Return the tools that are left out, each with its type."""
+        tools = enumerate(self.tools or ())
+        return {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
 
 
 class ResponsesRequest(ResponsePrompt, kw_only=True):
     """A conversation to be continued."""
 
     store: Annotated[bool, Meta(description="Keep the response for 30 days. Default true.")] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKEN_ID, description="Default: what the context has left.")] | None = (
-        None
-    )
+    max_output_tokens: Annotated[Limit, Meta(description="Default, and -1: what the context has left.")] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, description="Of hosted tools, which there are none of.")] | None = None
     include: Annotated[list[Annotated[str, Meta(max_length=128)]], Meta(max_length=MAX_INCLUDES)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -240,10 +312,22 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
+        check_limits(self, "max_output_tokens")
         for position, name in enumerate(self.include or ()):
-            if name not in _INCLUDES:
+            if name not in (*_INCLUDES, *_INCLUDES_WITHOUT_EFFECT):
                 param = f"include[{position}]"
                 raise BodyError(f"{param}: may be one of {', '.join(_INCLUDES)}, got {name!r}", param, "unsupported_value")
+
+    def ignored_parts(self) -> Mapping[str, str]:
+        """Return the tools that are left out, and what is to be included of items that there are none of."""
+        include = [(f"include[{position}]", name) for position, name in enumerate(self.include or ())]
+        others = {path: f"{path}.{name}" for path, name in include if name in _INCLUDES_WITHOUT_EFFECT}
+        return {**super().ignored_parts(), **others}
+
+    @property
+    def limit(self) -> int | None:
+        """The limit of the output; None where there is none."""
+        return None if self.max_output_tokens == NO_LIMIT else self.max_output_tokens
 
     @property
     def is_stored(self) -> bool:
@@ -258,9 +342,9 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
 
 def _refuse_tool_choice(value: Any) -> str | None:
     kind = _member(value, "type")
-    if not isinstance(kind, str) or kind in ("function", "allowed_tools"):
+    if not isinstance(kind, str) or kind in ("function", "custom", "allowed_tools"):
         return None
-    return f"there is no {kind[:100]!r} here; it may be 'none', 'auto', 'required', a function, or allowed_tools"
+    return f"there is no {kind[:100]!r} here; it may be 'none', 'auto', 'required', a function, a custom tool, or allowed_tools"
 
 
 def _refuse_text(value: Any) -> str | None:

@@ -204,6 +204,22 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
     arguments: str
 
 
+class CustomInputPiece(Event, tag="response.custom_tool_call_input.delta"):
+    """More of the input of a call of a custom tool."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(Event, tag="response.custom_tool_call_input.done"):
+    """All of the input of a call of a custom tool."""
+
+    item_id: str
+    output_index: int
+    input: str
+
+
 class Completed(Event, tag="response.completed"):
     """The last event of a response that is complete."""
 

@@ -83,7 +83,17 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """A custom tool that the model calls; input is any text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 SentPart = InputText | SentOutputText | RefusalText | ReasoningText
 SentParts = Annotated[list[SentPart], Meta(max_length=MAX_PARTS)]
@@ -93,19 +103,24 @@ SentTexts = str | SentParts
 class InputItem(msgspec.Struct, kw_only=True):
     """One item of the input; which fields it has depends on its type.
 
-    message               role, content
-    function_call         call_id, name, arguments: a call of an earlier answer
-    function_call_output  call_id, output: what the function returned
-    reasoning             content, else summary: reasoning of an earlier answer
+    message                  role, content
+    function_call            call_id, name, arguments: a call of an earlier answer
+    function_call_output     call_id, output: what the function returned
+    custom_tool_call         call_id, name, input: a call of an earlier answer
+    custom_tool_call_output  call_id, output: what the tool returned
+    reasoning                content, else summary: reasoning of an earlier answer
     """
 
     id: ItemId | None = None
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+    ] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: SentTexts | None = None
     call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     name: CallName | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Annotated[list[InputText], Meta(max_length=MAX_PARTS)] | None = None
     summary: Annotated[list[SummaryText], Meta(max_length=MAX_PARTS)] | None = None
     status: ItemStatus | None = None
@@ -125,9 +140,14 @@ class InputItem(msgspec.Struct, kw_only=True):
             raise BodyError(f"{param}: a message of the {self.role} cannot have {kind!r} parts", param)
 
     @property
+    def is_call_output(self) -> bool:
+        """Whether it is what a function or a custom tool returned."""
+        return self.type in ("function_call_output", "custom_tool_call_output")
+
+    @property
     def texts(self) -> list[str]:
         """The texts of a message, of reasoning, or of what a function returned."""
-        if self.type == "function_call_output":
+        if self.is_call_output:
             return texts_of(self.output)
         return texts_of(self.content) or [part.text for part in self.summary or ()]
 
@@ -136,6 +156,8 @@ _NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
 InputItems = Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]

@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import Body, BodyError, Part
-from quire.api.elsewhere import refusals_of_others
 from quire.api.refusal import Refusal, always, unless
+from quire.api.unsupported_params import refusals_of_others
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_DEPTH = 64
@@ -23,8 +23,16 @@ GUIDED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+Stop = (
+    Annotated[str, Meta(max_length=MAX_STOP_LENGTH, description='"" stops nowhere.')]
+    | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+)
+NO_LIMIT = -1
+"""Of output tokens, as llama.cpp and others write it."""
+Limit = Annotated[int, Meta(ge=NO_LIMIT, le=MAX_TOKEN_ID)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+RANDOM_SEED = -1
+"""As good as no seed, as in other servers."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BiasedToken = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
@@ -140,7 +148,7 @@ class SamplingFields(Body, kw_only=True):
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1, description="Choices.")] | None = None
     min_tokens: Annotated[Count, Meta(description="What a constraint has completed ends all the same.")] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="-1: a random one.")] | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -155,22 +163,6 @@ class SamplingFields(Body, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
             **refusals_of_others(cls.__struct_encode_fields__),
-            **dict.fromkeys(
-                ("use_beam_search", "logits_processors", "truncate_prompt_tokens", "early_stopping"),
-                _refuse_truthy,
-            ),
-            **{
-                name: always("is not supported; leave it out")
-                for name in (
-                    "thinking_token_budget",
-                    "repetition_detection",
-                    "kv_transfer_params",
-                    "vllm_xargs",
-                    "length_penalty",
-                    "logprob_token_ids",
-                    "prompt_embeds",
-                )
-            },
             "guided_decoding_backend": unless(
                 *get_args(Backend), reason=f"there is no such backend; it may be {', '.join(get_args(Backend))}"
             ),
@@ -209,10 +201,6 @@ class SamplingFields(Body, kw_only=True):
     def has_continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-
-def _refuse_truthy(value: Any) -> str | None:
-    return "is not supported; leave it out" if value is not False else None
 
 
 ServiceTier = Annotated[

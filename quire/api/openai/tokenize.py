@@ -11,6 +11,7 @@ from quire.api.decode import Body, BodyError
 from quire.api.openai.chat import ContinuesFinal, Messages, TemplateVariables, Tools, check_template_fields
 from quire.api.openai.shared import Name, TokenId
 from quire.api.refusal import Refusal, always
+from quire.api.unsupported_params import PARAMETERS, refusals_of
 
 MAX_TOKENS = 1 << 17
 
@@ -30,10 +31,9 @@ class TokenizeRequest(Body, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
-        return {
-            name: always("is not supported; leave it out")
-            for name in ("chat_template", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens", "documents")
-        }
+        names = ("mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens", "documents")
+        neutral = {name: PARAMETERS[name] for name in names}
+        return {**refusals_of(neutral, ()), "chat_template": always("is not supported; leave it out")}
 
     def check(self) -> None:
         """Check what lies between the fields."""

@@ -7,7 +7,7 @@ from quire.api.anthropic.messages import CountTokensRequest, MessagesRequest
 from quire.serving.answers import Answer, Ready
 from quire.serving.anthropic.answers import MessageFold, MessageHead, MessageStreamEncoder
 from quire.serving.anthropic.overload import answer_overloaded, overload_as_529
-from quire.serving.anthropic.requests import chat_input, message_options
+from quire.serving.anthropic.requests import chat_input, ignored_by_model, message_options
 from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
@@ -27,6 +27,7 @@ async def post_message(context: ServerContext, call: Call) -> Answer:
 async def _message(context: ServerContext, call: Call) -> Answer:
     context.check_accepting()
     body = await call.body(MessagesRequest, max_bytes=context.max_chat_bytes)
+    call.ignore(ignored_by_model(context.model, body))
     served = context.check_model(body.model)
     caller = caller_of(call, bool(body.stream))
     signer = ThinkingSigner(context.signing_key, call.owner.name)
@@ -46,6 +47,7 @@ async def _message(context: ServerContext, call: Call) -> Answer:
 async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
     """Count the tokens of a conversation, tools and all that the chat template adds included."""
     body = await call.body(CountTokensRequest, max_bytes=context.max_chat_bytes)
+    call.ignore(ignored_by_model(context.model, body))
     served = context.check_model(body.model)
     signer = ThinkingSigner(context.signing_key, call.owner.name)
 

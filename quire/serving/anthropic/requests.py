@@ -31,6 +31,7 @@ from quire.serving.anthropic.thinking import ThinkingSigner, effort_of
 from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.conversation import Conversation
 from quire.serving.generation.plan import ChatInput, GenerationOptions
+from quire.serving.generation.reasoning_effort import has_effort
 from quire.serving.generation.served_model import ServedModel
 
 BILLING_HEADER = "x-anthropic-billing-header"  # a client's hash, new with every request: no prefix would be found again
@@ -39,24 +40,35 @@ BILLING_HEADER = "x-anthropic-billing-header"  # a client's hash, new with every
 def chat_input(served: ServedModel, body: PromptFields, signer: ThinkingSigner) -> ChatInput:
     """Return the conversation. Raises RequestError."""
     is_prefilled = isinstance(body.messages[-1], AssistantMessage)
-    tools = [] if isinstance(body.tool_choice, ToolChoiceNone) else body.tools or []
-    reasons = served.parsers.reasoning_format is not None
+    tools = [] if isinstance(body.tool_choice, ToolChoiceNone) else body.offered_tools
     return ChatInput(
         messages=messages_of(body, signer),
         tools=[_tool(tool) for tool in tools] or None,
         add_generation_prompt=not is_prefilled,
         continues_final_message=is_prefilled,
-        reasoning_effort=effort_of(served.template_source, reasons, body.thinking, body.output_config),
+        reasoning_effort=effort_of(served.template_source, served.reasons, body.thinking, body.output_config),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         forced_tools=_forced_tools(body),
         strict_tools=frozenset(tool.name for tool in tools if tool.strict),
     )
 
 
+def ignored_by_model(served: ServedModel, body: PromptFields) -> tuple[str, ...]:
+    """Return the paths of what has no effect with this model."""
+    if has_effort(served.template_source):
+        return ()
+    has_level = body.output_config is not None and body.output_config.effort is not None
+    is_ignored = {
+        "thinking": isinstance(body.thinking, ThinkingEnabled) and not served.reasons,
+        "output_config.effort": has_level,
+    }
+    return tuple(path for path, ignored in is_ignored.items() if ignored)
+
+
 def _forced_tools(body: PromptFields) -> tuple[str, ...]:
     if isinstance(body.tool_choice, ToolChoiceTool):
         return (body.tool_choice.name,)
-    return tuple(tool.name for tool in body.tools or ()) if isinstance(body.tool_choice, ToolChoiceAny) else ()
+    return tuple(tool.name for tool in body.offered_tools) if isinstance(body.tool_choice, ToolChoiceAny) else ()
 
 
 def message_options(body: MessagesRequest) -> GenerationOptions:
@@ -139,4 +151,4 @@ def _tool(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema or {}}}

@@ -45,18 +45,14 @@ def effort_of(source: str, reasons: bool, thinking: Thinking | None, config: Out
         return None
     if effort is not None:
         try:
-            reasoning_variables(source, effort)
+            reasoning_variables(source, effort, reasons)
         except RequestError as error:
             raise RequestError(str(error).replace("reasoning_effort", "output_config.effort", 1), "output_config") from None
         return effort
     if not isinstance(thinking, ThinkingEnabled):
         return None
     level = _level(thinking.budget_tokens)
-    if _knows(source, level):
-        return level
-    if not reasons:
-        raise RequestError("thinking: this model does not reason; leave thinking out", "thinking")
-    return None
+    return level if _knows(source, level) else None
 
 
 def _level(budget_tokens: int) -> str:
@@ -65,6 +61,6 @@ def _level(budget_tokens: int) -> str:
 
 def _knows(source: str, effort: str) -> bool:
     try:
-        return bool(reasoning_variables(source, effort))
+        return bool(reasoning_variables(source, effort, reasons=True))
     except RequestError:
         return False

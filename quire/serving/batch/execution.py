@@ -26,7 +26,9 @@ from quire.serving.ignored import IGNORED_HEADER, header_of
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
 from quire.serving.openai.embeddings import embed
+from quire.serving.openai.requests import ignored_by_model as ignored_in_chat
 from quire.serving.responses.create import respond
+from quire.serving.responses.requests import ignored_by_model as ignored_in_response
 
 _ROUTES: dict[str, tuple[type[msgspec.Struct], Callable[[ServerContext, Any, Caller], Awaitable[Answer]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, chat),
@@ -70,7 +72,9 @@ def make_execute(context: ServerContext) -> Execute:
         try:
             decoded, ignored = await _decode(context, body, kind)
             if isinstance(decoded, ChatCompletionRequest):
-                ignored += context.model.unused_variables(decoded.chat_template_kwargs)
+                ignored += ignored_in_chat(context.model, decoded)
+            elif isinstance(decoded, ResponsesRequest):
+                ignored += ignored_in_response(context.model, decoded)
             if ignored and context.config.strict:
                 raise unknown_parameters(ignored)
             answer = await handler(context, decoded, caller)

@@ -23,7 +23,7 @@ from quire.serving.generation.sampling import make_sampling
 from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Owner
 from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
-from quire.text.parsing.formats import is_harmony
+from quire.text.parsing.formats import TOOL_FORMATS, is_harmony
 from quire.text.parsing.tools import Tool
 from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
@@ -180,7 +180,8 @@ def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
 
 def _render(served: ServedModel, chat: ChatInput) -> RenderedChat:
     tokenizer = need_tokenizer(served)
-    variables = {**reasoning_variables(served.template_source, chat.reasoning_effort), **chat.template_variables}
+    effort = reasoning_variables(served.template_source, chat.reasoning_effort, served.reasons)
+    variables = {**effort, **chat.template_variables}
     messages = list(chat.messages)
     end = ""
     if chat.continues_final_message:
@@ -226,7 +227,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
     if chat.tools and tool_format is None:
         raise RequestError(
             "tools: no format of tool calls is known for this model's chat template; leave tools out, or start the server "
-            "with --tool-call-parser",
+            f"with --tool-call-parser, which may be {', '.join(sorted(TOOL_FORMATS))}",
             "tools",
         )
     reads_tools = bool(chat.tools) or reads_without_tools(tool_format)

@@ -81,6 +81,11 @@ class ServedModel:
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         return "" if template is None else template.source
 
+    @property
+    def reasons(self) -> bool:
+        """Whether its output has reasoning in a known format."""
+        return self.parsers.reasoning_format is not None
+
     def unused_variables(self, variables: Mapping[str, object] | None) -> tuple[str, ...]:
         """Return the paths of chat_template_kwargs that the chat template does not know."""
         unused = [name for name in variables or () if name not in self.template_variables]

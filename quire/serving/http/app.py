@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ EXPOSED_HEADERS = (
     *(f"x-ratelimit-{word}-{unit}" for word in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
 )
 CLIENT_GONE = 499  # of the log and the metrics; nobody is there to receive it
-MAX_CLIENT_ID_LENGTH = 128
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._~:/+=@,;|-]{1,128}")
 
 
 def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
@@ -40,8 +41,10 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     is_anthropic = _anthropic_test(endpoints)
 
+    paths = frozenset(endpoint.path for endpoint in endpoints)
+
     async def framework_error(request: Request, error: Exception) -> Response:
-        return _framework_error(request, error, is_anthropic(request.url.path))
+        return _framework_error(request, error, is_anthropic(request.url.path), paths)
 
     app.add_exception_handler(HTTPException, framework_error)
     for endpoint in endpoints:
@@ -65,6 +68,15 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
     )
 
 
+def client_id_of(headers: Mapping[str, str]) -> str | None:
+    """Return the id that the client has for its request; None where it sends none, or one that is too long or odd.
+
+    It comes back as x-request-id. Ours is in request-id and in the log: ids of clients may come twice.
+    """
+    client_id = headers.get("x-request-id", "")
+    return client_id if _CLIENT_ID.fullmatch(client_id) else None
+
+
 def _route(context: ServerContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def run(_: Request) -> Response:
         return _AnswerResponse(_Answering(context, endpoint))
@@ -79,18 +91,32 @@ def _anthropic_test(endpoints: Sequence[Endpoint]) -> Callable[[str], bool]:
     return lambda path: path in paths or path.startswith(folders)
 
 
-def _framework_error(request: Request, error: Exception, is_anthropic: bool) -> Response:
+def _framework_error(request: Request, error: Exception, is_anthropic: bool, paths: Collection[str]) -> Response:
     """Answer what no route takes: an unknown path, a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     stated = error.headers if isinstance(error, HTTPException) and error.headers else {}
     allowed = next((value for name, value in stated.items() if name.lower() == "allow"), None)
-    answer = _refusal(request.scope, status, is_anthropic, allowed)
+    answer = _refusal(request.scope, status, is_anthropic, allowed, _near_path(request.scope["path"], paths))
     return Response(answer.body, answer.status, dict(answer.headers), "application/json")
 
 
-def _refusal(scope: Scope, status: int, is_anthropic: bool, allowed: str | None = None) -> Ready:
-    """Return the answer to what no route takes, and note its error; `allowed` are the methods of a 405."""
-    text = {404: f"there is no {scope['path'][:200]!r} here", 405: f"{scope['method'][:20]} is not allowed here"}
+def _near_path(path: str, paths: Collection[str]) -> str | None:
+    """Return the path that is meant by one without /v1, or with it twice, or with a slash too many, where there is one."""
+    parts = [part for part in path.split("/") if part]
+    while parts and parts[0] == "v1":
+        del parts[0]
+    tail = "/".join(parts)
+    return next((known for known in (f"/v1/{tail}", f"/{tail}") if known in paths and known != path), None) if tail else None
+
+
+def _refusal(scope: Scope, status: int, is_anthropic: bool, allowed: str | None = None, near: str | None = None) -> Ready:
+    """Return the answer to what no route takes, and note its error.
+
+    allowed  the methods of a 405
+    near     the path that is likely to be meant by a 404
+    """
+    hint = "" if near is None else f"; did you mean {near}?"
+    text = {404: f"there is no {scope['path'][:200]!r} here{hint}", 405: f"{scope['method'][:20]} is not allowed here"}
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
     scope["quire.error"] = api = ApiError(status, text.get(status, "bad request"), code=code)
     answer = error_answer(api, api.anthropic_body(scope.get("quire.request_id")) if is_anthropic else api.openai_body())
@@ -235,12 +261,11 @@ class Shell:
         return self._authenticator.identify(headers)
 
     def _id_headers(self, request_id: str, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-        value = request_id.encode()
-        found = [(b"x-request-id", value), (b"request-id", value)]
-        client_id = headers.get("x-request-id", "")
-        if 0 < len(client_id) <= MAX_CLIENT_ID_LENGTH and client_id.isascii() and client_id.isprintable():
-            found.append((b"x-client-request-id", client_id.encode()))
-        return found
+        value, client_id = request_id.encode(), client_id_of(headers)
+        if client_id is None:
+            return [(b"x-request-id", value), (b"request-id", value)]
+        client_value = client_id.encode()
+        return [(b"x-request-id", client_value), (b"request-id", value), (b"x-client-request-id", client_value)]
 
     def _rate_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Return what a key with rates has left of them."""
@@ -256,21 +281,24 @@ class Shell:
         if error is not None and status != CLIENT_GONE:
             self._context.metrics.rejected(error)
         owner: Any = scope.get("quire.owner")
+        client_id = client_id_of(headers_of(scope))
         method = "HEAD" if scope.get("quire.is_head") else scope["method"]
         level = logging.DEBUG if route in PROBES and status < 500 else logging.INFO
         if route == "/ready":  # a server that is not ready is no news
             level = logging.DEBUG
         access_logger.log(
             level,
-            "%s %s %d %.1f ms %s %s",
+            "%s %s %d %.1f ms %s %s%s",
             method,
             route if route != "none" else repr(scope["path"][:100]),
             status,
             seconds * 1000,
             scope["quire.request_id"],
             owner.name if owner is not None else "-",
+            "" if client_id is None else f" {client_id}",
             extra={
                 "request_id": scope["quire.request_id"],
+                "client_request_id": client_id,
                 "method": method,
                 "route": route,
                 "status": status,

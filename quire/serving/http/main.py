@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvloop
 
@@ -19,6 +20,7 @@ from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
 from quire.serving.batch import endpoints as batch_endpoints
 from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
 from quire.serving.batch.service import BatchService
+from quire.serving.batch.store import BatchStore
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Endpoint
@@ -38,7 +40,7 @@ from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
 from quire.serving.page.view import EngineView
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
-from quire.serving.responses.store import ResponseStore
+from quire.serving.responses.store import ResponseStore, ResponseTable
 
 logger = get_logger(__name__)
 
@@ -109,10 +111,18 @@ class Server:
         return page_endpoints(EngineFeed(context.client, view))
 
 
+def check_data_dir(folder: Path | None) -> None:
+    """Open what is stored in a folder, made where it is missing, and close it again. Raises ConfigError."""
+    if folder is not None:
+        BatchStore(folder).close()
+        ResponseTable(folder, None, lambda owner: 0).close()
+
+
 def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> int:
     """Run a server until a signal or a failure ends it; return its exit status. Raises ConfigError."""
     setup_log_format(config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    check_data_dir(config.data_dir)
     sock = bind(config)
 
     async def run() -> int:

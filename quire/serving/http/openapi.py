@@ -160,7 +160,9 @@ _RETRY_HEADERS = {
     "retry-after": {"description": "Seconds until when to come back.", "schema": _SECONDS},
     "retry-after-ms": {"description": "The same in milliseconds.", "schema": {"type": "integer", "minimum": 1000}},
 }
-_REQUEST_ID = header("x-request-id", {"type": "string"}, "A name of the client's own, told back in x-client-request-id.")
+_REQUEST_ID = header(
+    "x-request-id", {"type": "string"}, "A name of the client's own, told back in x-request-id; the server's is in request-id."
+)
 _NULLABLE = {"type": ["string", "null"]}
 _OPENAI_ERROR = {
     "type": "object",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -16,6 +17,7 @@ from quire.serving.errors import ApiError
 from quire.serving.http.connection_limit import TOO_MANY, ConnectionLimit
 from quire.serving.http.direct import DirectBody
 from quire.serving.http.lingering import LINGER_BYTES, LINGER_S, LingeringCloses, PoliteTransport
+from quire.serving.http.unchunked import UnchunkedBody
 
 logger = get_logger(__name__)
 
@@ -51,6 +53,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_dropped_bytes = 0  # of what came after the answer
         self._is_lingering = False
         self._body: DirectBody | None = None  # of the answer at hand
+        self._head_without_upgrade: bytes | None = None  # of a request that asks for an upgrade, to be parsed again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -95,12 +98,43 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._is_in_head:
             self._num_head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         # A body may have come with the head in one piece: only what is still a head counts.
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(TOO_LARGE, lingers=True)
         elif self._timer is None and not self._is_refused:
             self._wait_for_rest()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser.
+
+        No upgrade is supported, and the server ignores those that are asked for. The parser cannot: it takes what comes after
+        the head of such a request for another protocol. So the head is parsed again without its Upgrade header, and what
+        follows belongs to the request, as its length or its chunks say.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._head_without_upgrade is None:  # CONNECT, which has been refused
+                    return
+                data = self._head_without_upgrade + data[upgrade.args[0] :]
+                self._head_without_upgrade = None
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the class above does
+            except httptools.HttpParserError:
+                if not self._is_refused:
+                    self.send_400_response("")
+                return
+            else:
+                return
+
+    def _rebuild_head(self) -> bytes:
+        """Return the head at hand as bytes, without Upgrade headers."""
+        start = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return start + b"".join(lines) + b"\r\n"
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -109,6 +143,13 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("the head is too large")  # the parser then asks for a 400 response
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(ApiError(405, "CONNECT is not allowed: this is no proxy", code="method_not_allowed"), lingers=True)
+            return
+        if self.parser.should_upgrade():
+            self._head_without_upgrade = self._rebuild_head()
+            self._num_header_bytes = 0
+            return
         self._stop_waiting()
         self._is_in_head = False
         self._num_head_bytes = self._num_header_bytes = 0
@@ -118,6 +159,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._body = DirectBody(self.cycle)
             self.scope["quire.body"] = self._body  # type: ignore[typeddict-unknown-key]
             self.cycle.transport = PoliteTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
+            if self.parser.get_http_version() != "1.1":
+                self.cycle.send = UnchunkedBody(self.cycle).send  # type: ignore[method-assign]
+                self.cycle.waiting_for_100_continue = False
         length = next((value for name, value in self.headers if name == b"content-length"), None)
         self._has_length = length is not None
         self._num_stated_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
@@ -133,6 +177,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # only the head of this request has been parsed, or it is a CONNECT
+            return
         self._stop_waiting()
         self._is_in_head = True
         super().on_message_complete()

@@ -18,6 +18,7 @@ _log = get_logger(__name__)
 FIELDS = (
     "request_id",
     "call_id",
+    "client_request_id",
     "method",
     "route",
     "status",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from quire.api.unsupported_params import WITHOUT_EFFECT
 from quire.serving.config import ServerConfig
 from quire.serving.errors import BODY_ROOM_CODE, OVERLOADED_STATUS, ApiError
 from quire.serving.interfaces import AbortReason, Job
@@ -19,13 +20,10 @@ from quire.serving.metrics.engine_load import EngineLoad, step_work
 from quire.serving.metrics.instruments import InstrumentCollector
 from quire.serving.metrics.request_record import RequestRecord
 
-KNOWN_IGNORED_PARAMS = frozenset(
-    {
-        "user", "safety_identifier", "metadata", "service_tier", "store", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "cache_control", "include_obfuscation", "truncation", "verbosity", "reasoning_effort",
-        "include", "prediction", "modalities", "background",
-    }
-)  # fmt: skip
+KNOWN_IGNORED_PARAMS = WITHOUT_EFFECT | {
+    *("service_tier", "store", "include_obfuscation", "truncation", "verbosity", "reasoning_effort", "effort", "thinking"),
+    *("include", "modalities", "background", "context_management", "web_search", "image_generation", "namespace", "custom"),
+}
 """Names that may be label values of ignored_params; a client can invent others without end."""
 _BY_CODE = {
     "overloaded": "overloaded",

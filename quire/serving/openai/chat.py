@@ -12,14 +12,14 @@ from quire.serving.openai.chat_answers import ChatFold, ChatShape, ChatStreamEnc
 from quire.serving.openai.frames import StreamOptions
 from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer
 from quire.serving.openai.logprobs import LogprobWriter
-from quire.serving.openai.requests import chat_input, chat_options, check_n, priority_of, tier_of
+from quire.serving.openai.requests import chat_input, chat_options, check_n, ignored_by_model, priority_of, tier_of
 
 
 async def post_chat(context: ServerContext, call: Call) -> Answer:
     """Continue a conversation."""
     context.check_accepting()
     body = await call.body(ChatCompletionRequest, max_bytes=context.max_chat_bytes)
-    call.ignore(context.model.unused_variables(body.chat_template_kwargs))
+    call.ignore(ignored_by_model(context.model, body))
     return await chat(context, body, caller_of(call, bool(body.stream)))
 
 

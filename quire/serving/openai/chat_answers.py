@@ -126,6 +126,7 @@ class ChatStreamEncoder:
         return self._writer.chunk(
             b'{"index":%d,"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null}' % (choice, content),
             extra,
+            has_tokens=False,
         )
 
     def _logprobs(self, event: TextDelta) -> bytes:

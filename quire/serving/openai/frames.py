@@ -67,6 +67,7 @@ class ChunkWriter:
         self._options = options
         self._num_prompt = num_prompt_tokens
         self._num_completion = 0
+        self._num_told = 0  # of output tokens, in the last chunk with usage
         self._closing = b"]"
         if options.includes_usage and not options.has_continuous_usage:
             self._closing += b',"usage":null'
@@ -86,9 +87,12 @@ class ChunkWriter:
         """Count output tokens for the usage so far."""
         self._num_completion += count
 
-    def chunk(self, choice: bytes, extra: bytes = b"") -> bytes:
-        """Return a chunk with one choice, which is encoded already; extra is more of its JSON, with commas after each field."""
-        return b"".join((self._opening, extra, b'"choices":[', choice, self._end()))
+    def chunk(self, choice: bytes, extra: bytes = b"", has_tokens: bool = True) -> bytes:
+        """Return a chunk with one choice, which is encoded already; extra is more of its JSON, with commas after each field.
+
+        has_tokens  False: the chunk comes before the tokens that were counted last, and its usage does not have them
+        """
+        return b"".join((self._opening, extra, b'"choices":[', choice, self._end(has_tokens)))
 
     def close(self, usage: UsageEnd) -> bytes:
         """Return the end of the stream."""
@@ -96,10 +100,12 @@ class ChunkWriter:
             return DONE
         return b"".join((self._opening, b'"choices":[],"usage":', encode_json(usage_of(usage)), b"}\n\n", DONE))
 
-    def _end(self) -> bytes:
+    def _end(self, has_tokens: bool) -> bytes:
         if not self._options.has_continuous_usage:
             return self._closing
-        usage = Usage(self._num_prompt, self._num_completion, self._num_prompt + self._num_completion)
+        if has_tokens:
+            self._num_told = self._num_completion
+        usage = Usage(self._num_prompt, self._num_told, self._num_prompt + self._num_told)
         return b'],"usage":' + encode_json(usage) + b"}\n\n"
 
 

@@ -10,12 +10,21 @@ from typing import Any, cast
 import msgspec
 
 from quire.api.openai.chat import AssistantMessage, ChatCompletionRequest, ChosenTool, Message, Tool
-from quire.api.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from quire.api.openai.shared import GUIDED_KINDS, JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuralTagFormat
+from quire.api.openai.completions import CompletionRequest
+from quire.api.openai.shared import (
+    GUIDED_KINDS,
+    RANDOM_SEED,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    SamplingFields,
+    StructuralTagFormat,
+)
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json, grammar_backend
 from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.plan import ChatInput, GenerationOptions
+from quire.serving.generation.reasoning_effort import has_effort
+from quire.serving.generation.served_model import ServedModel
 from quire.serving.interfaces import Owner, PriorityClass
 
 _ALPHABET = (string.ascii_letters + string.digits).encode()
@@ -31,13 +40,11 @@ _PLAIN_FIELDS = (
     "frequency_penalty",
     "allowed_token_ids",
     "bad_words",
-    "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
     "n",
     "min_tokens",
-    "seed",
     "skip_special_tokens",
     "priority",
     "prompt_logprobs",
@@ -77,6 +84,8 @@ def tier_of(priority: PriorityClass) -> str:
 
 def _sampling(body: SamplingFields) -> dict[str, Any]:
     stated = {name: getattr(body, name) for name in _PLAIN_FIELDS}
+    stated["stop"] = body.stop or None
+    stated["seed"] = None if body.seed == RANDOM_SEED else body.seed
     stated["constraint"] = constraint_of(body)
     if body.logit_bias is not None:
         stated["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
@@ -140,18 +149,24 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
 def completion_options(body: CompletionRequest) -> GenerationOptions:
     """Return what a completion asks for beside its prompts."""
     sampling = _sampling(body)
-    sampling["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_output_tokens is None else body.max_output_tokens
+    sampling["max_tokens"] = body.max_output_tokens
     sampling["logprobs"] = body.logprobs
     sampling["best_of"] = body.best_of
     return GenerationOptions(
         sampling=sampling,
-        room_param=None if body.max_output_tokens is None else body.limit_param,
+        room_param=None if body.stated_limit is None else body.limit_param,
         salt=body.cache_salt or "",
         echo=bool(body.echo),
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
         tells_prompt_ids=bool(body.return_token_ids),
         is_streaming=bool(body.stream),
     )
+
+
+def ignored_by_model(served: ServedModel, body: ChatCompletionRequest) -> tuple[str, ...]:
+    """Return the paths of what has no effect with this model."""
+    has_none = body.reasoning_effort in (None, "none") or has_effort(served.template_source)
+    return (*(() if has_none else ("reasoning_effort",)), *served.unused_variables(body.chat_template_kwargs))
 
 
 def chat_input(body: ChatCompletionRequest) -> ChatInput:
@@ -163,7 +178,7 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
         add_generation_prompt=body.add_generation_prompt is not False,
         continues_final_message=bool(body.continue_final_message),
         template_variables=body.chat_template_kwargs or {},
-        reasoning_effort=body.reasoning_effort,
+        reasoning_effort=body.wanted_effort,
         parallel_tool_calls=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ChosenTool),
         forced_tools=body.forced_tools,
         strict_tools=frozenset(tool.function.name for tool in tools if tool.function.strict),

@@ -26,7 +26,14 @@ from quire.serving.openai.handlers import Jobs, caller_of
 from quire.serving.openai.logprobs import LogprobWriter
 from quire.serving.openai.requests import make_id, priority_of, tier_of
 from quire.serving.responses.machine import ResponseMachine
-from quire.serving.responses.requests import chat_input, items_of, new_response, response_options, stored_items
+from quire.serving.responses.requests import (
+    chat_input,
+    ignored_by_model,
+    items_of,
+    new_response,
+    response_options,
+    stored_items,
+)
 from quire.serving.responses.store import ResponseStore, StoredResponse
 
 
@@ -57,6 +64,7 @@ async def post_response(context: ServerContext, call: Call) -> Answer:
     """Continue a conversation, perhaps a stored one."""
     context.check_accepting()
     body = await call.body(ResponsesRequest, max_bytes=context.max_chat_bytes)
+    call.ignore(ignored_by_model(context.model, body))
     return await respond(context, body, caller_of(call, bool(body.stream)))
 
 
@@ -70,7 +78,7 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     is_kept = body.is_stored and context.keeps_responses
 
     def prepare() -> tuple[GenerationPlan, bytes]:
-        chat = chat_input(served.template_source, body, history)
+        chat = chat_input(served, body, history)
         plan = prepare_chat(served, response_id, chat, response_options(body), caller.owner)
         return plan, encode_json(stored_items(items_of(body))) if is_kept else b"[]"
 
@@ -81,7 +89,8 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     priority = priority_of(body.service_tier, caller.owner)
     response.store, response.service_tier = is_kept, tier_of(priority)
     logprobs = LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids=False) if body.has_logprobs else None
-    machine = ResponseMachine(response, logprobs)
+    custom_tools = frozenset(tool.name or "" for tool in body.shown_tools if tool.is_custom)
+    machine = ResponseMachine(response, logprobs, custom_tools=custom_tools)
     keeper = _Keeper(store, owner, items)
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.stream:

@@ -10,17 +10,18 @@ from quire.serving.endpoint import Call
 from quire.serving.generation.prepare import count_chat_tokens
 from quire.serving.openai.frames import encode_json
 from quire.serving.responses.create import stored_history
-from quire.serving.responses.requests import chat_input
+from quire.serving.responses.requests import chat_input, ignored_by_model
 
 
 async def post_input_tokens(context: ServerContext, call: Call) -> Answer:
     """Count the tokens of a conversation, tools, stored responses and all that the chat template adds included."""
     body = await call.body(ResponsePrompt, max_bytes=context.max_chat_bytes)
+    call.ignore(ignored_by_model(context.model, body))
     served = context.check_model(body.model)
     history = await stored_history(context, body, call.owner.name)
 
     def count() -> int:
-        return count_chat_tokens(served, chat_input(served.template_source, body, history))
+        return count_chat_tokens(served, chat_input(served, body, history))
 
     texts = (body, [(stored.items, stored.body) for stored in history])
     return Ready(encode_json(InputTokenCount(await context.prepare(call.owner, call.request_id, texts, count))))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from quire.api.openai.answers import ReasoningTokens
+from quire.api.openai.responses import CUSTOM_INPUT
 from quire.api.openai.responses_answers import (
     ArgumentsDone,
     ArgumentsPiece,
     Completed,
     Created,
+    CustomInputDone,
+    CustomInputPiece,
     ErrorEvent,
     Event,
     Failed,
@@ -37,6 +40,7 @@ from quire.api.openai.responses_answers import (
 from quire.api.openai.responses_items import (
     ItemStatus,
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -55,18 +59,19 @@ from quire.serving.generation.events import (
     ToolCallStart,
     UsageEnd,
 )
-from quire.serving.generation.partial_json import is_json
+from quire.serving.generation.partial_json import is_json, read_partial
 from quire.serving.openai.logprobs import MANY_POSITIONS, LogprobWriter, encoded
 from quire.serving.openai.requests import make_id
 
 
 @dataclass(slots=True)
 class _OpenItem:
-    """The item that is being made; call is None but for a function call."""
+    """The item that is being made; call is None but for a call, of a function or of a custom tool."""
 
     id: str
     is_reasoning: bool = False
     call: ToolCallStart | None = None
+    is_custom: bool = False
     index: int = 0
     pieces: list[str] = field(default_factory=list[str])
     logprobs: list[Any] = field(default_factory=list[Any])  # ChatLogprobs, encoded
@@ -79,11 +84,20 @@ class _OpenItem:
         """Return the item as it stands, without its content while it is in progress."""
         is_begun = status == "in_progress"
         text = "" if is_begun else "".join(self.pieces)
+        if self.call is not None and self.is_custom:
+            return OutputCustomCall(self.id, self.call.call_id, self.call.name, "" if is_begun else self.custom_input(), status)
         if self.call is not None:
             return OutputCall(self.id, self.call.call_id, self.call.name, text, status)
         if self.is_reasoning:
             return OutputReasoning(self.id, [], [] if is_begun else [ReasoningText(text)], status)
         return OutputMessage(self.id, "assistant", status, [] if is_begun else [OutputText(text, [], self.logprobs)])
+
+    def custom_input(self) -> str:
+        """Return the input of a custom tool: the one string that its function has, or all arguments where they are not that."""
+        arguments = "".join(self.pieces)
+        found = read_partial(arguments)
+        text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+        return text if isinstance(text, str) else arguments
 
 
 class ResponseMachine:
@@ -91,6 +105,7 @@ class ResponseMachine:
 
     response  as it is at its beginning
     logprobs  writes those of the answer's tokens, None where they are not wanted
+    custom_tools  names of the custom ones
     clock     seconds since the epoch
     """
 
@@ -100,8 +115,10 @@ class ResponseMachine:
         logprobs: LogprobWriter | None = None,
         new_id: Callable[[str], str] = make_id,
         clock: Callable[[], float] = time.time,
+        custom_tools: Collection[str] = (),
     ) -> None:
         self._response = response
+        self._custom_tools = custom_tools
         self._logprobs = logprobs
         self._new_id = new_id
         self._clock = clock
@@ -175,7 +192,8 @@ class ResponseMachine:
         elif isinstance(event, ToolCallArguments):
             self._argue(event.text, found)
         elif isinstance(event, ToolCallStart):
-            self._begin(_OpenItem(self._new_id("fc_"), call=event), found)
+            is_custom = event.name in self._custom_tools
+            self._begin(_OpenItem(self._new_id("ctc_" if is_custom else "fc_"), call=event, is_custom=is_custom), found)
         elif isinstance(event, ChoiceEnd):
             self._end_choice(event, found)
         elif isinstance(event, GenerationStart):
@@ -202,7 +220,8 @@ class ResponseMachine:
         item = self._open
         if item is not None and item.call is not None:
             item.pieces.append(text)
-            found.append(ArgumentsPiece(self._next(), item.id, item.index, text))
+            if not item.is_custom:  # whose input is known when its arguments, which are JSON, are complete
+                found.append(ArgumentsPiece(self._next(), item.id, item.index, text))
 
     def _begin(self, item: _OpenItem, found: list[Event]) -> _OpenItem:
         self._close("completed", found)
@@ -220,7 +239,11 @@ class ResponseMachine:
             return
         self._open = None
         text = "".join(item.pieces)
-        if item.call is not None:
+        if item.is_custom:
+            custom_input = item.custom_input()
+            found.append(CustomInputPiece(self._next(), item.id, item.index, custom_input))
+            found.append(CustomInputDone(self._next(), item.id, item.index, custom_input))
+        elif item.call is not None:
             found.append(ArgumentsDone(self._next(), item.id, item.index, item.call.name, text))
         elif item.is_reasoning:
             found.append(ReasoningDone(self._next(), item.id, item.index, 0, text))

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from quire.api.openai.responses import (
+    CUSTOM_INPUT,
+    ChosenCustomTool,
     ChosenTool,
     FunctionTool,
     JsonObjectFormat,
@@ -18,13 +20,15 @@ from quire.api.openai.responses import (
 )
 from quire.api.openai.responses_answers import EchoedReasoning, Response
 from quire.api.openai.responses_items import InputItem, InputText, RefusalText
+from quire.api.openai.shared import RANDOM_SEED
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.contracts.sampling_params import SamplingParams
 from quire.serving.generation.constraints import schema_constraint
 from quire.serving.generation.conversation import Conversation
 from quire.serving.generation.plan import ChatInput, GenerationOptions
-from quire.serving.generation.reasoning_effort import reasoning_variables
+from quire.serving.generation.reasoning_effort import has_effort, reasoning_variables
+from quire.serving.generation.served_model import ServedModel
 from quire.serving.openai.requests import make_id
 from quire.serving.responses.store import StoredResponse
 
@@ -36,10 +40,15 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "stop",
-    "seed",
 )
-_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+    "reasoning": "rs_",
+}
 
 
 class _Answer(msgspec.Struct):
@@ -55,10 +64,15 @@ def items_of(body: ResponsePrompt) -> list[InputItem]:
     return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def chat_input(source: str, body: ResponsePrompt, history: Sequence[StoredResponse]) -> ChatInput:
+def ignored_by_model(served: ServedModel, body: ResponsePrompt) -> tuple[str, ...]:
+    """Return the paths of what has no effect with this model."""
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return () if effort in (None, "none") or has_effort(served.template_source) else ("reasoning.effort",)
+
+
+def chat_input(served: ServedModel, body: ResponsePrompt, history: Sequence[StoredResponse]) -> ChatInput:
     """Return the conversation.
 
-    source   of the chat template
     history  the responses that it goes on from, the first one first
     Raises RequestError.
     """
@@ -69,9 +83,9 @@ def chat_input(source: str, body: ResponsePrompt, history: Sequence[StoredRespon
         for item in (*_decode_items(record.items), *_decode_answer(record.body).output):
             _add(conversation, item)
     for position, item in enumerate(items_of(body)):
-        if item.type == "function_call_output" and not conversation.knows_call(item.call_id or ""):
-            where = f"input[{position}].call_id"
-            raise RequestError(f"{where}: no function_call before it has the id {(item.call_id or '')[:100]!r}", where)
+        if item.is_call_output and not conversation.knows_call(item.call_id or ""):
+            where, call = f"input[{position}].call_id", item.type.removesuffix("_output")
+            raise RequestError(f"{where}: no {call} before it has the id {(item.call_id or '')[:100]!r}", where)
         _add(conversation, item)
     if not conversation.messages:
         raise RequestError("input: is empty", "input")
@@ -79,8 +93,9 @@ def chat_input(source: str, body: ResponsePrompt, history: Sequence[StoredRespon
     return ChatInput(
         messages=conversation.messages,
         tools=[_template_tool(tool) for tool in tools] or None,
-        reasoning_effort=_effort(source, body),
-        parallel_tool_calls=body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ChosenTool),
+        reasoning_effort=_effort(served, body),
+        parallel_tool_calls=body.parallel_tool_calls is not False
+        and not isinstance(body.tool_choice, ChosenTool | ChosenCustomTool),
         forced_tools=body.forced_tools,
         strict_tools=frozenset(tool.name or "" for tool in tools if tool.strict),
         param="input",
@@ -98,7 +113,9 @@ def response_options(body: ResponsesRequest) -> GenerationOptions:
     """Return what is asked for beside the conversation."""
     sampling: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
     sampling["constraint"] = _constraint(body)
-    sampling["max_tokens"] = body.max_output_tokens
+    sampling["stop"] = body.stop or None
+    sampling["seed"] = None if body.seed == RANDOM_SEED else body.seed
+    sampling["max_tokens"] = body.limit
     if body.has_logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
     return GenerationOptions(sampling=sampling, room_param="max_output_tokens", salt=body.cache_salt or "", wants_start=True)
@@ -112,7 +129,7 @@ def new_response(response_id: str, created_at: int, model: str, body: ResponsesR
         created_at=created_at,
         status="in_progress",
         instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
+        max_output_tokens=body.limit,
         max_tool_calls=body.max_tool_calls,
         model=model,
         output=[],
@@ -126,7 +143,7 @@ def new_response(response_id: str, created_at: int, model: str, body: ResponsesR
         temperature=params.temperature,
         text={"format": msgspec.to_builtins((body.text and body.text.format) or TextFormat())},
         tool_choice=msgspec.to_builtins(body.tool_choice or "auto"),
-        tools=[_echoed_tool(tool) for tool in body.tools or ()],
+        tools=[_echoed_tool(tool) for tool in body.offered_tools],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         truncation="disabled",
@@ -146,7 +163,9 @@ def _stored_item(item: InputItem, new_id: Callable[[str], str]) -> dict[str, Any
         found |= {"role": item.role, "status": item.status or "completed", "content": _parts(item)}
     elif item.type == "function_call":
         found |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments, "status": item.status or "completed"}
-    elif item.type == "function_call_output":
+    elif item.type == "custom_tool_call":
+        found |= {"call_id": item.call_id, "name": item.name, "input": item.input, "status": item.status or "completed"}
+    elif item.is_call_output:
         found |= {"call_id": item.call_id, "output": msgspec.to_builtins(item.output), "status": item.status or "completed"}
     else:
         content = [{"type": "reasoning_text", "text": item.content}] if isinstance(item.content, str) else item.content
@@ -171,7 +190,9 @@ def _parts(item: InputItem) -> list[dict[str, Any]]:
 def _add(conversation: Conversation, item: InputItem) -> None:
     if item.type == "function_call":
         conversation.call(item.call_id or "", item.name or "", item.arguments or "")
-    elif item.type == "function_call_output":
+    elif item.type == "custom_tool_call":
+        conversation.call(item.call_id or "", item.name or "", msgspec.json.encode({CUSTOM_INPUT: item.input}).decode())
+    elif item.is_call_output:
         conversation.result(item.call_id or "", item.texts)
     elif item.type == "reasoning":
         if item.texts:
@@ -182,10 +203,10 @@ def _add(conversation: Conversation, item: InputItem) -> None:
         conversation.say(item.role or "user", item.texts)
 
 
-def _effort(source: str, body: ResponsePrompt) -> str | None:
+def _effort(served: ServedModel, body: ResponsePrompt) -> str | None:
     effort = None if body.reasoning is None else body.reasoning.effort
     try:
-        reasoning_variables(source, effort)
+        reasoning_variables(served.template_source, effort, served.reasons)
     except RequestError as error:
         raise RequestError(str(error).replace("reasoning_effort", "reasoning.effort", 1), "reasoning.effort") from None
     return effort
@@ -193,11 +214,13 @@ def _effort(source: str, body: ResponsePrompt) -> str | None:
 
 def _template_tool(tool: FunctionTool) -> dict[str, Any]:
     # In the order in which the API states it: templates print it as it is.
-    stated = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    stated = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
     return {"type": "function", "function": {name: value for name, value in stated.items() if value is not None}}
 
 
 def _echoed_tool(tool: FunctionTool) -> dict[str, Any]:
+    if tool.is_custom:
+        return {"type": "custom", "name": tool.name, "description": tool.description, "format": {"type": "text"}}
     return {
         "type": "function",
         "name": tool.name,

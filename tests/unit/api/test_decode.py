@@ -120,7 +120,7 @@ def test_last_value_counts_when_a_key_stands_twice():
         ({"n": True}, "n"),
         ({"n": 1.5}, "n"),
         ({"stop": ["a", ""]}, "stop[1]"),
-        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
         ({"stop": "x" * 257}, "stop"),
         ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
         ({"logit_bias": {"one": 1}}, "logit_bias"),
@@ -134,6 +134,9 @@ def test_last_value_counts_when_a_key_stands_twice():
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -2}, "max_completion_tokens"),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, "enable_thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"echo": True}, "echo"),
@@ -157,10 +160,9 @@ def test_missing_field_is_named(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("functions", []),
-        ("function_call", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
         ("verbosity", "low"),
-        ("prediction", {"type": "content"}),
         ("web_search_options", {}),
         ("modalities", ["text", "audio"]),
         ("audio", {}),
@@ -216,7 +218,8 @@ def test_value_that_changes_nothing_is_taken(name, value):
 @pytest.mark.parametrize(
     ("fields", "limit", "param"),
     [
-        ({}, None, "max_tokens"),
+        ({}, 16, "max_tokens"),
+        ({"max_tokens": -1}, None, "max_tokens"),
         ({"max_tokens": 3}, 3, "max_tokens"),
         ({"max_completion_tokens": 3}, 3, "max_completion_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, 3, "max_completion_tokens"),

@@ -14,6 +14,7 @@ from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.responses import ResponsesRequest
 from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.api.unsupported_params import WITHOUT_EFFECT
 from tests.unit.api.test_messages_and_responses import FREE, FULL
 
 USER = [{"role": "user", "content": "x"}]
@@ -105,7 +106,7 @@ def test_free_json_has_no_unknown_fields():
 @pytest.mark.parametrize(
     ("kind", "change", "param", "hint"),
     [
-        (ChatCompletionRequest, {"enable_thinking": False}, "enable_thinking", "chat_template_kwargs"),
+        (ChatCompletionRequest, {"enable_thinking": True}, "enable_thinking", "chat_template_kwargs"),
         (ChatCompletionRequest, {"thinking": {"type": "enabled"}}, "thinking", "reasoning_effort"),
         (ChatCompletionRequest, {"reasoning": {"effort": "low"}}, "reasoning", "reasoning_effort"),
         (ChatCompletionRequest, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens", ""),
@@ -168,7 +169,7 @@ NO_EFFECT = {
     *("model", "user", "metadata", "store", "service_tier", "priority", "cache_salt", "stream", "stream_options"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"),
     *("user_profile_id", "workspace_id", "modalities", "add_generation_prompt", "max_tool_calls", "include", "truncation"),
-    *("access_programs", "background_options", "image"),
+    *("access_programs", "background_options", "image", "context_management"),
 }
 
 
@@ -176,7 +177,7 @@ NO_EFFECT = {
 def test_parameter_of_one_route_is_known_or_refused_on_every_other(kind):
     known = {*kind.__struct_encode_fields__, *kind.refusals()}
     for other in GENERATING:
-        assert set(other.__struct_encode_fields__) - known - NO_EFFECT == set(), other
+        assert set(other.__struct_encode_fields__) - known - NO_EFFECT - WITHOUT_EFFECT == set(), other
 
 
 def params_of(*names):
@@ -204,4 +205,4 @@ def params_of(*names):
 )
 def test_parameter_of_the_official_client_is_known_or_refused(kind, names):
     pytest.importorskip(names[0].partition(".")[0])
-    assert params_of(*names) - {*kind.__struct_encode_fields__, *kind.refusals()} - NO_EFFECT == set()
+    assert params_of(*names) - {*kind.__struct_encode_fields__, *kind.refusals()} - NO_EFFECT - WITHOUT_EFFECT == set()

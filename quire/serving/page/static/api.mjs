@@ -40,6 +40,9 @@ async function problemOf(response) {
   return new Problem(message, { status: response.status, code: error.code ?? null, retryAfterS: Number.isNaN(seconds) ? null : seconds });
 }
 
+// Where the server has a path. This file is at ui/api.mjs, perhaps behind a prefix of a proxy.
+export const urlOf = (path) => new URL(path.replace(/^\/+/, ""), new URL("../", import.meta.url)).href;
+
 // Returns the response of a request that succeeded. Throws Problem, or the AbortError of its signal.
 export async function send(path, { body, signal, headers = {} } = {}) {
   for (let attempt = 0; ; attempt += 1) {
@@ -50,7 +53,7 @@ export async function send(path, { body, signal, headers = {} } = {}) {
     if (body) options.body = isForm ? body : JSON.stringify(body);
     let response;
     try {
-      response = await fetch(path, options);
+      response = await fetch(urlOf(path), options);
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Problem(UNREACHABLE);

@@ -98,7 +98,7 @@ def test_thinking_becomes_the_switch_of_the_template(thinking, is_off):
         ("{{ reasoning_effort }} 'low' 'medium' 'high'", {"type": "enabled", "budget_tokens": 30000}, "high"),
         ("{{ messages[0].content }}", {"type": "disabled"}, "hi"),
         ("{{ messages[0].content }}", {"type": "adaptive"}, "hi"),
-        ("{{ messages[0].content }}", {"type": "enabled", "budget_tokens": 2000}, None),
+        ("{{ messages[0].content }}", {"type": "enabled", "budget_tokens": 2000}, "hi"),
         ("{{ messages[0].content }}<think></think>{{ messages[0].content }}", {"type": "disabled"}, None),
     ],
 )

@@ -80,6 +80,8 @@ def test_message_that_the_template_does_not_show_cannot_be_continued():
     ("template", "effort", "expected"),
     [
         ("x", None, {}),
+        ("x", "low", {}),
+        ("x", "none", {}),
         ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
         ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
         ("{{ thinking }}", "low", {"thinking": True}),
@@ -88,15 +90,15 @@ def test_message_that_the_template_does_not_show_cannot_be_continued():
     ],
 )
 def test_effort_becomes_what_the_template_knows(template, effort, expected):
-    assert reasoning_variables(template, effort) == expected
+    assert reasoning_variables(template, effort, reasons=False) == expected
 
 
 @pytest.mark.parametrize(
-    ("template", "effort"), [("x", "low"), ("{{ enable_thinking }}", "minimal"), ("reasoning_effort", "none")]
+    ("template", "effort"), [("x", "none"), ("{{ enable_thinking }}", "minimal"), ("reasoning_effort", "none")]
 )
 def test_effort_that_the_template_does_not_know_is_refused(template, effort):
     with pytest.raises(RequestError) as caught:
-        reasoning_variables(template, effort)
+        reasoning_variables(template, effort, reasons=True)
     assert caught.value.param == "reasoning_effort"
 
 

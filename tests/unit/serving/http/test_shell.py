@@ -39,17 +39,61 @@ def ask(request, endpoints=None, is_text=False, **options):
     return status, headers, json.loads(body) if body and not is_text else body or None, context
 
 
-def test_answer_carries_ids_and_the_clients_own_when_it_is_printable():
-    status, headers, body, context = ask(post("/echo", b'{"text":"hi"}', "x-request-id: mine"))
+def test_answer_carries_an_id_when_the_client_sends_none():
+    status, headers, body, context = ask(post("/echo", b'{"text":"hi"}'))
     assert (status, body) == (200, {"text": "hi", "owner": "anonymous"})
-    assert headers["x-request-id"] == headers["request-id"] != "mine"
-    assert headers["x-client-request-id"] == "mine"
+    assert headers["x-request-id"] == headers["request-id"]
+    assert headers["request-id"].startswith("req_")
     assert context.metrics.requests == [("/echo", 200)]
 
 
-def test_clients_id_is_not_echoed_when_it_is_too_long():
-    _, headers, _, _ = ask(post("/echo", b"{}", f"x-request-id: {'a' * 129}"))
+@pytest.mark.parametrize("path", ["/echo", "/nowhere"])
+@pytest.mark.parametrize("client_id", ["mine", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e", "1-5f/a+b=@x:y;z|w,v~.._"])
+def test_clients_id_is_the_answers_and_ours_is_beside_it(client_id, path):
+    _, headers, _, _ = ask(post(path, b"{}", f"x-request-id: {client_id}"))
+    assert headers["x-request-id"] == headers["x-client-request-id"] == client_id.lower()  # as all headers here
+    assert headers["request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("client_id", ["a" * 129, "", "a b", 'a"b', "<script>", "é", "a\tb", "{}"])
+def test_clients_id_is_not_taken_over_when_it_is_too_long_or_odd(client_id):
+    _, headers, _, _ = ask(post("/echo", b"{}", f"x-request-id: {client_id}"))
+    assert headers["x-request-id"] == headers["request-id"]
+    assert headers["x-request-id"].startswith("req_")
     assert "x-client-request-id" not in headers
+
+
+def test_log_has_both_ids(caplog):
+    caplog.set_level("INFO", logger="quire.access")
+    _, headers, _, _ = ask(post("/echo", b"{}", "x-request-id: theirs"))
+    (record,) = [record for record in caplog.records if record.name == "quire.access"]
+    assert (record.request_id, record.client_request_id) == (headers["request-id"], "theirs")
+    assert headers["request-id"] in record.getMessage()
+    assert "theirs" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/nonsense", None),
+        ("/v1", None),
+        ("/", None),
+    ],
+)
+def test_path_that_is_meant_is_suggested(path, near):
+    status, _, body, _ = ask(post(path), [endpoint("/v1/chat/completions", echo), endpoint("/tokenize", echo)])
+    assert (status, body["error"]["code"]) == (404, "not_found")
+    message = body["error"]["message"]
+    assert message.endswith(f"; did you mean {near}?") if near is not None else "did you mean" not in message
+
+
+def test_path_that_is_meant_is_suggested_for_messages():
+    _, _, body, _ = ask(post("/messages"), [endpoint("/v1/messages", echo, is_anthropic=True)])
+    assert "did you mean /v1/messages?" in json.dumps(body)
 
 
 @pytest.mark.parametrize(

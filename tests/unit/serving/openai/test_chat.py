@@ -166,6 +166,8 @@ def test_continuous_usage_is_on_every_chunk():
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == len(TOKENIZER.encode("One two")) + 1
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert counts[0] == 0 < counts[1]
     assert all(chunk["usage"]["total_tokens"] == chunk["usage"]["completion_tokens"] + 4 for chunk in chunks)
 
 

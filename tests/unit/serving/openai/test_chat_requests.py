@@ -44,8 +44,38 @@ def test_reasoning_effort_becomes_a_variable_of_the_template():
     with pytest.raises(RequestError, match="low, medium, high") as caught:
         whole(say("Yes", served=TOOLED), reasoning_effort="extreme")
     assert caught.value.param == "reasoning_effort"
-    with pytest.raises(RequestError, match="knows none"):
-        whole(say("Yes"), reasoning_effort="low")
+    where = say("Yes")
+    whole(where, reasoning_effort="low")
+    assert "low" not in where.gateway.jobs[0].request.prompt
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"reasoning_effort": "none"},
+        {"enable_thinking": False},
+        {"think": False},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning": {"enabled": False}},
+    ],
+    ids=str,
+)
+def test_reasoning_is_turned_off_by_every_name_that_it_has(field):
+    where = say("Yes", served=TOOLED)
+    whole(where, **field)
+    assert where.gateway.jobs[0].request.prompt.endswith("<think>\n\n</think>\n\n")
+    plain = say("Yes")
+    whole(plain, **field)  # whose model does not reason
+    assert "think" not in plain.gateway.jobs[0].request.prompt
+
+
+def test_minus_one_is_no_limit_and_no_seed_and_empty_text_stops_nowhere():
+    where = say("Yes")
+    whole(where, max_tokens=-1, seed=-1, stop="")
+    params, plain = params_of(where), say("Yes")
+    whole(plain)
+    assert (params.max_tokens, params.seed, params.stop) == (params_of(plain).max_tokens, None, params_of(plain).stop)
 
 
 def test_template_variables_reach_the_template():

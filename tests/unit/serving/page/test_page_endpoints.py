@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -63,8 +65,24 @@ def test_every_import_of_the_page_is_served():
             for name in re.findall(r'from "\./([\w.]+)"', text):
                 assert f"/ui/{name}" in served, (file.name, name)
         elif file.name == "index.html":
-            for path in re.findall(r'(?:src|href)="(/[^"]*)"', text):
-                assert path in served, path
+            for path in re.findall(r'(?:src|href)="([^"#][^"]*)"', text):
+                assert f"/{path}" in served, path  # relative: a proxy may have the page behind a prefix
+
+
+def test_page_asks_for_paths_below_its_own_prefix():
+    texts = {file.name: file.body.decode() for file in read_static_files()}
+    assert not [name for name, text in texts.items() if name.endswith(".mjs") and name != "api.mjs" and "fetch(" in text]
+    assert texts["api.mjs"].count("fetch(") == texts["api.mjs"].count("fetch(urlOf(") == 1
+    assert not re.search(r"url\([\"']?/", texts["style.css"])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/ui/tokens?ids=1,2"])
+def test_path_is_resolved_beside_the_folder_of_the_page(path):
+    module = (FOLDER / "api.mjs").as_uri()
+    script = f"import {{ urlOf }} from {json.dumps(module)}; console.log(urlOf({json.dumps(path)}));"
+    ran = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == FOLDER.parent.as_uri() + path
 
 
 @pytest.mark.parametrize("path, kind", [("/", "text/html"), ("/ui/app.mjs", "text/javascript"), ("/ui/style.css", "text/css")])

@@ -43,7 +43,7 @@ def test_count_needs_no_engine_and_changes_nothing_by_fields_of_an_answer():
     ("body", "status", "param"),
     [
         ({"input": ""}, 400, "input"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
+        ({"tools": [{"type": "code_interpreter"}]}, 400, "tools[0].type"),
         ({"truncation": "auto"}, 400, "truncation"),
         ({"conversation": "conv_1"}, 400, "conversation"),
         ({"model": "other"}, 404, "model"),
