@@ -352,6 +352,10 @@ class LLMEngine:
         """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
         return self._runner.measure_peaks(self.report)
 
+    def check_health(self) -> None:
+        """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended."""
+        self._runner.check_health()
+
     def close(self) -> None:
         """Abort what is left and release the memory; the engine takes no more requests. May be called again."""
         for request_id in list(self._streams):

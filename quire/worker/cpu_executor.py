@@ -159,6 +159,9 @@ class CpuStepExecutor:
         peaks = measure_peaks(report, SHORT)
         return peaks.bytes_per_s, peaks.flops_per_s
 
+    def check_health(self) -> None:
+        """See StepExecutor: it is the only process."""
+
     def close(self) -> None:
         """See StepExecutor."""
         self._pages.close()

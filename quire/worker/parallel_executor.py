@@ -102,8 +102,8 @@ class LeaderExecutor(CpuStepExecutor):
             os.close(self._rows_file)
             self._rows_file = -1
 
-    def check(self) -> None:
-        """Raise DeviceLostError, with the reason, where the group has ended."""
+    def check_health(self) -> None:
+        """See StepExecutor."""
         with self._group():
             self._workers.barrier.check()
 

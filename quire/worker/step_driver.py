@@ -54,6 +54,10 @@ class EngineRunner(Runner, Protocol):
         """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
         ...
 
+    def check_health(self) -> None:
+        """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended."""
+        ...
+
 
 class ClosedWith(Protocol):
     """Something that is closed with the driver."""
@@ -364,6 +368,10 @@ class StepDriver:
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """See EngineRunner."""
         return self._executor.measure_peaks(report)
+
+    def check_health(self) -> None:
+        """See EngineRunner."""
+        self._executor.check_health()
 
     def close(self) -> None:
         """Release the weights and the KV pool."""

@@ -198,6 +198,10 @@ class StepExecutor(Protocol):
         """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
         ...
 
+    def check_health(self) -> None:
+        """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended. At any time."""
+        ...
+
     def close(self) -> None:
         """Release what it holds; it cannot be used afterwards."""
         ...

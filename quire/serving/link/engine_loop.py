@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # it loads torch, which a test of the loop with another engin
 logger = get_logger(__name__)
 
 _HEARTBEAT_S = 1.0
+_HEALTH_CHECK_S = 0.25
+"""An idle engine with workers looks so often whether they are still there."""
 _MAX_WATCH_HZ = 30.0
 _WATCH_SHARE = 0.05
 """Share of the time that may go into KvReports."""
@@ -55,7 +57,9 @@ class Port(Protocol):
 class EngineLoop:
     """Runs an engine for the server. What is wrong with one request ends that request and nothing else."""
 
-    def __init__(self, engine: LLMEngine, port: Port) -> None:
+    def __init__(self, engine: LLMEngine, port: Port, has_workers: bool = False) -> None:
+        """has_workers: the engine has processes of its own, which may end while it is idle."""
+        self._has_workers = has_workers
         engine.is_recording = True
         self._engine = engine
         self._port = port
@@ -83,11 +87,14 @@ class EngineLoop:
 
     def _idle_s(self) -> float:
         due_s = self._next_beat_s if self._watch_interval_s is None else min(self._next_beat_s, self._next_watch_s)
-        return max(0.001, due_s - time.monotonic())
+        idle_s = max(0.001, due_s - time.monotonic())
+        return min(_HEALTH_CHECK_S, idle_s) if self._has_workers else idle_s
 
     def _tell(self) -> None:
         """Send the heartbeat and the KvReport where they are due."""
         now = time.monotonic()
+        if self._has_workers:
+            self._engine.check_health()
         if now >= self._next_beat_s:
             self._next_beat_s = now + _HEARTBEAT_S
             self._port.check_peer()

@@ -116,7 +116,7 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             raise ConfigError(f"the server speaks version {start.protocol_version} of the link, the engine {PROTOCOL_VERSION}")
         engine = load(EngineConfig(**start.config))
         port.send(Ready(describe_engine(engine, time.monotonic() - began_s)))
-        EngineLoop(engine, port).run()
+        EngineLoop(engine, port, has_workers=engine.config.parallel.world_size > 1).run()
         return 0
     except PeerGoneError:
         raise

@@ -279,6 +279,9 @@ class GpuStepExecutor:
         self.close()
         self._pool = pool
 
+    def check_health(self) -> None:
+        """See StepExecutor: it is the only process."""
+
     def close(self) -> None:
         """Drop all CUDA graphs, so that their memory can be freed."""
         self._graphs.clear()
