@@ -31,7 +31,7 @@ class RequestError(QuireError):
 
 
 class WorkerError(QuireError):
-    """A step failed inside a worker; `rank` says in which one."""
+    """A worker failed, ended or does not answer; `rank` says which one."""
 
     def __init__(self, message: str, rank: int = 0) -> None:
         super().__init__(message)

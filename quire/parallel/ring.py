@@ -1,4 +1,4 @@
-"""MessageRing: messages from one rank to all others, in shared memory, decoded without a copy."""
+"""The message ring: messages from one rank to all others, in shared memory, decoded without a copy."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 import time
 
@@ -118,6 +119,31 @@ def test_communicator_reports_the_abort():
         group.communicator(0).barrier()
     assert time.monotonic() - began < 1
     timer.join()
+
+
+def test_collective_can_be_interrupted():
+    group = SharedGroup(2)
+    timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        group.communicator(0).barrier()
+    timer.join()
+
+
+@pytest.mark.slow
+def test_slow_rank_in_a_collective_is_named_in_the_log(caplog):
+    group = SharedGroup(3)
+    run_threads(3, lambda rank: group.communicator(rank).barrier())
+    late = threading.Timer(5.6, group.communicator(2).barrier)
+    other = threading.Thread(target=group.communicator(1).barrier)
+    with caplog.at_level(logging.WARNING, "quire"):
+        late.start()
+        other.start()
+        group.communicator(0).barrier()
+    late.join()
+    other.join()
+    assert "rank 0 has waited for rank 2 for 5 s" in caplog.text
+    assert "rank 1 has waited for rank 2 for 5 s" in caplog.text
 
 
 def test_pids_are_known_to_all():

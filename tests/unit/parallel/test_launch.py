@@ -182,6 +182,25 @@ def test_workers_die_with_their_leader_and_leave_nothing(number, temporary):
     assert not list(temporary.iterdir())
 
 
+def can_mount():
+    return os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace")
+def test_full_dev_shm_does_not_matter():
+    code = (
+        "import torch;"
+        "from quire.parallel.launch import spawn_workers;"
+        "w = spawn_workers('tests.parallel_worker', 2, {'do': 'work'});"
+        "w.wait_ready(); w.memory.area('collectives.slots')[:] = 1; w.close(); print('done')"
+    )
+    script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && dd if=/dev/zero of=/dev/shm/x bs=64k count=1 && exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
+    result = subprocess.run(command, env=environment_with_quire(), capture_output=True, text=True)
+    assert result.stdout == "done\n", result.stderr
+
+
 @pytest.mark.slow
 def test_eight_groups_start_at_the_same_moment():
     groups, errors = [], []
