@@ -69,10 +69,14 @@ class PageSupply:
         if self._num_ready < self._num_wanted:
             self._go_on()
 
-    def begin_step(self) -> None:
-        """Take note that a step runs."""
+    def __enter__(self) -> None:
+        """Take note that a step runs; no pages are taken until it has ended."""
         self._is_stepping = True
         self._num_steps += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Take note that the step has ended."""
+        self._is_stepping = False
 
     def use(self, block_ids: Sequence[int]) -> None:
         """Take note of blocks that a step gives out."""
@@ -83,10 +87,6 @@ class PageSupply:
         if self._thread is None or not self._thread.is_alive():
             self._num_ready = max(self._num_ready, num_used)
             self._go_on()
-
-    def end_step(self) -> None:
-        """Take note that the step has ended."""
-        self._is_stepping = False
 
     def close(self) -> None:
         """End what runs beside: it must not touch the pool any more."""

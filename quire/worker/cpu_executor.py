@@ -17,6 +17,7 @@ from quire.kv.pool import KvPool
 from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
+from quire.sampling.sampler import Draw
 from quire.speculate.proposer import Reads
 from quire.speculate.target import Target
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
@@ -33,7 +34,7 @@ class CpuStepExecutor:
 
     has_sampler = False
     max_in_flight = 1
-    draw = None
+    draw: Draw | None = None
 
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
         self._decoder = decoder
@@ -63,17 +64,7 @@ class CpuStepExecutor:
 
     def step_scope(self) -> AbstractContextManager[object]:
         """See StepExecutor. Memory pages are taken from the system only outside of it."""
-        return self
-
-    def __enter__(self) -> None:
-        self._pages.begin_step()
-        if self._inference is not None:
-            self._inference.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._inference is not None:
-            self._inference.__exit__(kind, error, traceback)
-        self._pages.end_step()
+        return self._pages if self._inference is None else _TorchScope(self._pages, self._inference)
 
     def set_sampling(self, batch_slot: int, sampling: SlotSampling) -> None:
         """See StepExecutor: best tokens need no options."""
@@ -91,10 +82,9 @@ class CpuStepExecutor:
     def start_step(
         self,
         tokens: StepTokens,
-        *,
         samples: bool,
         keeps_logits: bool,
-        hidden_rows: list[int],
+        hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
         reads: Sequence[Reads],
     ) -> _Started:
@@ -115,7 +105,7 @@ class CpuStepExecutor:
             ),
             self._kv,
             logit_rows,
-            hidden_rows,
+            list(hidden_rows) if hidden_rows else None,
             keeps_all=keeps_all,
             wants_best=samples,
             needs_logits=keeps_logits,
@@ -134,7 +124,7 @@ class CpuStepExecutor:
         """See StepExecutor."""
         return self._decoder.logits_at(first, last)
 
-    def hidden_states(self, started: _Started, hidden_rows: list[int]) -> Callable[[int, int], Tensor]:
+    def hidden_states(self, started: _Started, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
         """See StepExecutor."""
         return self._decoder.hidden_states
 
@@ -166,3 +156,18 @@ class CpuStepExecutor:
         """See StepExecutor."""
         self._pages.close()
         del self._decoder, self._kv
+
+
+class _TorchScope:
+    """The context of a step that torch runs."""
+
+    def __init__(self, pages: PageSupply, inference: torch.inference_mode) -> None:
+        self._pages, self._inference = pages, inference
+
+    def __enter__(self) -> None:
+        self._pages.__enter__()
+        self._inference.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._inference.__exit__(kind, error, traceback)
+        self._pages.__exit__()

@@ -127,6 +127,7 @@ class InputBatch:
         self._rows: dict[SequenceId, Row] = {}
         self._prompt_rows: set[SequenceId] = set()  # those that ask for something about their prompt
         self._host_sampled: set[SequenceId] = set()
+        self._constrained: set[SequenceId] = set()  # those with a grammar
         self._tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self._sources: list[int] = []
@@ -142,6 +143,7 @@ class InputBatch:
                 self._free_slots.append(row.batch_slot)
                 self._prompt_rows.discard(sequence_id)
                 self._host_sampled.discard(sequence_id)
+                self._constrained.discard(sequence_id)
         if not (plan.starts or plan.new_block_ids or plan.replaced_blocks):
             return _NO_ENTRIES
         entries: list[TableEntry] = []
@@ -179,6 +181,8 @@ class InputBatch:
             self._prompt_rows.add(start.sequence_id)
         if is_host_sampled and pooling is None:
             self._host_sampled.add(start.sequence_id)
+        if sampling.matcher is not None:
+            self._constrained.add(start.sequence_id)
         return row
 
     def _append_blocks(self, row: Row, block_ids: tuple[int, ...]) -> TableEntry:
@@ -186,6 +190,11 @@ class InputBatch:
         row.num_blocks = first + len(block_ids)
         row.block_table[first : row.num_blocks] = block_ids
         return row.batch_slot, first, block_ids
+
+    @property
+    def has_constraints(self) -> bool:
+        """Whether the output of some sequence has a grammar."""
+        return bool(self._constrained)
 
     def host_sampled(self, ready: Sequence[Row]) -> Sequence[int]:
         """Return which of some rows, by index, are sampled by the driver."""

@@ -67,13 +67,27 @@ class ClosedWith(Protocol):
         ...
 
 
+class _PromptResults(NamedTuple):
+    """What a step has to find about prompts.
+
+    hidden_rows  the tokens of pooled_runs
+    """
+
+    has_logprobs: bool = False
+    pooled_runs: Sequence[PooledRun] = ()
+    hidden_rows: Sequence[int] = ()
+
+
+_NO_PROMPT_RESULTS = _PromptResults()
+
+
 @dataclass(slots=True)
 class RunningStep:
     """A step that was started, and what is needed to finish it; implements contracts.step.LaunchedStep.
 
     started       the executor's handle
     host_sampled  sequences of step.ready, by index, whose tokens the driver samples
-    hidden_rows   the tokens of pooled_runs
+    prompts       what is asked for about prompts; None: nothing
     reads         what the proposer reads of the step
     is_followed   whether the speculator is told about the end of the step
     places        where the rows have placeholders for the step's tokens; None: they have none
@@ -87,9 +101,7 @@ class RunningStep:
     started: Any
     masks: StepMasks
     host_sampled: Sequence[int]
-    has_prompt_logprobs: bool
-    pooled_runs: Sequence[PooledRun]
-    hidden_rows: list[int]
+    prompts: _PromptResults | None
     reads: Sequence[Reads]
     is_followed: bool
     places: Sequence[int] | None
@@ -152,6 +164,7 @@ class StepDriver:
             executor.block_tables, executor.block_size, executor.vocab_size, executor.has_sampler, executor.has_rope_variants
         )
         self._masks = GrammarMasks()
+        self._no_masks = self._masks.start((), {}, 0)
         self._ready_s = 0.0  # when the tokens of the last step had been read
 
     @property
@@ -189,7 +202,8 @@ class StepDriver:
         for start in plan.starts:
             row = batch.row(start.sequence_id)
             executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
-        executor.begin_step(entries, plan.block_copies)
+        if entries or plan.block_copies:
+            executor.begin_step(entries, plan.block_copies)
         is_napping = speculator.naps(plan)
         drafts = NO_DRAFTS if is_napping else propose_drafts(speculator, batch, plan)
         if not plan.num_scheduled_tokens:
@@ -199,52 +213,30 @@ class StepDriver:
         skips = drafts and not executor.has_sampler
         step = batch.build(plan, drafts, speculator.count_unasked(drafts) if skips else NONE_UNASKED)
         host_sampled = self._host_sampled(step)
-        has_prompt_logprobs = step.wants_prompt and any(map(_wants_logprobs, step.rows))
-        pooled_runs = step.pooled_rows() if step.wants_prompt else ()
-        hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
+        prompts = _prompt_results(step) if step.wants_prompt else None
+        has_prompt_logits, _, hidden_rows = prompts or _NO_PROMPT_RESULTS
         reads = () if is_napping else speculator.reads
         keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.observes)
-        masks = self._masks.start(step.ready, drafts, len(step.rows))
-        started = executor.start_step(
-            step.tokens,
-            samples=not host_sampled,
-            keeps_logits=keeps_logits,
-            hidden_rows=hidden_rows,
-            keeps_prompt_logits=has_prompt_logprobs,
-            reads=reads,
-        )
+        masks = self._masks.start(step.ready, drafts, len(step.rows)) if batch.has_constraints else self._no_masks
+        started = executor.start_step(step.tokens, not host_sampled, keeps_logits, hidden_rows, has_prompt_logits, reads)
         # From here on the rows are in the state after this step, except for the tokens that it samples.
         batch.advance(step)
         places = None
         if executor.has_sampler and not host_sampled and not drafts:
             places = expect_tokens(step)
-        lets_next_begin = speculator.lets_next_begin
-        return RunningStep(
-            self,
-            plan,
-            step,
-            started,
-            masks,
-            host_sampled,
-            has_prompt_logprobs,
-            pooled_runs,
-            hidden_rows,
-            reads,
-            is_followed=not is_napping and not lets_next_begin,
-            places=places,
-            allows_next=lets_next_begin and not keeps_logits and not has_prompt_logprobs and not pooled_runs,
-        )
+        lets_next_begin = executor.has_sampler and speculator.lets_next_begin
+        is_followed = not is_napping and not lets_next_begin
+        allows_next = lets_next_begin and not keeps_logits and prompts is None
+        return RunningStep(self, plan, step, started, masks, host_sampled, prompts, reads, is_followed, places, allows_next)
 
     def _host_sampled(self, step: StepInput) -> Sequence[int]:
         """Return which of step.ready the driver samples."""
-        ready = step.ready
+        found = self._batch.host_sampled(step.ready)
         if step.drafts and self._speculator.typical is not None:
             # Typical acceptance needs probabilities, except of rows that always take the best token.
-            found: Sequence[int] = [index for index, row in enumerate(ready) if not row.sampling.is_plain]
-        else:
-            found = self._batch.host_sampled(ready)
+            found = [index for index, row in enumerate(step.ready) if not row.sampling.is_plain]
         # Without a sampler the executor finds the tokens of all rows or of none.
-        return range(len(ready)) if found and not self._executor.has_sampler else found
+        return range(len(step.ready)) if found and not self._executor.has_sampler else found
 
     def _finish(self, running: RunningStep | _EmptyStep) -> StepResult:
         """Wait for a step and turn what it computed into its result."""
@@ -255,35 +247,30 @@ class StepDriver:
         token_ids, failures = executor.take_sampled(started)
         self._ready_s = time.perf_counter()
         pending = running.masks.wait()
-        logprobs = _NO_PROMPT_LOGPROBS
-        if running.has_prompt_logprobs:
+        prompts, logprobs = running.prompts, _NO_PROMPT_LOGPROBS
+        if prompts is not None and prompts.has_logprobs:
             logprobs = prompt_logprobs(step, executor.vocab_size, partial(executor.logits_at, started))
-        host_sampled = running.host_sampled if token_ids is not None else range(len(step.ready))
-        sampled = _Sampled(token_ids, failures, host_sampled, pending)
         rows = self._batch.leave_out(step, pending) if pending else step.ready
-        paths: Mapping[SequenceId, tuple[int, ...]]
-        if step.drafts:
-            result, paths = self._verify(running, sampled, rows, logprobs)
+        paths: Mapping[SequenceId, tuple[int, ...]] | None = None
+        if step.drafts or token_ids is None or running.host_sampled:
+            host_sampled = range(len(step.ready)) if token_ids is None else running.host_sampled
+            sampled = _Sampled(token_ids, failures, host_sampled, pending)
+            if step.drafts:
+                result, paths = self._verify(running, sampled, rows, logprobs)
+            else:
+                result = take_sampled(plan.step_id, rows, self._sample(running, sampled), logprobs)
+        elif running.places is None:
+            result = take_best(plan.step_id, rows, token_ids, logprobs)
         else:
-            result = self._take(running, sampled, rows, logprobs)
-            paths = dict.fromkeys(result.sampled, ()) if running.is_followed else {}
+            result = take_expected(plan.step_id, rows, running.places, token_ids, failures, logprobs)
         if running.is_followed:
             self._tell_speculator(running, result, paths, pending)
-        if running.pooled_runs:
-            hidden_states = executor.hidden_states(started, running.hidden_rows)
-            pooled, errors = pool_hidden_states(running.pooled_runs, hidden_states)
+        if prompts is not None and prompts.pooled_runs:
+            hidden_states = executor.hidden_states(started, prompts.hidden_rows)
+            pooled, errors = pool_hidden_states(prompts.pooled_runs, hidden_states)
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
         ready = self._masks.take_ready()
         return replace(result, mask_pending=pending, mask_ready=ready) if pending or ready else result
-
-    def _take(self, running: RunningStep, sampled: _Sampled, rows: Sequence[Row], logprobs: PromptLogprobs) -> StepResult:
-        """Give each row its next token."""
-        step_id, token_ids = running.plan.step_id, sampled.token_ids
-        if token_ids is None or sampled.host_sampled:
-            return take_sampled(step_id, rows, self._sample(running, sampled), logprobs)
-        if running.places is not None:
-            return take_expected(step_id, rows, running.places, token_ids, sampled.failures, logprobs)
-        return take_best(step_id, rows, token_ids, logprobs)
 
     def _sample(self, running: RunningStep, sampled: _Sampled) -> list[Sampled]:
         """Return the next token of each row whose mask is not pending: sampled here, or by the executor."""
@@ -351,11 +338,16 @@ class StepDriver:
         self,
         running: RunningStep,
         result: StepResult,
-        paths: Mapping[SequenceId, tuple[int, ...]],
+        paths: Mapping[SequenceId, tuple[int, ...]] | None,
         pending: Set[SequenceId],
     ) -> None:
-        """Hand the speculator what it reads of the step, and add to the result how many drafts it could make next."""
+        """Hand the speculator what it reads of the step, and add to the result how many drafts it could make next.
+
+        paths  the accepted drafts of each sequence; None: the step had no drafts
+        """
         speculator, executor, step = self._speculator, self._executor, running.step
+        if paths is None:
+            paths = dict.fromkeys(result.sampled, ())
         for what in running.reads:
             fed, rows = last_tokens(step, paths) if what == "last" else known_tokens(step, paths, pending)
             if fed:
@@ -426,6 +418,13 @@ class AsyncStepDriver(StepDriver):
         return result
 
 
-def _wants_logprobs(row: Row) -> bool:
-    """Return whether the log probabilities of prompt tokens are asked for after tokens that the next step computes."""
-    return row.num_prompt_logprobs is not None and row.num_computed_tokens < row.num_prompt_tokens - 1
+def _prompt_results(step: StepInput) -> _PromptResults | None:
+    """Return what a step has to find about prompts, before its tokens count as computed; None: nothing."""
+    pooled_runs = step.pooled_rows()
+    has_logprobs = any(
+        row.num_prompt_logprobs is not None and row.num_computed_tokens < row.num_prompt_tokens - 1 for row in step.rows
+    )
+    if not has_logprobs and not pooled_runs:
+        return None
+    hidden_rows = [index for run in pooled_runs for index in range(run.first, run.last)]
+    return _PromptResults(has_logprobs, pooled_runs, hidden_rows)

@@ -143,10 +143,9 @@ class StepExecutor(Protocol):
     def start_step(
         self,
         tokens: StepTokens,
-        *,
         samples: bool,
         keeps_logits: bool,
-        hidden_rows: list[int],
+        hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
         reads: Sequence[Reads],
     ) -> Any:
@@ -175,7 +174,7 @@ class StepExecutor(Protocol):
         """Return the logits of the tokens [first, last) of a step with keeps_prompt_logits, before the next one is started."""
         ...
 
-    def hidden_states(self, started: Any, hidden_rows: list[int]) -> Callable[[int, int], Tensor]:
+    def hidden_states(self, started: Any, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
         """Return what reads [first, last) of a step's hidden_rows, f32 on the host, before the next step is started."""
         ...
 

@@ -24,7 +24,7 @@ from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
-from quire.sampling.sampler import error_of_status
+from quire.sampling.sampler import Draw, error_of_status
 from quire.speculate.proposer import Reads
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
@@ -133,7 +133,8 @@ class GpuStepExecutor:
         self.has_rope_variants = spec.rope_switch_len(sizes.max_model_len) is not None
         self.padding_slot = sizes.max_num_seqs
         self.sampling_table = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
-        self.draw, self.vocab_size, self.block_size = draw_on_device, spec.vocab_size, pool.spec.block_size
+        self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
+        self.draw: Draw | None = draw_on_device
         self.grid = GraphGrid(sizes.max_num_seqs)
         is_recording = graphs.is_recording and library is None
         most_tokens = most_recorded_tokens(spec, sizes.max_num_batched_tokens) if is_recording else 0
@@ -186,6 +187,7 @@ class GpuStepExecutor:
             with torch.inference_mode(), self._decoder.on_device():
                 yield
         except Exception as error:
+            self._entries, self._block_copies = (), ()  # of a step that was not started: its sequences have failed
             if is_out_of_memory(error):
                 clear_frames(error.__traceback__)  # which hold the step's tensors
                 release_unused(device)
@@ -199,8 +201,7 @@ class GpuStepExecutor:
         self.sampling_table.set(batch_slot, sampling)
 
     def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
-        """See StepExecutor. The changes are sent with the step; those of a step that was never started are dropped, as its
-        sequences have failed."""
+        """See StepExecutor. The changes are sent with the step."""
         self._entries, self._block_copies = entries, block_copies
 
     def move_tokens(self, moves: Moves) -> None:
@@ -223,10 +224,9 @@ class GpuStepExecutor:
     def start_step(
         self,
         tokens: StepTokens,
-        *,
         samples: bool,
         keeps_logits: bool,
-        hidden_rows: list[int],
+        hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
         reads: Sequence[Reads],
     ) -> Launched:
@@ -254,10 +254,10 @@ class GpuStepExecutor:
         """See StepExecutor."""
         return self._decoder.logits(_hidden_of(started)[first:last])
 
-    def hidden_states(self, started: Launched, hidden_rows: list[int]) -> Callable[[int, int], Tensor]:
+    def hidden_states(self, started: Launched, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
         """See StepExecutor. All rows are copied to the host at once."""
         hidden = _hidden_of(started)
-        wanted = hidden[torch.tensor(hidden_rows, device=hidden.device)].float().cpu()
+        wanted = hidden[torch.tensor(list(hidden_rows), device=hidden.device)].float().cpu()
         return lambda first, last: wanted[first:last]
 
     def features(self, what: Reads, rows: Sequence[int]) -> Tensor:

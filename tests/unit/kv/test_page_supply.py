@@ -67,29 +67,28 @@ def test_pages_are_kept_ready_behind_the_last_block_that_is_used(supply):
     supply.start()
     finish(supply)
     at_first = supply.num_ready
-    supply.begin_step()
+    supply.__enter__()
     supply.use(
         (
             1,
             2,
         )
     )
-    supply.end_step()
+    supply.__exit__()
     finish(supply)
     assert supply.num_ready == at_first
-    supply.begin_step()
+    supply.__enter__()
     supply.use(
         (
             at_first - 1,
             5,
         )
     )
-    supply.end_step()
+    supply.__exit__()
     finish(supply)
     assert supply.num_ready >= 2 * at_first
-    supply.begin_step()
-    supply.use((NUM_BLOCKS - 1,))
-    supply.end_step()
+    with supply:
+        supply.use((NUM_BLOCKS - 1,))
     finish(supply)
     assert supply.num_ready == NUM_BLOCKS
 
@@ -103,11 +102,11 @@ def test_no_page_is_taken_while_a_step_runs(monkeypatch, supply):
         is_free.wait(60)
 
     monkeypatch.setattr(page_supply.time, "sleep", sleep)
-    supply.begin_step()
+    supply.__enter__()
     supply.start()
     assert is_waiting.wait(60)
     assert supply.num_ready == 0
-    supply.end_step()
+    supply.__exit__()
     is_free.set()
     finish(supply)
     assert supply.num_ready > 0
@@ -115,7 +114,7 @@ def test_no_page_is_taken_while_a_step_runs(monkeypatch, supply):
 
 def test_close_ends_what_waits_for_an_idle_machine(supply, monkeypatch):
     monkeypatch.setattr(page_supply, "_START_S", 0.0)
-    supply.begin_step()
+    supply.__enter__()
     supply.start()
     supply.close()
     assert not any(thread.name == "kv-pages" for thread in threading.enumerate())
@@ -127,9 +126,8 @@ def test_a_system_that_takes_no_pages_is_asked_once(supply, monkeypatch):
     supply.start()
     num_asked = len(asked)
     assert 0 < num_asked <= len(supply._arrays)
-    supply.begin_step()
-    supply.use((NUM_BLOCKS - 1,))
-    supply.end_step()
+    with supply:
+        supply.use((NUM_BLOCKS - 1,))
     finish(supply)
     assert len(asked) == num_asked
 
