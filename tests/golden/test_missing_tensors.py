@@ -18,7 +18,19 @@ from tests.golden.make_gguf import parts_of
 pytestmark = pytest.mark.golden
 
 CASES = (
-    *("llama-bias", "mistral", "qwen2", "qwen3", "qwen3-bias", "gemma", "gemma2", "gemma3", "gemma3-multimodal", "phi3", "gpt2"),
+    *(
+        "llama-bias",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3-bias",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3-multimodal",
+        "phi3",
+        "gpt2",
+    ),
     *("olmo2-bias", "gpt-oss", "granite-bias", "mixtral", "qwen3-moe"),
 )
 GGUF_CASES = ("llama-bias", "qwen2", "qwen3", "phi3", "gpt2", "olmo2", "gpt-oss", "mixtral")
