@@ -53,7 +53,7 @@ class ConfigView:
         """Return an unchecked value, None where it is null or absent and without a default."""
         self._seen.update(keys)
         present = [(key, self._values[key]) for key in keys if self._values.get(key) is not None]
-        if any(value != present[0][1] for _, value in present):
+        if any(value != present[0][1] for _, value in present[1:]):
             raise ModelFormatError(f"{self._file}: {' and '.join(k for k, _ in present)} name one value but differ: {present}")
         if present:
             return present[0][1]
