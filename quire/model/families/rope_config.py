@@ -71,7 +71,7 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     if nested:
         raise config.error(key, nested, f"one object for all layers in a {config.model_type!r} model, not one per layer type")
     theta = _inner_or_outer(config, key, values, "rope_theta")
-    theta = config.number("rope_theta") if theta is None else theta
+    theta = config.number("rope_theta") if values.get("rope_theta") is None else theta
     partial = _inner_or_outer(config, key, values, "partial_rotary_factor")
     if partial is not None and (isinstance(partial, bool) or not is_number(partial) or not 0 < partial <= 1):
         raise config.error("partial_rotary_factor", partial, "a number above 0 and at most 1")
