@@ -83,7 +83,7 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
 
 
 def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], name: str) -> object:
-    """Return a value of the rope parameters, or of config.json itself; where both have it the former wins, as in transformers."""
+    """Return a value of the rope parameters or of config.json itself; where both have one, the former, as transformers does."""
     outer = config.raw(name) if config.has(name) else None
     inner = values.get(name)
     if inner is None or outer is None:
