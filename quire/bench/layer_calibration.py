@@ -12,7 +12,7 @@ from quire.base.errors import ConfigError
 from quire.bench.provenance import Provenance, find_provenance
 from quire.contracts.config import EngineConfig
 from quire.model.build import build_model, effective_max_model_len
-from quire.model.checkpoint import open_parameters
+from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.resolve import resolve_model
 from quire.speculate.layer_probe import LayerProbe
@@ -88,6 +88,7 @@ def calibrate_layers(config: EngineConfig, text: str, num_tokens: int, show_prog
     """
     folder = resolve_model(config.model, config.revision)
     spec = read_model_spec(folder, config.dtype)
+    spec = tie_missing_head(folder, spec) if config.allow_missing_head else spec
     tokens = load_tokenizer(folder).encode(text)[:num_tokens]
     longest = min(_WINDOW_TOKENS + 1, effective_max_model_len(spec, config.max_model_len) - _BLOCK_SIZE)
     windows = [tokens[begin : begin + longest] for begin in range(0, len(tokens), longest)]

@@ -1,4 +1,4 @@
-"""`quire inspect`: what a model is and what memory it needs, without loading its weights."""
+"""`quire inspect`: what a model is and what memory it needs, without loading its weights; damaged files are errors."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     config = options.engine_config(args)
-    from quire.engine.inspect import inspect_model
+    from quire.engine.inspect import check_weights, inspect_model
 
     report = inspect_model(config)
+    has_weights = check_weights(report)
     print("\n".join(describe(report, args.parameters)))
+    if not has_weights:
+        print("\nno weights are stored there, so that they could not be checked")
     return 0
 
 

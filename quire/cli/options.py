@@ -38,6 +38,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     quantizations = ("int8", "int4", "fp8")
     group.add_argument("--quantization", choices=quantizations, help="quantise the weights when they are loaded")
+    group.add_argument(
+        "--allow-missing-head", action="store_true", help="use the embedding where an untied checkpoint has no lm_head.weight"
+    )
     group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help="auto: the model's; int8, fp8 (GPU): half")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")

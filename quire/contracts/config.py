@@ -83,6 +83,8 @@ class EngineConfig:
     quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 128 columns (some
                             weights get int8 there, see quant/policy.py), "fp8" per row, None: run them as they are
                             stored. For checkpoints that are not quantised already
+    allow_missing_head      use the embedding as the output head, with a warning, where a checkpoint that is not tied has no
+                            lm_head.weight; otherwise that is an error. The model itself only, not a draft model
     kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head; "fp8": the
                             same on a GPU alone
     max_model_len           tokens of a sequence; None takes the model's own maximum
@@ -121,6 +123,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: Literal["int8", "int4", "fp8"] | None = None
+    allow_missing_head: bool = False
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 128
@@ -184,6 +187,7 @@ class EngineConfig:
         for name in (
             "enable_prefix_caching",
             "skip_tokenizer_init",
+            "allow_missing_head",
             "fit_structured_outputs",
             "enforce_eager",
             "deterministic",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +31,11 @@ _EMBED, _HEAD = "embed.weight", "lm_head.weight"
 _LOOKED_UP = ("pos.weight",)
 _DRAFTING = re.compile(r"(.*layers\.\d+\.)eh_proj\.\w+")
 
+_GO_ON = (
+    "give the option allow_missing_head (--allow-missing-head) to use the embedding as the head: embeddings of texts (`embed`) "
+    "do not depend on it, generated tokens do"
+)
+
 Stored = dict[str, Tensor | StoredWeight]
 
 
@@ -46,9 +52,8 @@ def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
 def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     """Return canonical name -> parameter, still in the checkpoint, as `parameter_shapes` lists them.
 
-    Names, shapes and dtypes are checked here, values when a parameter is opened. The head follows what is stored, as in
-    transformers: an lm_head.weight that differs from the embedding is returned even where the config says tied (the decoder
-    uses it where it is there), and one that is missing is the embedding.
+    Names, shapes and dtypes are checked here, values when a parameter is opened. As in transformers, an lm_head.weight that
+    differs from the embedding is returned even where the config says tied; the decoder uses it where it is there.
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
@@ -56,7 +61,7 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     stored = _strip_names(_open(folder, page, files=files), page, folder)
     shapes = parameter_shapes(spec)
     sources = page.find_sources(spec, stored)
-    _settle_head(sources, shapes, stored, folder)
+    _settle_head(sources, shapes, stored, spec, folder)
     expected = _stored_shapes(sources, shapes, stored)
     if read_quantization_config(folder) is None:
         wanted = {name: tensor for name, tensor in stored.items() if not page.ignored.fullmatch(name)}
@@ -72,6 +77,21 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
         },
         spec,
     )
+
+
+def tie_missing_head(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a tied model, with a warning, where an untied checkpoint stores no head; else the same spec.
+
+    Raises ModelFormatError where the weights cannot be opened.
+    """
+    page = FAMILIES.get(spec.model_type)
+    if spec.is_tied or _HEAD in _strip_names(_open(folder, page, is_logged=False), page, folder):
+        return spec
+    logger.warning(
+        "%s: no lm_head.weight is stored although the embedding is not tied; allow_missing_head is set: the embedding is used",
+        folder,
+    )
+    return replace(spec, is_tied=True)
 
 
 def quantized_weights(folder: Path, spec: ModelSpec) -> list[StoredWeight]:
@@ -109,11 +129,11 @@ def _strip_names(tensors: Stored, page: FamilyPage, folder: Path) -> Stored:
     return stored
 
 
-def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, folder: Path) -> None:
+def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spec: ModelSpec, folder: Path) -> None:
     """Make `sources` and `shapes` ask for the heads that are stored.
 
-    A tied model may store either, or both. An untied one may lack lm_head.weight, as in transformers, with a warning (real
-    checkpoints do); a missing embedding is an error.
+    A tied model may store either, or both. An untied one must store both: transformers would fill a missing lm_head.weight
+    with random numbers.
     """
     embed = sources[_EMBED].groups[0][0].name
     is_tied = _HEAD not in sources
@@ -122,17 +142,26 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, fol
     elif _HEAD in stored:
         sources[_HEAD] = Source.of(_HEAD)
         shapes[_HEAD] = shapes[_EMBED]
-    elif sources.pop(_HEAD, None) is not None:
-        logger.warning("%s: no lm_head.weight is stored although the embedding is not tied; the embedding is used", folder)
+    elif not is_tied:
+        if folder.is_file():  # GGUF: only architectures whose head llama.cpp requires are untied without one
+            raise ModelFormatError(
+                f"{folder}: the weights have no output.weight, which files of a {spec.model_type!r} model must have; get the "
+                f"file again, or {_GO_ON}"
+            )
+        raise ModelFormatError(
+            f"{folder}: the weights have no lm_head.weight, but tie_word_embeddings of config.json is false (also where it is "
+            "absent and false is the default of the model type); get all files of the checkpoint, or set tie_word_embeddings "
+            f"to true where the head is the embedding, or {_GO_ON}"
+        )
 
 
 def _share_head(parameters: dict[str, CheckpointParameter], spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     embed, head = parameters[_EMBED], parameters.get(_HEAD)
-    if not spec.is_tied:
-        return {**parameters} if head is not None else {**parameters, _HEAD: embed}
-    if head is not None and head.is_equal(embed):
+    if not spec.is_tied or head is None:
+        return {**parameters}
+    if head.is_equal(embed):
         del parameters[_HEAD]
-    elif head is not None:
+    else:
         logger.warning("config.json says tied, but lm_head.weight differs from the embedding; lm_head.weight is used")
     return {**parameters}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -60,6 +61,22 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     file, whole = _read_config(folder)
+    with _naming(file):
+        return _read_model_spec(folder, file, whole, dtype)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Put the name of the file before errors that lack it."""
+    try:
+        yield
+    except (ModelFormatError, UnsupportedError) as error:
+        if str(file.parent) in str(error):
+            raise
+        raise type(error)(f"{file}: {error}") from error
+
+
+def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: str) -> ModelSpec:
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file) if generation_file.is_file() else {}
     _refuse_options(whole, file)

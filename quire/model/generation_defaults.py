@@ -31,7 +31,10 @@ def read_generation_defaults(folder: Path) -> dict[str, float]:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ModelFormatError(f"{path}: {name} must be a number, got {value!r}")
         found[name] = int(value) if name == "top_k" and float(value).is_integer() else value
-    if config.get("do_sample") is False:
+    do_sample = config.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ModelFormatError(f"{path}: do_sample must be true or false, got {do_sample!r}")
+    if do_sample is False:
         found["temperature"] = 0.0
     try:
         SamplingParams(**found)  # type: ignore[arg-type]

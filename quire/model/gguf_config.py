@@ -21,6 +21,8 @@ _END_TOKENS = frozenset(
 _HARMONY_END_TOKENS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
 """Those of gpt-oss, whose <|end|> ends a message: the answer may come after it."""
 _CONTROL, _USER_DEFINED = 3, 4
+_UNTIED = ("gpt-oss", "olmo2")
+"""Architectures whose files llama.cpp refuses without an output.weight."""
 _MAX_EXPERTS = 1 << 18
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
@@ -80,10 +82,15 @@ def _common(keys: GgufKeys) -> dict[str, object]:
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": keys.required("context_length"),
         "rope_theta": keys.number("rope.freq_base", DEFAULT_ROPE_BASE),
-        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+        "tie_word_embeddings": _is_tied(keys),
     }
     scaling = read_rope_scaling(keys, head_dim if rotated is None else rotated)
     return {**config, "rope_scaling": scaling} if scaling else config
+
+
+def _is_tied(keys: GgufKeys) -> bool:
+    """Return whether the head is the embedding: a file of a tied model has no output.weight, as llama.cpp reads it too."""
+    return not keys.has_tensor("output.weight") and keys.architecture not in _UNTIED
 
 
 def _num_layers(keys: GgufKeys) -> int:
@@ -244,7 +251,7 @@ def _gpt2(keys: GgufKeys) -> dict[str, object]:
         "n_positions": keys.required("context_length"),
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
-        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+        "tie_word_embeddings": _is_tied(keys),
     }
 
 

@@ -43,6 +43,12 @@ def open_tensors(folder: Path, files: MappedFiles | None = None) -> Mapping[str,
     )
 
 
+def has_weights(path: Path) -> bool:
+    """Return whether a folder has weights, of whatever kind and state, or an index of some; so has a GGUF file."""
+    suffixes, indices = (".safetensors", ".bin", ".gguf"), (f"{_SAFETENSORS}.index.json", f"{_PICKLED}.index.json")
+    return path.is_file() or any(file.suffix in suffixes or file.name in indices for file in path.iterdir())
+
+
 def stored_bytes(path: Path) -> int:
     """Return the size of the weight files of a checkpoint folder, or of a GGUF file and what it is split into."""
     if path.is_file():

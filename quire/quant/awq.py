@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.base.errors import ModelFormatError
 from quire.quant.config import AwqConfig
 from quire.quant.packing import affine_weight, unpack_codes
 from quire.quant.stored_parts import FLOATS, StoredParts
@@ -23,19 +24,30 @@ def read_awq(parts: StoredParts, config: AwqConfig) -> StoredWeight:
     num_rows = num_words * _CODES_PER_WORD
     num_groups = parts.num_groups(num_columns, config.group_size)
     parts.take("scales", FLOATS, (num_groups, num_rows))
-    if config.has_zero_point:
+    if config.has_zero_point or "qzeros" in parts:
         parts.take("qzeros", (torch.int32,), (num_groups, num_words))
-    elif "qzeros" in parts:
-        raise parts.wrong("qzeros", "only where zero_point of the quantisation config is true")
     codes = CodeForm.of(_BITS, num_columns // max(1, num_groups), config.has_zero_point)
-    return parts.integers((num_rows, num_columns), codes, lambda: _load(parts, num_columns, num_groups))
+    return parts.integers((num_rows, num_columns), codes, lambda: _load(parts, config, num_columns, num_groups))
 
 
-def _load(parts: StoredParts, num_columns: int, num_groups: int) -> QuantizedWeight:
+def _load(parts: StoredParts, config: AwqConfig, num_columns: int, num_groups: int) -> QuantizedWeight:
     codes = _unpack(parts.take("qweight", (torch.int32,), (num_columns, None)))
     zeros = _unpack(parts.take("qzeros", (torch.int32,), (num_groups, None))) if "qzeros" in parts else None
+    if zeros is not None and not config.has_zero_point:
+        _check_symmetric(parts, zeros)
+        zeros = None
     scale = parts.scale("scales", parts.take("scales", FLOATS, (num_groups, None))).t().contiguous()
     return affine_weight(codes, scale, zeros, _BITS)
+
+
+def _check_symmetric(parts: StoredParts, zeros: Tensor) -> None:
+    """Refuse zero points of a weight that has none by the config, but for the middle, which some writers store anyway."""
+    low, high, middle = int(zeros.min()), int(zeros.max()), 1 << (_BITS - 1)
+    if low != middle or high != middle:
+        raise ModelFormatError(
+            f"{parts.module}.qzeros holds {low} to {high}, but zero_point of the quantisation config is false, where all are "
+            f"{middle}: which of the two is right cannot be told; get the checkpoint again, or a version with zero_point true"
+        )
 
 
 def _unpack(words: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class CompressedScheme:
 
     strategy            what shares a scale: the tensor, a row, group_size columns of a row, or a block [rows, columns]
     is_token_quantized  inputs are to be quantised to int8 with one scale per token, when they come
+    is_ordered          columns are assigned to groups in activation order; each weight must store its weight_g_idx
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class CompressedScheme:
     group_size: int | None = None
     block: tuple[int, int] | None = None
     is_token_quantized: bool = False
+    is_ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,16 @@ def _read_scheme(group: JsonFields, default: str) -> CompressedScheme:
         weights.group_size("group_size") if strategy == "group" else None,
         _read_block(weights) if strategy == "block" else None,
         _reads_tokens_as_int8(group),
+        _is_ordered(weights, strategy),
     )
+
+
+def _is_ordered(weights: JsonFields, strategy: Strategy | str) -> bool:
+    """Return whether columns of a group lie anywhere in a row; with "weight" and "static" they lie in order."""
+    order = weights.raw("actorder")
+    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
+        raise weights.unsupported("actorder", "group, dynamic, weight, static, false, true or null")
+    return strategy == "group" and order in (True, "group", "dynamic")
 
 
 def _read_layout(group: JsonFields, default: str, kind: str) -> Layout:

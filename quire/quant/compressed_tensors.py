@@ -57,6 +57,15 @@ def _check_parts(parts: StoredParts, scheme: CompressedScheme) -> None:
         if part not in allowed:
             kind = "symmetric" if scheme.is_symmetric else "asymmetric"
             raise parts.wrong(part, f"of {', '.join(sorted(allowed))} for a {kind} module in {scheme.layout}")
+    if scheme.is_ordered and "weight_g_idx" not in parts:
+        raise _unknown_order(parts, "is missing")
+
+
+def _unknown_order(parts: StoredParts, problem: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{parts.module}.weight_g_idx {problem} although actorder of the quantisation config is 'group': which columns "
+        "share a scale cannot be told; get the checkpoint again, or a version with actorder 'weight' or null"
+    )
 
 
 def _scale_shapes(scheme: CompressedScheme, num_rows: int, num_groups: int) -> tuple[tuple[int, ...], ...]:
@@ -101,6 +110,8 @@ def _load_packed(
         # A table that was made and never filled means that the columns lie in order.
         if not bool((groups == -1).all()):
             columns = order_columns(parts, "weight_g_idx", groups, num_groups)
+        elif scheme.is_ordered:
+            raise _unknown_order(parts, "holds -1 everywhere")
     packed = parts.take("weight_packed", (torch.int32,), (num_rows, None))
     codes = unpack_codes(packed, scheme.bits, num_columns)
     if columns is not None:

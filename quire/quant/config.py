@@ -20,13 +20,15 @@ _GPTQ_BITS = (2, 3, 4, 8)
 class GptqScheme:
     """How GPTQ stored a linear.
 
-    group_size  columns that share a scale; None: the whole row
-    is_v2       zero points are stored as they are; otherwise minus one
+    group_size    columns that share a scale; None: the whole row
+    is_v2         zero points are stored as they are; otherwise minus one
+    is_symmetric  every zero point is 2 ** (bits - 1)
     """
 
     bits: int
     group_size: int | None
     is_v2: bool
+    is_symmetric: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class GptqConfig:
     """Scheme of a whole GPTQ checkpoint, and what differs by name: the first pattern that matches decides.
 
     dynamic     patterns, each with its scheme or None where the modules are left unquantised
-    is_ordered  groups are of columns in an order of their own (desc_act), which is stored beside each weight
+    is_ordered  columns are assigned to groups in activation order (desc_act); each grouped weight must store its g_idx
     """
 
     scheme: GptqScheme
@@ -150,12 +152,26 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
     for key in ("is_marlin_format", "use_marlin", "adapter"):
         if fields.raw(key):
             raise fields.unsupported(key, "false or absent")
-    base = GptqScheme(_gptq_bits(fields), fields.group_size("group_size", "q_group_size"), kind == "gptq_v2")
-    is_symmetric = fields.boolean("sym", default=True)
-    dynamic: list[tuple[ModulePattern, GptqScheme | None]] = []
+    # `sym` is true where it is absent, as in AutoGPTQ. The second format needs no such default: it stores what is meant.
+    is_v2 = kind == "gptq_v2"
+    is_symmetric = fields.boolean("sym", default=not is_v2)
+    base = GptqScheme(_gptq_bits(fields), fields.group_size("group_size", "q_group_size"), is_v2, is_symmetric)
+    dynamic = _read_dynamic(fields, base)
+    schemes = [base, *(scheme for _, scheme in dynamic if scheme is not None)]
+    for scheme in schemes:
+        if not scheme.is_symmetric and not is_v2:
+            _check_writer(fields, scheme.bits)
+    # With static_groups the groups are those of columns in their stored order.
+    is_ordered = fields.boolean("desc_act", default=False) and not fields.boolean("static_groups", default=False)
+    return GptqConfig(base, dynamic, is_ordered and any(scheme.group_size is not None for scheme in schemes))
+
+
+def _read_dynamic(fields: JsonFields, base: GptqScheme) -> tuple[tuple[ModulePattern, GptqScheme | None], ...]:
+    """Return what `dynamic` says of modules by name, in its order."""
     overrides, budget = fields.table("dynamic").items(), MatchingBudget()
     if len(overrides) > _MAX_PATTERNS:
         raise UnsupportedError(f"{fields.where}: dynamic has {len(overrides)} patterns; at most {_MAX_PATTERNS} are read")
+    dynamic: list[tuple[ModulePattern, GptqScheme | None]] = []
     for text, values in overrides:
         if text.startswith("-:"):
             dynamic.append((ModulePattern(text[2:], budget), None))
@@ -165,12 +181,10 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
             _gptq_bits(override, base.bits),
             override.group_size("group_size") if override.has("group_size") else base.group_size,
             base.is_v2,
+            override.boolean("sym", default=base.is_symmetric),
         )
-        is_symmetric = is_symmetric and override.boolean("sym", default=True)
         dynamic.append((ModulePattern(text.removeprefix("+:"), budget), scheme))
-    if not is_symmetric and not base.is_v2:
-        _check_writer(fields)
-    return GptqConfig(base, tuple(dynamic), fields.boolean("desc_act", default=False) and base.group_size is not None)
+    return tuple(dynamic)
 
 
 def _gptq_bits(fields: JsonFields, default: int | None = None) -> int:
@@ -181,13 +195,27 @@ def _gptq_bits(fields: JsonFields, default: int | None = None) -> int:
     return bits
 
 
-def _check_writer(fields: JsonFields) -> None:
-    """Refuse asymmetric weights of the first format from writers that are not known to store a zero point of 0 soundly."""
+def _check_writer(fields: JsonFields, bits: int) -> None:
+    """Refuse asymmetric weights of the first format unless their writer is known to store zero points minus one.
+
+    Other writers damage a zero point of 0. GPTQModel 5 and 6 store zero points as they are, in some files, and before 7.3.1
+    those of 3 bits minus other numbers than one. Symmetric weights do not need this, as their zero points are known.
+    """
     quantizers = fields.table("meta").raw("quantizer")
     for quantizer in quantizers if isinstance(quantizers, list) else [quantizers]:
-        found = re.fullmatch(r"gptqmodel:(\d{1,4})\.(\d{1,4})\b.{0,40}", quantizer[:60]) if isinstance(quantizer, str) else None
-        if found and (int(found.group(1)), int(found.group(2))) >= (0, 9):
+        pattern = r"gptqmodel:(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?\b.{0,40}"
+        found = re.fullmatch(pattern, quantizer[:60]) if isinstance(quantizer, str) else None
+        if found is None:
+            continue
+        version = tuple(int(part or 0) for part in found.groups())
+        if version >= (7, 3, 1) or (bits != 3 and ((0, 9, 0) <= version < (5, 0, 0) or version >= (7, 0, 0))):
             return
+        if version >= (0, 9, 0):
+            raise UnsupportedError(
+                f"{fields.where}: sym false in the format 'gptq' with {bits} bits is not supported where meta.quantizer is "
+                f"{found[0]!r}: this version stored zero points in several ways, and which one cannot be told from the file; "
+                "take a version with sym true or checkpoint_format 'gptq_v2', or quantise again with GPTQModel 7.3.1 or newer"
+            )
     raise UnsupportedError(
         f"{fields.where}: sym false in the format 'gptq' is supported only where meta.quantizer is gptqmodel 0.9.0 or newer: "
         "other writers damage zero points of 0; take a version with sym true or checkpoint_format 'gptq_v2'"

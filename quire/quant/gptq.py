@@ -30,6 +30,11 @@ def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
     parts.take("scales", FLOATS, (num_groups, num_rows))
     if "g_idx" in parts:
         parts.take("g_idx", INTEGERS, (num_columns,))
+    elif config.is_ordered and scheme.group_size is not None:
+        raise ModelFormatError(
+            f"{parts.module}.g_idx is missing although desc_act of the quantisation config is true: which columns share a "
+            "scale cannot be told; get the checkpoint again, or a version with desc_act false"
+        )
     form = "gptq_v2" if scheme.is_v2 else "gptq"  # most of the first have no zero points but the middle, and no offsets
     codes = CodeForm.of(bits, num_columns // max(1, num_groups), has_offset=True, has_order="g_idx" in parts)
     return parts.integers((num_rows, num_columns), codes, lambda: _load(parts, scheme, num_rows, num_columns, num_groups), form)
@@ -45,9 +50,31 @@ def _load(parts: StoredParts, scheme: GptqScheme, num_rows: int, num_columns: in
     codes = unpack_codes(qweight.t(), scheme.bits, num_columns)
     if columns is not None:
         codes = codes[:, columns]
-    zeros = _unpack_zeros(qzeros, scheme, num_rows)
+    zeros = None if _is_symmetric(parts, qzeros, scheme, num_rows) else _unpack_zeros(qzeros, scheme, num_rows).t()
     scale = parts.scale("scales", scales).t().contiguous()
-    return affine_weight(codes, scale, zeros.t(), scheme.bits, columns)
+    return affine_weight(codes, scale, zeros, scheme.bits, columns)
+
+
+def _is_symmetric(parts: StoredParts, words: Tensor, scheme: GptqScheme, num_rows: int) -> bool:
+    """Return whether all zero points are known to be the middle, by the config and by what is stored.
+
+    What a symmetric weight stores shows how its writer stored zero points: GPTQModel 5 wrote files of the format "gptq" that
+    have them as they are. Raises ModelFormatError where the two contradict each other and the format leaves open what is meant.
+    """
+    if not scheme.is_symmetric:
+        return False
+    stored = unpack_codes(words, scheme.bits, num_rows)
+    low, high = int(stored.min()), int(stored.max())
+    middle = 1 << (scheme.bits - 1)
+    if low == high and low in (middle - 1, middle):
+        return True
+    if scheme.is_v2:
+        return False
+    raise ModelFormatError(
+        f"{parts.module}.qzeros holds {low} to {high}, but sym of the quantisation config is true (also where it is absent), "
+        f"and zero points of symmetric weights are stored as all {middle - 1} or all {middle}: whether these are stored minus "
+        "one cannot be told; get the checkpoint again, or a version with checkpoint_format 'gptq_v2'"
+    )
 
 
 def _unpack_zeros(words: Tensor, scheme: GptqScheme, num_rows: int) -> Tensor:

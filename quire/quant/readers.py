@@ -54,7 +54,7 @@ def gather_weights(
         else:
             kept[name] = tensor
     if is_logged:
-        _log(config, modules, num_dropped)
+        _log(config, num_dropped)
     for module, parts in modules.items():
         name = f"{module}.{_WEIGHT}"
         plain = kept.get(name)
@@ -66,16 +66,13 @@ def gather_weights(
     return kept
 
 
-def _log(config: QuantizationConfig, modules: Mapping[str, Mapping[str, Tensor]], num_dropped: int) -> None:
+def _log(config: QuantizationConfig, num_dropped: int) -> None:
     """Say what is declared or stored and not used."""
     if isinstance(config, (CompressedTensorsConfig, Fp8Config)):
         for note in config.notes:
             logger.info(note)
     if num_dropped:
         logger.info("%d stored scales of activations and of the KV cache are not used", num_dropped)
-    is_ordered = isinstance(config, GptqConfig) and config.is_ordered
-    if is_ordered and modules and not any("g_idx" in parts for parts in modules.values()):
-        logger.warning("the quantisation config says desc_act, but no g_idx is stored: columns are taken to lie in order")
 
 
 def _uses_plain_weight(config: QuantizationConfig) -> bool:

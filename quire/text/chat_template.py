@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.base.errors import ModelFormatError, RequestError
 from quire.text.template_hiding import RenderedChat, SpellingHider
@@ -13,6 +14,8 @@ from quire.text.template_shape import TemplateShape
 if TYPE_CHECKING:
     from quire.text.template_sandbox import CompiledTemplate
 
+T = TypeVar("T")
+
 MAX_SOURCE_CHARACTERS = 1_000_000
 
 
@@ -20,11 +23,13 @@ class ChatTemplate:
     """A chat template; it is compiled when first used.
 
     special_tokens  variables that the template sees, "bos_token" -> "<s>" and so on
+    file            where the template is, for error messages
     The template runs in a sandbox: it reaches no files and no Python internals, and its work is bounded.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], file: Path | None = None) -> None:
         self.source = source
+        self._file = file
         self._special_tokens = dict(special_tokens)
         self._compiled: CompiledTemplate | None = None
         self._shape = TemplateShape(self._render_probe)
@@ -33,7 +38,7 @@ class ChatTemplate:
         """Return the names of the variables that have an effect. Raises ModelFormatError where the template is damaged."""
         from quire.text.template_sandbox import variables_of
 
-        return variables_of(self.source)
+        return self._naming_file(variables_of)
 
     def render(
         self,
@@ -86,14 +91,23 @@ class ChatTemplate:
 
     def _compile(self) -> CompiledTemplate:
         if self._compiled is None:
+            from quire.text.template_sandbox import compile_template
+
+            self._compiled = self._naming_file(compile_template)
+        return self._compiled
+
+    def _naming_file(self, read: Callable[[str], T]) -> T:
+        """Return what `read` makes of the source; its ModelFormatError gets the name of the file."""
+        try:
             if len(self.source) > MAX_SOURCE_CHARACTERS:
                 raise ModelFormatError(
                     f"chat_template must have at most {MAX_SOURCE_CHARACTERS} characters, got {len(self.source)}"
                 )
-            from quire.text.template_sandbox import compile_template
-
-            self._compiled = compile_template(self.source)
-        return self._compiled
+            return read(self.source)
+        except ModelFormatError as error:
+            if self._file is None:
+                raise
+            raise ModelFormatError(f"{self._file}: {error}") from error
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:

@@ -9,13 +9,13 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.errors import ModelFormatError, QuireError, UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_file import read_gguf
 from quire.base.gguf_metadata import NO_TOKEN, GgufMetadata
 from quire.base.logging import get_logger
 from quire.text.gguf_splits import Split, find_split
 from quire.text.tokenizer_files import TokenizerFiles
-from quire.text.tokenizers_backend import TokenizersBackend
+from quire.text.tokenizers_backend import LibraryBorder, TokenizersBackend
 
 if TYPE_CHECKING:
     import tokenizers
@@ -79,14 +79,10 @@ def load_gguf_tokenizer(path: Path) -> tuple[TokenizersBackend, dict[str, str], 
             "tokenizer= the folder of the original tokenizer"
         )
     named_tokens = {name: vocabulary.tokens[token_id] for name, token_id in vocabulary.named_ids.items()}
-    try:
-        tokenizer = _read_whole_tokenizer(vocabulary) or _BUILDERS[model](vocabulary)
-    except QuireError:
-        raise
-    except Exception as error:  # the library raises Exception itself
-        raise ModelFormatError(f"{path}: the tokenizer in the metadata cannot be used: {error}") from error
     files = TokenizerFiles(path, {}, named_tokens, (), None)
-    return TokenizersBackend(tokenizer, files), named_tokens, _read_template(vocabulary.metadata)
+    with LibraryBorder(f"{path}: the tokenizer in the metadata cannot be used"):
+        backend = TokenizersBackend(_read_whole_tokenizer(vocabulary) or _BUILDERS[model](vocabulary), files)
+    return backend, named_tokens, _read_template(vocabulary.metadata)
 
 
 def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
@@ -126,14 +122,12 @@ def _read_template(metadata: GgufMetadata) -> str | None:
 
 def _read_whole_tokenizer(vocabulary: _Vocabulary) -> tokenizers.Tokenizer | None:
     """Return the tokenizer.json that a file may hold, or None where there is none or it is of another vocabulary."""
-    import tokenizers
-
     text = vocabulary.metadata.string("tokenizer.huggingface.json")
     if text is None:
         return None
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001 - the library raises Exception itself
+        tokenizer = _parse_whole_tokenizer(text)
+    except ModelFormatError as error:
         logger.warning("%s: tokenizer.huggingface.json is damaged and not used: %s", vocabulary.metadata.path, error)
         return None
     known = tokenizer.get_vocab(with_added_tokens=True)
@@ -143,6 +137,13 @@ def _read_whole_tokenizer(vocabulary: _Vocabulary) -> tokenizers.Tokenizer | Non
         logger.warning("%s: tokenizer.huggingface.json has other tokens and is not used", vocabulary.metadata.path)
         return None
     return tokenizer
+
+
+def _parse_whole_tokenizer(text: str) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    with LibraryBorder("it cannot be read"):
+        return tokenizers.Tokenizer.from_str(text)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:

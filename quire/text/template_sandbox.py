@@ -171,7 +171,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self._local.budget
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return rewrite(super()._parse(source, name, filename), CHARACTERS_PER_UNIT)
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((nodes.Const, nodes.TemplateData)):
+            _refuse_surrogates(node)
+        return rewrite(tree, CHARACTERS_PER_UNIT)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
@@ -351,6 +354,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return function(*args)
 
         return counted
+
+
+def _refuse_surrogates(node: nodes.Const | nodes.TemplateData) -> None:
+    """Raise ModelFormatError for a text that cannot be written as UTF-8, as an escape like '\\ud800' makes one."""
+    text = node.value if isinstance(node, nodes.Const) else node.data
+    if isinstance(text, str) and not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ModelFormatError(
+                f"chat_template holds {text[error.start]!r}, a lone surrogate, which is no character: line {node.lineno}"
+            ) from None
 
 
 def _charge_each(iterable: Iterable[Any], budget: WorkBudget, weight: int) -> Iterable[Any]:

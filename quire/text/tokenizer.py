@@ -44,16 +44,23 @@ class Tokenizer:
     vocab_size         one more than the highest id with a token; a model may have more rows
     special_token_ids  the tokens that skip_special_tokens leaves out
     named_tokens       "bos_token" -> "<s>" and so on, as chat templates see them
+    template_file      names the file of the chat template in error messages
     """
 
-    def __init__(self, backend: TokenizerBackend, named_tokens: dict[str, str], template_source: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: TokenizerBackend,
+        named_tokens: dict[str, str],
+        template_source: str | None = None,
+        template_file: Path | None = None,
+    ) -> None:
         self._backend = backend
         self.named_tokens = named_tokens
         self.vocab_size = backend.vocab_size
         self.special_token_ids = backend.special_token_ids
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
-        self.chat_template = None if template_source is None else ChatTemplate(template_source, named_tokens)
+        self.chat_template = None if template_source is None else ChatTemplate(template_source, named_tokens, template_file)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text; add_special_tokens puts the checkpoint's own (<s>) around it. Raises RequestError."""
@@ -247,7 +254,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if is_gguf(folder):
         from quire.text.gguf_tokenizer import load_gguf_tokenizer
 
-        return Tokenizer(*load_gguf_tokenizer(folder))
+        return Tokenizer(*load_gguf_tokenizer(folder), folder)
     files = read_tokenizer_files(folder)
     named_tokens = files.named_tokens
     backend: TokenizerBackend
@@ -270,4 +277,4 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ModelFormatError(
             f"{folder} has no tokenizer: looked for tokenizer.json, tokenizer.model, and vocab.json with merges.txt"
         )
-    return Tokenizer(backend, named_tokens, files.template_source)
+    return Tokenizer(backend, named_tokens, files.template_source, files.template_file)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.base.errors import ModelFormatError, QuireError, UnsupportedError
 from quire.text.byte_level import byte_of_fallback, bytes_of_byte_level
 from quire.text.token_streams import ByteFallbackStream, CleanUpStream, TokenStream, Utf8Stream, WindowStream, clean_up_spaces
 from quire.text.tokenizer_files import TokenizerFiles, read_json_object, read_text
@@ -18,9 +18,29 @@ if TYPE_CHECKING:
 # The classes whose text is split as GPT-2 does; others (Qwen2) need their tokenizer.json.
 _GPT2_CLASSES = frozenset(("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast"))
 _LONG_TEXT = 4096
+_NOT_OF_THE_LIBRARY = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, QuireError)
 _SPACE_MARK = "\u2581"
 _REPLACE_SPACE_MARK = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
 _STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class LibraryBorder:
+    """Turns whatever the library raises inside a `with` into a ModelFormatError that begins with `problem`.
+
+    The library raises Exception itself and, where its Rust code panics, a PanicException, which is a BaseException.
+    """
+
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and not isinstance(error, _NOT_OF_THE_LIBRARY):
+            raise ModelFormatError(f"{self._problem}: {error}") from error
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -35,6 +55,8 @@ class TokenizersBackend:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
         self._tokenizer = tokenizer
+        self._encoding = LibraryBorder(f"the tokenizer of {files.folder} cannot encode a text")
+        self._decoding = LibraryBorder(f"the tokenizer of {files.folder} cannot decode tokens")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = files.flag("split_special_tokens", False)
@@ -52,35 +74,38 @@ class TokenizersBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised."""
-        return _encode(self._tokenizer, text, add_special_tokens)
+        with self._encoding:
+            return _encode(self._tokenizer, text, add_special_tokens)
 
     def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]:
         """Return the ids of a text in which the added tokens `hidden` are ordinary text.
 
         is_first  nothing stands before the text; otherwise an added token does
         """
-        known = self._without.get((hidden, is_first))
-        if known is None:
-            content = json.loads(self._tokenizer.to_str())
-            if not is_first:
-                content["pre_tokenizer"] = _without_prefix(content["pre_tokenizer"], of_schemes=("first",))
-            known = _rebuild(content, hidden)
-            self._without = {(hidden, is_first): known, **dict(list(self._without.items())[:1])}
-        return _encode(known, text, add_special_tokens=False)
+        with self._encoding:
+            known = self._without.get((hidden, is_first))
+            if known is None:
+                content = json.loads(self._tokenizer.to_str())
+                if not is_first:
+                    content["pre_tokenizer"] = _without_prefix(content["pre_tokenizer"], of_schemes=("first",))
+                known = _rebuild(content, hidden)
+                self._without = {(hidden, is_first): known, **dict(list(self._without.items())[:1])}
+            return _encode(known, text, add_special_tokens=False)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the ids of a text that continues another one: nothing is put before it, and special tokens in it are text."""
-        if self._continuing is None:
-            content = json.loads(self._tokenizer.to_str())
-            for name in ("normalizer", "pre_tokenizer"):
-                content[name] = _without_prefix(content[name])
-            special = [token["content"] for token in content["added_tokens"] if token["special"]]
-            self._continuing = _rebuild(content, frozenset(special))
-        return _encode(self._continuing, text, add_special_tokens=False)
+        with self._encoding:
+            if self._continuing is None:
+                content = json.loads(self._tokenizer.to_str())
+                for name in ("normalizer", "pre_tokenizer"):
+                    content[name] = _without_prefix(content[name])
+                special = [token["content"] for token in content["added_tokens"] if token["special"]]
+                self._continuing = _rebuild(content, frozenset(special))
+            return _encode(self._continuing, text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; ids without a token have none."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        text = self._decode_raw(list(token_ids))
         return clean_up_spaces(text) if self._cleans_up else text
 
     def id_of(self, token: str) -> int | None:
@@ -106,7 +131,8 @@ class TokenizersBackend:
         return CleanUpStream(stream) if self._cleans_up else stream
 
     def _decode_raw(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        with self._decoding:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
@@ -186,11 +212,8 @@ def load_tokenizer_json(files: TokenizerFiles) -> TokenizersBackend:
     text = read_text(path)
     if text is None:
         raise ModelFormatError(f"{path} is missing")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises Exception itself
-        raise ModelFormatError(f"{path} is damaged, or made by a newer version of tokenizers: {error}") from error
-    return TokenizersBackend(tokenizer, files)
+    with LibraryBorder(f"{path} is damaged, or made by a newer version of tokenizers"):
+        return TokenizersBackend(tokenizers.Tokenizer.from_str(text), files)
 
 
 def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
@@ -199,6 +222,9 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
     from tokenizers import decoders, models, pre_tokenizers
 
     class_name = files.config.get("tokenizer_class")
+    if class_name is not None and not isinstance(class_name, str):
+        where = files.folder / "tokenizer_config.json"
+        raise ModelFormatError(f"{where}: tokenizer_class must be a string, got {class_name!r}")
     if class_name is not None and class_name not in _GPT2_CLASSES:
         raise UnsupportedError(
             f"vocab.json and merges.txt are read for {', '.join(sorted(_GPT2_CLASSES))}, and tokenizer_class is "
@@ -208,22 +234,20 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
     vocab = read_json_object(vocab_path) or {}
     lines = [line for line in (read_text(merges_path) or "").split("\n") if line and not line.startswith("#version")]
     merges = [tuple(line.split(" ")) for line in lines]
-    if not vocab or not all(isinstance(token_id, int) for token_id in vocab.values()):
+    if not vocab or not all(type(token_id) is int for token_id in vocab.values()):
         raise ModelFormatError(f"{vocab_path} must map tokens to ids")
     if not all(len(pair) == 2 for pair in merges):
         raise ModelFormatError(f"{merges_path} must hold two tokens per line, got {next(p for p in merges if len(p) != 2)!r}")
-    try:
+    with LibraryBorder(f"{vocab_path} and {merges_path} contradict each other, or the files beside them"):
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # the library raises Exception itself
-        raise ModelFormatError(f"{vocab_path} and {merges_path} contradict each other: {error}") from error
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.flag("add_prefix_space", False))
-    tokenizer.decoder = decoders.ByteLevel()
-    end_of_text = "<|endoftext|>"
-    if end_of_text in vocab:
-        tokenizer.add_special_tokens([end_of_text])
-    backend = TokenizersBackend(tokenizer, files)
-    _set_post_processor(tokenizer, files)
-    return backend
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.flag("add_prefix_space", False))
+        tokenizer.decoder = decoders.ByteLevel()
+        end_of_text = "<|endoftext|>"
+        if end_of_text in vocab:
+            tokenizer.add_special_tokens([end_of_text])
+        backend = TokenizersBackend(tokenizer, files)
+        _set_post_processor(tokenizer, files)
+        return backend
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:

@@ -11,11 +11,13 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.model.build import effective_max_model_len, runs_natively
+from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
+from quire.model.stored_tensors import has_weights
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.sources import check_device_sources, settle_method
@@ -47,6 +49,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     except (ModelFormatError, UnsupportedError):
         refuse_head(config, folder)
         raise
+    if config.allow_missing_head:
+        spec = tie_missing_head(folder, spec)
     shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
     device = choose_device(config)
@@ -67,6 +71,17 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         return report  # what a device has left for the cache is measured, with drafts
     drafts = count_drafts(config.speculative_config, report, step_limits(config))
     return replace(report, memory=leave_room(config, memory, drafts))
+
+
+def check_weights(report: ModelReport) -> bool:
+    """Check the names, shapes and dtypes of the stored weights and the sizes of their files, without reading values.
+
+    Returns whether any weights are stored. Raises ModelFormatError.
+    """
+    if not has_weights(report.folder):
+        return False
+    open_parameters(report.folder, report.spec)
+    return True
 
 
 def _check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:

@@ -16,7 +16,7 @@ from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvDtype
 from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
-from quire.model.checkpoint import open_parameters
+from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
@@ -90,6 +90,8 @@ def build_rank(config: RankConfig, folder: Path, rank: int, barrier: ProcessBarr
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
     spec = read_model_spec(folder, config.dtype)
+    if config.allow_missing_head:
+        spec = tie_missing_head(folder, spec)
     parameters = open_parameters(folder, spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
@@ -114,7 +116,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             folder=str(report.folder),
             dtype=report.spec.dtype,
             quantization=config.quantization,
-            allow_missing_head=getattr(config, "allow_missing_head", False),
+            allow_missing_head=config.allow_missing_head,
             max_model_len=memory.max_model_len,
             max_num_seqs=config.max_num_seqs,
             block_size=memory.kv.block_size,

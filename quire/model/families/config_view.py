@@ -53,7 +53,7 @@ class ConfigView:
         """Return an unchecked value, None where it is null or absent and without a default."""
         self._seen.update(keys)
         present = [(key, self._values[key]) for key in keys if self._values.get(key) is not None]
-        if any(value != present[0][1] for _, value in present):
+        if any(value != present[0][1] for _, value in present[1:]):
             raise ModelFormatError(f"{self._file}: {' and '.join(k for k, _ in present)} name one value but differ: {present}")
         if present:
             return present[0][1]
@@ -92,11 +92,11 @@ class ConfigView:
         return dict(self._check((key,), lambda v: isinstance(v, dict), "an object", dict))
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of integers >= 0; a single integer counts as a list of one, null and absent as an empty list."""
+        """Return a list of integers from 0 to 2**40; one alone counts as a list of one, null and absent as an empty list."""
         value = self.raw(key)
         value = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(item) is int and item >= 0 for item in value):
-            raise self.error(key, self.raw(key), "an integer >= 0 or a list of them")
+        if not all(type(item) is int and 0 <= item <= 2**40 for item in value):
+            raise self.error(key, self.raw(key), "an integer from 0 to 2**40 or a list of them")
         return value
 
     def strings(self, key: str) -> list[str] | None:

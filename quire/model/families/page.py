@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.registry import Registry
 from quire.contracts.model_spec import ModelSpec
 from quire.model.families.config_view import ConfigView
@@ -54,13 +54,17 @@ _NESTED = {"gemma3": "gemma3_text"}
 def find_family(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
     """Return the registered model type of a config.json and the part of it that describes the language model.
 
-    Raises UnsupportedError with what is supported.
+    Raises UnsupportedError with what is supported, or ModelFormatError for a value of the wrong type.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    if model_type is not None and not isinstance(model_type, str):
+        raise ModelFormatError(f"model_type must be a string, got {model_type!r}")
+    names = [] if architectures is None else architectures
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelFormatError(f"architectures must be a list of strings, got {architectures!r}")
     if model_type is None:
         model_type = next((t for t in (*_NESTED, *FAMILIES) if set(_architectures(t)) & set(names)), None)
-    if not isinstance(model_type, str) or (model_type not in FAMILIES and model_type not in _NESTED):
+    if model_type is None or (model_type not in FAMILIES and model_type not in _NESTED):
         known = ", ".join(sorted({*FAMILIES, *_NESTED}))
         got = f"model_type {model_type!r}" + (f" (architectures {names})" if names else "")
         raise UnsupportedError(f"{got} is not supported; supported model types: {known}")
@@ -82,7 +86,9 @@ def _architectures(model_type: str) -> tuple[str, ...]:
 
 def _text_config(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
     text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}
+    text = {} if text is None else text
+    if not isinstance(text, dict):
+        raise ModelFormatError(f"text_config must be an object, got {text!r}")
     if text.get("model_type", model_type) != model_type:
         raise UnsupportedError(
             f"text_config of model_type {text['model_type']!r} is not supported in {config['model_type']!r}; "

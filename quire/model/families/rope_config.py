@@ -70,14 +70,27 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     nested = [name for name in values if name in LAYER_TYPES]
     if nested:
         raise config.error(key, nested, f"one object for all layers in a {config.model_type!r} model, not one per layer type")
-    theta = values["rope_theta"] if values.get("rope_theta") is not None else config.number("rope_theta")
-    partial = values.get("partial_rotary_factor")
-    partial = config.raw("partial_rotary_factor") if partial is None else partial
+    theta = _inner_or_outer(config, key, values, "rope_theta")
+    theta = config.number("rope_theta") if values.get("rope_theta") is None else theta
+    partial = _inner_or_outer(config, key, values, "partial_rotary_factor")
+    if partial is not None and (isinstance(partial, bool) or not is_number(partial) or not 0 < partial <= 1):
+        raise config.error("partial_rotary_factor", partial, "a number above 0 and at most 1")
     if can_be_partial and partial is not None:
         values = {**values, "partial_rotary_factor": partial}
-    elif partial not in (None, 1, 1.0):
+    elif partial not in (None, 1):
         raise UnsupportedError(f"partial_rotary_factor {partial!r} is not supported in a {config.model_type!r} model")
     return _resolve(config, key, {**values, "rope_theta": theta}, head_dim, is_f32=is_f32)
+
+
+def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], name: str) -> object:
+    """Return a value of the rope parameters or of config.json itself; where both have one, the former, as transformers does."""
+    outer = config.raw(name) if config.has(name) else None
+    inner = values.get(name)
+    if inner is None or outer is None:
+        return outer if inner is None else inner
+    if inner != outer:
+        logger.info("%s is %r, and %s.%s, which is used, is %r", name, outer, key, name, inner)
+    return inner
 
 
 def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType) -> RopeSpec:

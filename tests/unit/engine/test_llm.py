@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, ConfigError, EngineConfig, LLMEngine, QuireError, RequestError, SamplingParams
+from quire.base.errors import ModelFormatError
 from quire.base.mixing import mix_seed
 from quire.model.build import load_model, whole_prompt_logits
-from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE
+from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -464,3 +466,22 @@ def test_closed_llm_says_so(tiny_model):
     llm.close()
     with pytest.raises(QuireError, match="closed"):
         run(llm, "the", greedy(max_tokens=1))
+
+
+def test_missing_head_is_refused_unless_it_is_allowed(tmp_path, caplog):
+    folder = write_checkpoint(tmp_path / "headless", "qwen3")
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    options = {"num_kv_blocks": 20, "skip_tokenizer_init": True}
+    with pytest.raises(ModelFormatError, match=r"headless: the weights have no lm_head\.weight.*allow_missing_head"):
+        LLM(str(folder), **options)
+    with pytest.raises(ConfigError, match="allow_missing_head must be True or False, got 'yes'"):
+        LLM(str(folder), allow_missing_head="yes", **options)
+    llm = LLM(str(folder), allow_missing_head=True, **options)
+    assert "the embedding is used" in caplog.text
+    found = run(llm, [list(range(9))], SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, ignore_eos=True))
+    llm.close()
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "new")
+    (folder / "new").replace(folder / "model.safetensors")
+    assert found.outputs[0].token_ids == greedy_by_recomputing(load_model(folder), list(range(9)), 8)

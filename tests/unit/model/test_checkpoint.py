@@ -1,6 +1,8 @@
 """Loading weights: canonical names, views of the file, the head, and errors that list names."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelFormatError
-from quire.model.checkpoint import load_parameters
+from quire.model.checkpoint import load_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from tests.tiny_checkpoint import write_checkpoint
@@ -252,12 +254,37 @@ def test_a_tied_head_that_differs_is_used(tiny, caplog):
     assert "lm_head.weight is used" in caplog.text
 
 
-def test_a_missing_head_is_the_embedding(tiny, caplog):
-    folder = tiny("qwen3")
+def _without_head(folder):
     _edit(folder, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
-    parameters = _load(folder)
-    assert parameters["lm_head.weight"].data_ptr() == parameters["embed.weight"].data_ptr()
+    return folder
+
+
+def test_a_missing_head_of_an_untied_model_is_an_error_that_says_how_to_go_on(tiny):
+    folder = _without_head(tiny("qwen3"))
+    with pytest.raises(ModelFormatError, match=r"no lm_head\.weight.*tie_word_embeddings.*--allow-missing-head") as caught:
+        _load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_missing_head_is_the_embedding_when_that_is_allowed(tiny, caplog):
+    folder = _without_head(tiny("qwen3"))
+    spec = tie_missing_head(folder, read_model_spec(folder))
+    assert spec == dataclasses.replace(read_model_spec(folder), is_tied=True)
     assert "the embedding is used" in caplog.text
+    parameters = load_parameters(folder, spec)
+    assert "lm_head.weight" not in parameters
+    _edit(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2})
+    assert tie_missing_head(folder, read_model_spec(folder)) == read_model_spec(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_no_missing_tensor_is_replaced_in_silence(tiny, family):
+    folder = tiny(family)
+    whole = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name in whole:
+        _edit(folder, lambda _, name=name: {other: tensor for other, tensor in whole.items() if other != name})
+        with pytest.raises(ModelFormatError, match=re.escape(name.removeprefix("model."))):
+            _load(folder)
 
 
 def test_a_tied_embedding_may_be_stored_as_the_head(tiny):

@@ -345,6 +345,55 @@ def test_ignored_keys_are_logged(write_config, caplog):
     assert "use_cache" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "model_type, inner, outer",
+    [
+        ("phi3", {"partial_rotary_factor": 0.5, "rope_theta": 7.0}, {"partial_rotary_factor": 0.5, "rope_theta": 7.0}),
+        ("phi3", {"partial_rotary_factor": 0.5, "rope_theta": 7.0}, {"partial_rotary_factor": 0.25, "rope_theta": 9.0}),
+        ("phi3", {}, {"partial_rotary_factor": 0.5, "rope_theta": 7.0}),
+        ("phi3", {"partial_rotary_factor": 0.5, "rope_theta": 7.0}, {}),
+        ("llama", {"rope_theta": 7.0}, {"rope_theta": 9.0}),
+    ],
+)
+def test_rope_values_that_stand_twice_are_not_said_to_be_without_a_meaning(write_config, caplog, model_type, inner, outer):
+    """Transformers 5 writes them into rope_parameters, whose values win; hub files have them outside, or in both places."""
+    with caplog.at_level("INFO", logger="quire"):
+        rope = {"rope_type": "default", **inner}
+        spec = read_model_spec(write_config(model_type, head_dim=..., rope_parameters=rope, **outer))
+    assert spec.layers[0].attention.rope.theta == 7.0
+    assert spec.layers[0].attention.rope.dim == (4 if model_type == "phi3" else 8)
+    assert "without a meaning" not in caplog.text
+    assert ("which is used" in caplog.text) == any(inner.get(name, value) != value for name, value in outer.items())
+
+
+@pytest.mark.parametrize("value", [True, "0.5", [], 0, -0.5, 1.5, float("nan")])
+@pytest.mark.parametrize("model_type", ["phi3", "llama"])
+def test_partial_rotary_factor_of_a_wrong_type_is_refused(write_config, model_type, value):
+    with pytest.raises(ModelFormatError, match=r"config\.json: partial_rotary_factor must be a number"):
+        read_model_spec(write_config(model_type, partial_rotary_factor=value))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
+        ({"architectures": [1]}, "architectures must be a list of strings"),
+        ({"model_type": 3}, "model_type must be a string, got 3"),
+        ({"model_type": "gemma3", "text_config": [1]}, "text_config must be an object"),
+    ],
+)
+def test_wrong_types_that_choose_the_family_are_refused(write_config, changes, words):
+    values = {"model_type": "llama", **changes}
+    with pytest.raises(ModelFormatError, match=rf"config\.json: {words}"):
+        read_model_spec(write_config(**values))
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "x"}, {"hidden_act": "x"}, {"architectures": ["X"]}])
+def test_every_refusal_names_the_file(write_config, changes):
+    with pytest.raises(UnsupportedError, match=r"config\.json: "):
+        read_model_spec(write_config(**{"model_type": "llama", **changes}))
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "", "\x00"])
 def test_broken_json_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

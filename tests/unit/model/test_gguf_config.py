@@ -64,6 +64,18 @@ def test_stated_sizes_win(write):
     assert not read_model_spec(path).is_tied
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma", "gpt2", "granite", "phi3", "olmo2", "gpt-oss"])
+def test_head_is_tied_when_it_is_not_stored_and_need_not_be(write, architecture):
+    extra = {"gpt-oss.expert_count": ("u32", 1), "gpt-oss.expert_used_count": ("u32", 1)} if architecture == "gpt-oss" else {}
+    extra |= {"gpt-oss.expert_feed_forward_length": ("u32", 8), "gpt-oss.attention.sliding_window": ("u32", 8)} if extra else {}
+    extra |= {"gpt-oss.attention.key_length": ("u32", 8)} if extra else {}
+    extra |= {"granite.attention.scale": ("f32", 0.3)} if architecture == "granite" else {}
+    is_required = architecture in ("olmo2", "gpt-oss")
+    assert read_model_spec(write(architecture, **extra)).is_tied is not is_required
+    head = {"output.weight": np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32)}
+    assert not read_model_spec(write(architecture, head, **extra)).is_tied
+
+
 def test_arrays_with_one_value_for_every_layer_are_read(write):
     path = write(**{"llama.attention.head_count_kv": ("u32[]", [2, 2]), "llama.feed_forward_length": ("i32[]", [40, 40])})
     spec = read_model_spec(path)

@@ -63,6 +63,17 @@ def test_weight_is_refused_unread_when_its_parts_do_not_fit(changes, message):
         _weight(packers.awq(*_random()) | changes)
 
 
-def test_zero_points_are_refused_when_the_config_has_none():
-    with pytest.raises(ModelFormatError, match=r"m\.qzeros .* only where zero_point"):
-        _weight(packers.awq(*_random()), has_zero_point=False)
+@pytest.mark.parametrize("stored", [0, 7, 9, None])
+def test_zero_points_are_refused_when_the_config_has_none(stored):
+    codes, zeros, scales = _random()
+    zeros[:] = zeros if stored is None else stored
+    with pytest.raises(ModelFormatError, match=r"m\.qzeros holds .* zero_point .* false"):
+        _weight(packers.awq(codes, zeros, scales), has_zero_point=False).load()
+
+
+def test_stored_zero_points_are_accepted_when_the_config_has_none_and_all_are_the_middle():
+    codes, zeros, scales = _random()
+    zeros[:] = 8
+    weight = _weight(packers.awq(codes, zeros, scales), has_zero_point=False).load()
+    assert weight.offset is None
+    assert torch.equal(weight.dequantize(), packers.affine(codes, zeros, scales, np.arange(COLUMNS) // GROUP))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.errors import ModelFormatError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.quant.config import read_quantization
 from quire.quant.readers import gather_weights
 from tests.unit.quant import packers
@@ -205,3 +205,27 @@ def test_module_is_refused_when_the_config_ignores_it():
 def test_zero_points_are_refused_when_the_scheme_is_symmetric():
     with pytest.raises(ModelFormatError, match=r"weight_zero_point .* for a symmetric module"):
         _weight(_parts(), _config("pack-quantized"))
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True, "weight", "static", False, None])
+def test_order_of_columns_must_be_stored_when_groups_are_in_activation_order(order):
+    codes, zeros, scales = _random()
+    config = _config("pack-quantized", symmetric=False, actorder=order)
+    parts = packers.packed(codes, scales, 4, zeros)
+    unused = {**parts, "weight_g_idx": torch.full((COLUMNS,), -1, dtype=torch.int32)}
+    if order in ("group", "dynamic", True):
+        with pytest.raises(ModelFormatError, match=r"weight_g_idx is missing although actorder"):
+            _weight(parts, config)
+        with pytest.raises(ModelFormatError, match=r"weight_g_idx holds -1 everywhere although actorder"):
+            _weight(unused, config).load()
+        groups = np.random.default_rng(1).permutation(np.arange(COLUMNS) // GROUP)
+        parts["weight_g_idx"] = torch.from_numpy(groups)
+    else:
+        groups = np.arange(COLUMNS) // GROUP
+        assert _weight(unused, config).load().columns is None
+    assert torch.equal(_weight(parts, config).load().dequantize(), packers.affine(codes, zeros, scales, groups))
+
+
+def test_order_of_columns_is_refused_when_it_is_not_known():
+    with pytest.raises(UnsupportedError, match="actorder 'random' .*supported: group, dynamic"):
+        _config("pack-quantized", actorder="random")

@@ -12,8 +12,8 @@ from tests.unit.quant import packers
 ROWS, COLUMNS, GROUP = 64, 96, 32
 
 
-def _weight(parts, bits=4, group_size=GROUP, is_v2=False):
-    config = GptqConfig(GptqScheme(bits, group_size, is_v2))
+def _weight(parts, bits=4, group_size=GROUP, is_v2=False, is_symmetric=False):
+    config = GptqConfig(GptqScheme(bits, group_size, is_v2, is_symmetric))
     gathered = gather_weights({f"m.q_proj.{part}": tensor for part, tensor in parts.items()}, config)
     assert list(gathered) == ["m.q_proj.weight"]
     return gathered["m.q_proj.weight"]
@@ -135,11 +135,55 @@ def test_weight_is_refused_when_a_plain_one_is_stored_too():
         _weight({**_parts(), "weight": torch.zeros(ROWS, COLUMNS)})
 
 
+def _symmetric(bits, stored, is_v2):
+    """Return a symmetric weight whose zero points are all stored as `stored`, and the numbers it stands for."""
+    codes, zeros, scales = _random(bits)
+    zeros[:] = 1 << (bits - 1)
+    parts = packers.gptq(codes, zeros, scales, bits, is_v2=True)
+    parts["qzeros"] = packers.stream(np.full(zeros.T.shape, stored), bits)
+    weight = _weight(parts, bits, is_v2=is_v2, is_symmetric=True)
+    return weight, packers.affine(codes, zeros, scales, np.arange(COLUMNS) // GROUP)
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("is_lowered", [False, True], ids=["as-they-are", "minus-one"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_symmetric_weight_is_exact_whatever_the_format_says_of_its_zero_points(bits, is_lowered, is_v2):
+    weight, expected = _symmetric(bits, (1 << (bits - 1)) - is_lowered, is_v2)
+    loaded = weight.load()
+    assert loaded.offset is None
+    assert torch.equal(loaded.dequantize(), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_symmetric_weight_is_refused_when_its_zero_points_are_mixed(bits):
+    codes, zeros, scales = _random(bits)
+    zeros[:] = 1 << (bits - 1)
+    zeros[5, 1] -= 1
+    parts = packers.gptq(codes, zeros, scales, bits, is_v2=True)
+    middle = 1 << (bits - 1)
+    with pytest.raises(ModelFormatError, match=rf"q_proj\.qzeros holds {middle - 1} to {middle}, .*sym .*gptq_v2"):
+        _weight(parts, bits, is_symmetric=True).load()
+    # The second format says how zero points are stored, whatever else the config says.
+    expected = packers.affine(codes, zeros, scales, np.arange(COLUMNS) // GROUP)
+    assert torch.equal(_weight(parts, bits, is_v2=True, is_symmetric=True).load().dequantize(), expected)
+
+
+@pytest.mark.parametrize("stored", [0, 6, 9, 15])
+def test_symmetric_weight_is_refused_when_its_zero_points_are_not_the_middle(stored):
+    with pytest.raises(ModelFormatError, match=rf"q_proj\.qzeros holds {stored} to {stored}, .*all 7 or all 8"):
+        _symmetric(4, stored, is_v2=False)[0].load()
+
+
 @pytest.mark.parametrize(("is_ordered", "has_indices"), [(True, False), (True, True), (False, False)])
-def test_log_says_that_an_order_is_declared_and_not_stored(is_ordered, has_indices, caplog):
+def test_weight_is_refused_when_an_order_is_declared_and_not_stored(is_ordered, has_indices):
     codes, zeros, scales = _random(4)
     groups = np.random.default_rng(0).permutation(np.arange(COLUMNS) // GROUP) if has_indices else None
     parts = packers.gptq(codes, zeros, scales, 4, True, groups)
     stored = {f"m.{part}": tensor for part, tensor in parts.items()}
-    gather_weights(stored, GptqConfig(GptqScheme(4, GROUP, True), is_ordered=is_ordered))
-    assert ("no g_idx is stored" in caplog.text) == (is_ordered and not has_indices)
+    config = GptqConfig(GptqScheme(4, GROUP, True), is_ordered=is_ordered)
+    if is_ordered and not has_indices:
+        with pytest.raises(ModelFormatError, match=r"m\.g_idx is missing.*desc_act"):
+            gather_weights(stored, config)
+    else:
+        assert list(gather_weights(stored, config)) == ["m.weight"]

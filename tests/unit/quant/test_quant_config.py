@@ -28,8 +28,10 @@ def _compressed(weights=None, group=None, **changes):
 @pytest.mark.parametrize(
     "values, expected",
     [
-        (GPTQ, GptqConfig(GptqScheme(4, 128, False))),
-        ({**GPTQ, "group_size": -1, "bits": 8}, GptqConfig(GptqScheme(8, None, False))),
+        (GPTQ, GptqConfig(GptqScheme(4, 128, False, is_symmetric=True))),
+        ({**GPTQ, "sym": None}, GptqConfig(GptqScheme(4, 128, False, is_symmetric=True))),
+        ({**GPTQ, "group_size": -1, "bits": 8}, GptqConfig(GptqScheme(8, None, False, is_symmetric=True))),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, GptqConfig(GptqScheme(4, 128, True, is_symmetric=True))),
         ({**GPTQ, "checkpoint_format": "gptq_v2", "sym": False}, GptqConfig(GptqScheme(4, 128, True))),
         ({"quant_method": "gptq", "wbits": 3, "q_group_size": 64, "format": "gptq_v2"}, GptqConfig(GptqScheme(3, 64, True))),
         (AWQ, AwqConfig(128, True)),
@@ -38,13 +40,14 @@ def _compressed(weights=None, group=None, **changes):
         (FP8, Fp8Config((128, 128))),
         ({**FP8, "weight_block_size": None}, Fp8Config(None)),
         ({"quant_method": "fbgemm_fp8"}, Fp8Config(None)),
-        (AUTO_ROUND, GptqConfig(GptqScheme(4, 128, False))),
+        (AUTO_ROUND, GptqConfig(GptqScheme(4, 128, False, is_symmetric=True))),
         (
             {**AUTO_ROUND, "quant_method": "intel/auto-round", "extra_config": {"lm_head": {"bits": 16}}},
-            GptqConfig(GptqScheme(4, 128, False)),
+            GptqConfig(GptqScheme(4, 128, False, is_symmetric=True)),
         ),
-        ({**GPTQ, "desc_act": True}, GptqConfig(GptqScheme(4, 128, False), is_ordered=True)),
-        ({**GPTQ, "desc_act": True, "group_size": -1}, GptqConfig(GptqScheme(4, None, False))),
+        ({**GPTQ, "desc_act": True}, GptqConfig(GptqScheme(4, 128, False, is_symmetric=True), is_ordered=True)),
+        ({**GPTQ, "desc_act": True, "static_groups": True}, GptqConfig(GptqScheme(4, 128, False, is_symmetric=True))),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, GptqConfig(GptqScheme(4, None, False, is_symmetric=True))),
         (BNB, BitsAndBytesConfig()),
         ({"load_in_8bit": True}, BitsAndBytesConfig()),
     ],
@@ -89,6 +92,10 @@ def test_method_is_refused_by_name_when_it_is_not_supported(method):
         ({**GPTQ, "bits": 5}, "bits 5 .*supported: 2, 3, 4, 8"),
         ({**GPTQ, "sym": False}, "meta.quantizer is gptqmodel 0.9.0"),
         ({**GPTQ, "sym": False, "meta": {"quantizer": ["gptqmodel:0.8.9"]}}, "meta.quantizer"),
+        ({**GPTQ, "sym": False, "meta": {"quantizer": ["gptqmodel:5.0.0"]}}, "'gptqmodel:5.0.0'.*cannot be told"),
+        ({**GPTQ, "sym": False, "meta": {"quantizer": "gptqmodel:6.0.3"}}, "cannot be told"),
+        ({**GPTQ, "bits": 3, "sym": False, "meta": {"quantizer": "gptqmodel:4.2.5"}}, "3 bits"),
+        ({**GPTQ, "sym": False, "dynamic": {"a": {"bits": 3}}, "meta": {"quantizer": "gptqmodel:4.2.5"}}, "3 bits"),
         ({**GPTQ, "sym": False, "meta": {"quantizer": "other:7.0.0"}}, "meta.quantizer"),
         ({**GPTQ, "dynamic": {"-:(?!x)": {}}}, "look-around"),
         ({**GPTQ, "dynamic": {"a" * 5000: {}}}, "5000 characters"),
@@ -181,14 +188,17 @@ def test_first_dynamic_pattern_that_matches_decides():
     config = _read({**GPTQ, "dynamic": dynamic})
     assert isinstance(config, GptqConfig)
     assert config.find_scheme("model.layers.18.gate") is None
-    assert config.find_scheme("model.layers.18.mlp.down_proj") == GptqScheme(8, 32, False)
-    assert config.find_scheme("model.layers.1.mlp.down_proj") == GptqScheme(8, 128, False)
-    assert config.find_scheme("model.layers.1.mlp.up_proj") == GptqScheme(4, None, False)
+    assert config.find_scheme("model.layers.18.mlp.down_proj") == GptqScheme(8, 32, False, True)
+    assert config.find_scheme("model.layers.1.mlp.down_proj") == GptqScheme(8, 128, False, True)
+    assert config.find_scheme("model.layers.1.mlp.up_proj") == GptqScheme(4, None, False, True)
 
 
-def test_asymmetric_first_format_is_read_when_its_writer_is_sound():
-    meta = {"quantizer": ["gptqmodel:1.4.0"]}
+@pytest.mark.parametrize("writer", ["gptqmodel:1.4.0", "gptqmodel:4.2.5", "gptqmodel:7.3.1", "gptqmodel:7.7.0-dev"])
+def test_asymmetric_first_format_is_read_when_its_writer_is_sound(writer):
+    meta = {"quantizer": [writer]}
     assert _read({**GPTQ, "sym": False, "meta": meta}) == GptqConfig(GptqScheme(4, 128, False))
+    mixed = _read({**GPTQ, "dynamic": {"a": {"sym": False}}, "meta": meta})
+    assert [mixed.find_scheme(module).is_symmetric for module in ("a", "b")] == [False, True]
     with pytest.raises(UnsupportedError, match="meta.quantizer"):
         _read({**GPTQ, "dynamic": {".*": {"sym": False}}})
 
