@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_formats import narrow_format
+from quire.grammar.schema_formats import write_format
 from quire.grammar.schema_patterns import narrow_patterns
 from quire.grammar.schema_walk import has_open_names, iter_reached
 
@@ -77,7 +77,7 @@ def schema_fields(schema: object) -> Any:
         return {}
     narrowed = copy.deepcopy(schema)
     for pointer, inner in iter_reached(narrowed):
-        narrow_format(inner)
+        write_format(inner)
         narrow_patterns(inner, pointer)
     return narrowed
 

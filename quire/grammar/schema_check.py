@@ -19,10 +19,6 @@ from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.schema_shape import check_integers, check_shape
 from quire.grammar.schema_walk import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS, References, iter_reached
 
-_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-_WIDE_OF_XGRAMMAR = frozenset(("date", "date-time", "time", "hostname", "ipv4"))
-"""It lets days through that no month has, labels of 64 characters, and numbers of four digits."""
-_MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
 _LOOKAROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 _NOT_ENFORCED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
