@@ -131,7 +131,7 @@ class FittedMatcher(WrappingMatcher):
             return self._judge_found(self._find(), last)
         search, first = last.search, last.first
         if search is None:
-            search, first = Search(self._endings, self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING)), count
+            search, first = self._new_search(min(num_left, _MAX_ENDING)), count
         num_masks = min(MAX_MASKS, (count - first + 1) * _MASKS_A_TOKEN)
         if not search.is_known(num_masks) and num_masks < MAX_MASKS:
             return _Look(count, count + 1, search=search, first=first, num_failures=last.num_failures)
@@ -148,7 +148,11 @@ class FittedMatcher(WrappingMatcher):
         return _Look(count, count + 1)
 
     def _find(self) -> Ending | None:
-        return self._endings.find(self._inner, self._steps[-1].place, min(self._max_tokens - self._count, _MAX_ENDING))
+        return self._new_search(min(self._max_tokens - self._count, _MAX_ENDING)).result()
+
+    def _new_search(self, limit: int) -> Search:
+        places = [step.place for step in self._steps]
+        return Search(self._endings, self._inner, places[-1], limit, self._endings.open_string(self._tokens, places))
 
     def _known_ending(self, last: _Look) -> Ending | None:
         """Return what is left of the last ending where the output has taken its way, or a part of it that still fits.

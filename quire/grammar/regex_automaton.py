@@ -9,15 +9,17 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from typing import Any
 
 from quire.grammar import regex_syntax as syntax
 from quire.grammar.regex_syntax import Ranges, UnreadablePatternError, read_pattern
 
-_MAX_STATES = 20_000
-_MAX_VISITS = 400
-"""States that are visited in search of one completion."""
+_MAX_STATES = 8000
+_MAX_VISITS = 2000
+"""Sets of states that are looked at in search of one answer."""
 _MAX_CACHED = 50_000
 _NEVER = 1 << 30
 
@@ -58,6 +60,8 @@ class RegexAutomaton:
         """Return where it stands after a text; nothing where no text that begins so can match."""
         states = self.start
         for character in text:
+            if not states:
+                break
             states = self.step(states, ord(character))
         return states if self.distance(states) < _NEVER else frozenset()
 
@@ -82,24 +86,43 @@ class RegexAutomaton:
         """Return the ranges of characters that it can read next."""
         return [pair for state in states for ranges, _ in self._chars[state] for pair in ranges]
 
-    def is_within(self, texts: Collection[str]) -> bool:
-        """Return whether it matches no text but some of these."""
-        return self._is_within("", self.start, texts)
+    @property
+    def num_states(self) -> int:
+        """How large it is."""
+        return len(self._empty)
 
-    def _is_within(self, text: str, states: States, texts: Collection[str]) -> bool:
-        if self.distance(states) >= _NEVER:
-            return True
-        if self.distance(states) == 0 and text not in texts:
-            return False
-        following = {ord(other[len(text)]) for other in texts if other.startswith(text) and len(other) > len(text)}
+    def is_within(self, texts: Collection[str]) -> bool:
+        """Return whether it matches no text but some of these, as far as that is seen in little time."""
+        tree: dict[str, Any] = {}
+        for text in texts:
+            node = tree
+            for character in text:
+                node = node.setdefault(character, {})
+            node[""] = {}
+        waiting = [(tree, self.start)]
+        for _ in range(_MAX_VISITS):
+            if not waiting:
+                return True
+            node, states = waiting.pop()
+            following = self._known_steps(node, states)
+            if following is None:
+                return False
+            waiting += following
+        return False
+
+    def _known_steps(self, node: dict[str, Any], states: States) -> list[tuple[dict[str, Any], States]] | None:
+        """Return how known texts go on that begin so, node by node; None where others match, too."""
+        if self.distance(states) == 0 and "" not in node:
+            return None
+        found: list[tuple[dict[str, Any], States]] = []
+        following = {ord(character): inner for character, inner in node.items() if character}
         for low, high in _intervals(self.ranges_from(states)):
             known = [code_point for code_point in following if low <= code_point <= high]
-            is_all_known = len(known) == high - low + 1
-            if not is_all_known and self.distance(self.step(states, _unknown(low, high, following))) < _NEVER:
-                return False
-            if not all(self._is_within(text + chr(one), self.step(states, one), texts) for one in known):
-                return False
-        return True
+            if len(known) <= high - low and self.distance(self.step(states, _unknown(low, high, following))) < _NEVER:
+                return None
+            stepped = ((following[one], self.step(states, one)) for one in known)
+            found += [(inner, at) for inner, at in stepped if self.distance(at) < _NEVER]
+        return found
 
     def _state(self) -> int:
         if len(self._empty) >= _MAX_STATES:
@@ -189,29 +212,37 @@ class RegexAutomaton:
         return self._closure((self._last,), (back,))
 
 
-def shortest_completion(automata: Sequence[RegexAutomaton], text: str, least: int = 0, most: int | None = None) -> str | None:
-    """Return what a text can go on with so that all expressions match; None where nothing is found.
+@dataclass(slots=True)
+class Effort:
+    """How many states may still be looked at, over several searches."""
+
+    left: int
+
+
+def shortest_completion(
+    automata: Sequence[RegexAutomaton], text: str, effort: Effort, least: int = 0, most: int | None = None
+) -> str | None:
+    """Return what a text can go on with so that all expressions match (A*); None where nothing is found.
 
     least, most  characters of the whole
     """
-    start = tuple(automaton.read(text) for automaton in automata)
-    if not all(start):
+    effort.left -= len(text) * len(automata)
+    start = tuple(automaton.read(text) for automaton in automata) if effort.left > 0 else ()
+    if not start or not all(start):
         return None
-    limit = _NEVER if most is None else most
+    room = (least - len(text), _NEVER if most is None else most - len(text))
     order = count()
-    room = (least - len(text), limit - len(text))
     heap = [(_bound(automata, start, room, 0), 0, next(order), "", start)]
     seen: dict[tuple[States, ...], int] = {}
-    for _ in range(_MAX_VISITS):
-        if not heap:
-            return None
+    while heap and effort.left > 0:
         total, _, _, found, states = heapq.heappop(heap)
-        if total == len(found):
-            return found
+        if total == len(found) or total >= _NEVER:
+            return found if total < _NEVER else None
         if seen.get(states, -1) >= (length := min(len(found), max(0, room[0]))):
             continue
         seen[states] = length
         for code_point in _representatives(automata, states):
+            effort.left -= sum(map(len, states))
             following = tuple(one.step(at, code_point) for one, at in zip(automata, states, strict=True))
             total = _bound(automata, following, room, len(found) + 1)
             if total < _NEVER:
@@ -250,7 +281,7 @@ def _rarity(code_point: int) -> int:
 def _intervals(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return pieces of ranges, in order, of which each range holds all or nothing; `"` and the backslash are their own."""
     cuts = {low for low, _ in ranges} | {high + 1 for _, high in ranges}
-    cuts |= {cut for special in (0x20, 0x22, 0x23, 0x5C, 0x5D) for cut in (special,) if any(a <= cut <= b for a, b in ranges)}
+    cuts |= {special for special in (0x20, 0x22, 0x23, 0x5C, 0x5D) if any(low <= special <= high for low, high in ranges)}
     points = sorted(cuts)
     merged = syntax.merge(ranges)
     return [(low, high - 1) for low, high in zip(points, points[1:], strict=False) if _holds(merged, low)]

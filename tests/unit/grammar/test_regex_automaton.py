@@ -5,7 +5,11 @@ import re
 
 import pytest
 
-from quire.grammar.regex_automaton import automaton_of, shortest_completion
+from quire.grammar.regex_automaton import Effort, automaton_of, shortest_completion
+
+
+def complete(patterns, text, **lengths):
+    return shortest_completion([automaton_of(pattern) for pattern in patterns], text, Effort(100_000), **lengths)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,7 @@ from quire.grammar.regex_automaton import automaton_of, shortest_completion
     ],
 )
 def test_completion_matches_and_is_shortest(pattern, text, length):
-    found = shortest_completion([automaton_of(pattern)], text)
+    found = complete([pattern], text)
     assert found is not None
     assert re.search(pattern, text + found)
     assert len(found) == length
@@ -37,16 +41,16 @@ def test_completion_matches_and_is_shortest(pattern, text, length):
 
 @pytest.mark.parametrize(("pattern", "text"), [("^abc$", "b"), ("^ab$", "abc"), ("a^b", ""), ("^[0-9]+$", "1a")])
 def test_no_completion_is_found_when_no_text_that_begins_so_matches(pattern, text):
-    assert shortest_completion([automaton_of(pattern)], text) is None
+    assert complete([pattern], text) is None
 
 
 def test_completion_satisfies_several_expressions_and_lengths_at_once():
     patterns = [r"\d{2}", "[A-Z]", "^[a-zA-Z0-9]+x$"]
-    found = shortest_completion([automaton_of(pattern) for pattern in patterns], "q", least=7, most=9)
+    found = complete(patterns, "q", least=7, most=9)
     assert found is not None
     assert all(re.search(pattern, "q" + found) for pattern in patterns)
     assert len(found) == 6
-    assert shortest_completion([automaton_of(pattern) for pattern in patterns], "q", most=4) is None
+    assert complete(patterns, "q", most=4) is None
 
 
 @pytest.mark.parametrize("pattern", [r"a(?=b)", r"(a)\1", r"\bx", "(", "a{3000}", "(?x)a b", "[z-a]", "*a"])
@@ -84,6 +88,6 @@ def test_automaton_agrees_with_python_on_random_texts():
         for _ in range(20):
             text = "".join(rng.choice("abc") for _ in range(rng.randint(0, 6)))
             assert (automaton.distance(automaton.read(text)) == 0) == bool(re.search(pattern, text)), (pattern, text)
-            found = shortest_completion([automaton], text)
+            found = complete([pattern], text)
             if found is not None:
                 assert re.search(pattern, text + found), (pattern, text, found)
