@@ -236,10 +236,14 @@ class JsonEndings:
     def choose(self, words: Any, place: int, tried: set[int]) -> int | None:
         """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.
 
-        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come.
+        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come. But brackets that
+        close something always lead on, also where several objects are closed one after the other.
         """
         mask = words[0].view(np.uint32)
-        token_id = self._best(mask, place, tried) if tried else None
+        token_id = self._best(mask, place, ())
+        if token_id is not None and place == OUTSIDE and self._scores[OUTSIDE][token_id] <= _MAX_LENGTH:
+            return token_id
+        token_id = self._best(mask, place, tried) if tried else token_id
         token_id = self._best(mask, place, ()) if token_id is None else token_id
         if token_id is not None:
             tried.add(int(self._kinds[token_id]))
