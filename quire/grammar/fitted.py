@@ -135,7 +135,8 @@ class FittedMatcher(WrappingMatcher):
             return self._judge_found(self._find(), last)
         search, first = last.search, last.first
         if search is None:
-            search, first = self._new_search(min(num_left, _MAX_ENDING)), count
+            limit, first = min(num_left, _MAX_ENDING), count
+            search = Search(self._endings, self._inner, self._steps[-1].place, limit, self._open_string())
         num_masks = min(MAX_MASKS, (count - first + 1) * _MASKS_A_TOKEN)
         if not search.is_known(num_masks) and num_masks < MAX_MASKS:
             return replace(last, count=count, until=count + 1, ending=(), search=search, first=first)
@@ -152,11 +153,11 @@ class FittedMatcher(WrappingMatcher):
         return _Look(count, count + 1)
 
     def _find(self) -> Ending | None:
-        return self._new_search(min(self._max_tokens - self._count, _MAX_ENDING)).result()
+        limit = min(self._max_tokens - self._count, _MAX_ENDING)
+        return self._endings.find(self._inner, self._steps[-1].place, limit, self._open_string())
 
-    def _new_search(self, limit: int) -> Search:
-        places = [step.place for step in self._steps]
-        return Search(self._endings, self._inner, places[-1], limit, self._endings.open_string(self._tokens, places))
+    def _open_string(self) -> bytes:
+        return self._endings.open_string(self._tokens, [step.place for step in self._steps])
 
     def _known_ending(self, last: _Look) -> Ending | None:
         """Return what is left of the last ending where the output has taken its way, or a part of it that still fits.
