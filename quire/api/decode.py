@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import ClassVar, Literal, TypeVar, cast
 
 import msgspec
@@ -13,6 +14,7 @@ from quire.api.json_size import check_size
 from quire.api.refusal import Refusal
 from quire.api.unknown_fields import UnknownField, unknown_fields
 from quire.base.errors import RequestError
+from quire.contracts.string_formats import find_annotations
 
 LARGE_BYTES = 64 << 10
 """Longer bodies are worth a look at their size before, and a thread."""
@@ -62,6 +64,10 @@ class Body(Part, kw_only=True):
     def check(self) -> None:
         """Check what lies between fields. Raises RequestError."""
 
+    def output_schemas(self) -> Iterable[tuple[str, object]]:
+        """Return the JSON schemas that the output has to match, each with its path in the body."""
+        return ()
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -102,6 +108,13 @@ def decode_body(
     if issubclass(struct_type, Body):
         cast(Body, body).check()
     return body, ignored
+
+
+def annotations_of(body: msgspec.Struct) -> tuple[str, ...]:
+    """Return the paths of formats in a body's schemas that are not enforced: of strings unknown ones, and all of numbers."""
+    schemas = body.output_schemas() if isinstance(body, Body) else ()
+    found = (f"{path}.{inner}" for path, schema in schemas for inner in find_annotations(schema))
+    return tuple(shorten(path, 200) for path in islice(found, MAX_IGNORED))
 
 
 def _why_malformed(error: ValueError, data: bytes) -> str:

@@ -70,9 +70,7 @@ class RegexAutomaton:
         key = (states, code_point)
         found = self._steps.get(key)
         if found is None:
-            targets = [
-                target for state in states for ranges, target in self._chars[state] if _holds(ranges, code_point)
-            ]
+            targets = [target for state in states for ranges, target in self._chars[state] if _holds(ranges, code_point)]
             if len(self._steps) >= _MAX_CACHED:
                 self._steps.clear()
             found = self._steps[key] = self._closure(targets, (self._empty,))

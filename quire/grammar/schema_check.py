@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from quire.contracts.argument_types import find_reference, has_lone_references
+from quire.contracts.string_formats import enforces_format
 from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.schema_formats import FORMATS
 from quire.grammar.schema_rewrite import Rewriter
@@ -151,12 +152,6 @@ def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
     if "contains" not in schema:
         schema.pop("minContains", None)
         schema.pop("maxContains", None)
-
-
-def enforces_format(schema: dict[str, Any]) -> bool:
-    """Whether the format of a schema is enforced; else it is an annotation: one that is not known, or of what is no string."""
-    kinds = schema.get("type", "string")
-    return schema["format"] in FORMATS and "string" in ((kinds,) if isinstance(kinds, str) else kinds)
 
 
 def _says_nothing_of_names(names: object) -> bool:

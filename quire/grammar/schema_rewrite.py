@@ -136,7 +136,10 @@ class Rewriter:
             return False
         required: set[str] = set(first.get("required", ())) & set(second.get("required", ()))
         named: tuple[dict[str, object], dict[str, object]] = (first.get("properties", {}), second.get("properties", {}))
-        return any(name in named[0] and name in named[1] and self._exclude(named[0][name], named[1][name], depth - 1) for name in required)
+        return any(
+            name in named[0] and name in named[1] and self._exclude(named[0][name], named[1][name], depth - 1)
+            for name in required
+        )
 
 
 def _types_of(schema: dict[str, Any]) -> set[str]:

@@ -20,6 +20,7 @@ from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends
+from quire.grammar.schema_depth import flatten_schema
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.schema_formats import FORMATS
 from quire.grammar.schema_walk import has_open_names, iter_reached
@@ -158,7 +159,8 @@ def _rules_of(schema: object, constraint: Constraint) -> str:
     """Return a checked schema as xgrammar's EBNF. Raises GrammarError where that has no rule for escapes."""
     from xgrammar import Grammar
 
-    rules = str(Grammar.from_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint)))
+    flat = flatten_schema(json.loads(json.dumps(schema)))
+    rules = str(Grammar.from_json_schema(json.dumps(flat), strict_mode=False, **_whitespace(constraint)))
     for wide, exact in _MENDED:
         rules = rules.replace(wide, exact)
     if not has_open_names(schema):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -11,6 +11,7 @@ from msgspec import Meta
 from quire.api.decode import BodyError, Part, check_depth
 from quire.api.openai.shared import MAX_DEPTH, MAX_TOKEN_ID, SERVICE_TIERS, Metadata, SamplingFields, ServiceTier
 from quire.api.refusal import Refusal, always, unless
+from quire.contracts.constraint import MAX_DEPTH as MAX_SCHEMA_DEPTH
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -134,7 +135,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.parameters is None:
             return
-        check_depth(self.parameters, MAX_DEPTH, "parameters")
+        check_depth(self.parameters, MAX_SCHEMA_DEPTH, "parameters")
         size = len(msgspec.json.encode(self.parameters))
         if size > MAX_SCHEMA_BYTES:
             raise ValueError(f"parameters may have {MAX_SCHEMA_BYTES} bytes, got {size}")
@@ -286,6 +287,13 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             )
         if self.echo and not self.continue_final_message:
             raise BodyError("echo: needs continue_final_message true", "echo")
+
+    def output_schemas(self) -> Iterator[tuple[str, object]]:
+        """See Body."""
+        yield from super().output_schemas()
+        for at, tool in enumerate(self.tools or ()):
+            if tool.function.strict or tool.function.name in self.forced_tools:
+                yield f"tools[{at}].function.parameters", tool.function.parameters
 
     @property
     def shown_tools(self) -> list[Tool]:

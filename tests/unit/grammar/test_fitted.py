@@ -347,7 +347,9 @@ MAPS = {
             "required": ["id", "v"],
         }
     },
-    "maps": {"additionalProperties": {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "string"}}}},
+    "maps": {
+        "additionalProperties": {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "string"}}}
+    },
 }
 
 

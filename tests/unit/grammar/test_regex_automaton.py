@@ -83,7 +83,11 @@ def test_automaton_agrees_with_python_on_random_texts():
     atoms = ["a", "b", "[ab]", "[^a]", ".", "(?:a|bc)", "c"]
     for _ in range(300):
         parts = [rng.choice(atoms) + rng.choice(["", "", "*", "+?", "?", "{2}", "{1,2}"]) for _ in range(rng.randint(1, 4))]
-        pattern = rng.choice(["", "^"]) + rng.choice(["", "b|"]).join(["".join(parts[:2]), "".join(parts[2:])]) + rng.choice(["", "$"])
+        pattern = (
+            rng.choice(["", "^"])
+            + rng.choice(["", "b|"]).join(["".join(parts[:2]), "".join(parts[2:])])
+            + rng.choice(["", "$"])
+        )
         automaton = automaton_of(pattern)
         for _ in range(20):
             text = "".join(rng.choice("abc") for _ in range(rng.randint(0, 6)))

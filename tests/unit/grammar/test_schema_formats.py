@@ -61,7 +61,10 @@ def test_sampled_texts_of_a_format_are_valid(compiler, form, backend):
             schema_grammar(compiler, {"type": "string", "format": form}, backend=backend)
         return
     schema, rng = {"type": "string", "format": form}, random.Random(form)
-    grammar, validator = schema_grammar(compiler, schema, backend=backend), jsonschema_rs.validator_for(schema, validate_formats=True)
+    grammar, validator = (
+        schema_grammar(compiler, schema, backend=backend),
+        jsonschema_rs.validator_for(schema, validate_formats=True),
+    )
     texts = [text for text in (sample(grammar, rng) for _ in range(40)) if text is not None]
     assert len(texts) >= 10
     assert [text for text in texts if not validator.is_valid(json.loads(text))] == []
@@ -93,6 +96,13 @@ def test_names_may_be_as_long_as_their_standards_let_them(compiler, form):
     most = 254 if form == "email" else 253
     longest = (local + ".".join([label] * 4))[:most]
     assert accepts(grammar, f'"{longest}"')
-    for wrong in (longest + "b", local + label + "b", "a" + local + label + ".c" * 100, local + "-a", local + "a..b", local + "ab--c"):
+    for wrong in (
+        longest + "b",
+        local + label + "b",
+        "a" + local + label + ".c" * 100,
+        local + "-a",
+        local + "a..b",
+        local + "ab--c",
+    ):
         if wrong != longest:
             assert not accepts(grammar, f'"{wrong}"'), wrong

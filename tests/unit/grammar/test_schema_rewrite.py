@@ -29,7 +29,10 @@ CASES = {
         closed({"a": {}, "b": {"type": "string"}}, patternProperties={"^(a|b)$": {}}),
         [{}, {"a": 1}, {"a": None, "b": ""}, {"b": 2}, {"c": 1}],
     ),
-    "pattern-in-any-case": (closed({"ab": INT, "AB": INT, "aB": INT, "Ab": INT}, patternProperties={"(?i)^ab$": {}}), [{"ab": 1}]),
+    "pattern-in-any-case": (
+        closed({"ab": INT, "AB": INT, "aB": INT, "Ab": INT}, patternProperties={"(?i)^ab$": {}}),
+        [{"ab": 1}],
+    ),
     "not-anything": (
         {"type": "object", "properties": {"a": INT, "b": {"not": {}}}, "additionalProperties": False},
         [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": None}],

@@ -12,8 +12,8 @@ pytest.importorskip("xgrammar")
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
-from quire.grammar.xgrammar_tags import count_optional_groups
 from quire.grammar.compiler import GrammarCompiler
+from quire.grammar.xgrammar_tags import count_optional_groups
 from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, make_vocabulary
 
 SAMPLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "schemas" / "jsonschemabench_100.jsonl"
@@ -105,7 +105,11 @@ def test_texts_of_strings_are_json_whatever_bounds_them(compiler, schema, right)
         ("structural_tag", {"format": {"type": "triggered_tags"}}, "/format/type"),
         ("structural_tag", {"triggers": ["<a>"], "structures": []}, "llguidance"),
         ("structural_tag", {"format": {"type": "json_schema", "json_schema": {}, "style": "python"}}, "/format/style"),
-        ("structural_tag", {"format": {"type": "json_schema", "json_schema": {"not": {"minimum": 1}}}}, "/format/json_schema/not"),
+        (
+            "structural_tag",
+            {"format": {"type": "json_schema", "json_schema": {"not": {"minimum": 1}}}},
+            "/format/json_schema/not",
+        ),
         ("structural_tag", {"format": {"type": "any_text", "begins_without": "a"}}, "/format/begins_without"),
         (
             "structural_tag",
