@@ -7,8 +7,8 @@ from typing import Any, cast
 
 ENFORCED_FORMATS = frozenset(
     (
-        "date", "time", "date-time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid", "uri",
-        "iri", "uri-reference", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+        "date", "time", "date-time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
+        "uri", "iri", "uri-reference", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
     )
 )  # fmt: skip
 _MAPS_OF_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))

@@ -236,8 +236,8 @@ class JsonEndings:
     def choose(self, words: Any, place: int, tried: set[int]) -> int | None:
         """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.
 
-        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come. But brackets that
-        close something always lead on, also where several objects are closed one after the other.
+        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come. But brackets
+        that close something always lead on, also where several objects are closed one after the other.
         """
         mask = words[0].view(np.uint32)
         token_id = self._best(mask, place, ())

@@ -42,8 +42,8 @@ class _Look:
     ending        the end that was found, forced or not
     search        for an end, from `first` tokens on, that goes on with the tokens
     num_failures  how often in a row no end was found
-    least, peak   tokens of the shortest end that was found so far, and of the longest one after a shorter one: what it takes to end
-                  within another item of a list or a map, say
+    least, peak   tokens of the shortest end that was found so far, and of the longest one after a shorter one: what it takes
+                  to end within another item of a list or a map, say
     """
 
     count: int

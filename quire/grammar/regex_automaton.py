@@ -1,7 +1,7 @@
 """RegexAutomaton: which texts a regular expression is found in, and how a text can go on in few characters so that it is.
 
-Masks of tokens cannot tell that: where a pattern may be found anywhere in a string, nearly every token is allowed all the time, and
-says nothing of how far the text has come.
+Masks of tokens cannot tell that: where a pattern may be found anywhere in a string, nearly every token is allowed all the time,
+and says nothing of how far the text has come.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 from quire.grammar import regex_syntax as syntax
 from quire.grammar.regex_syntax import Ranges, UnreadablePatternError, read_pattern
 
-_MAX_STATES = 8000
+MAX_STATES = 8000
 _MAX_VISITS = 2000
 """Sets of states that are looked at in search of one answer."""
 _MAX_CACHED = 50_000
@@ -123,7 +123,7 @@ class RegexAutomaton:
         return found
 
     def _state(self) -> int:
-        if len(self._empty) >= _MAX_STATES:
+        if len(self._empty) >= MAX_STATES:
             raise UnreadablePatternError("it has too many states")
         for edges in (self._empty, self._begin, self._end, self._chars):
             edges.append([])
@@ -282,7 +282,7 @@ def _intervals(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     cuts |= {special for special in (0x20, 0x22, 0x23, 0x5C, 0x5D) if any(low <= special <= high for low, high in ranges)}
     points = sorted(cuts)
     merged = syntax.merge(ranges)
-    return [(low, high - 1) for low, high in zip(points, points[1:], strict=False) if _holds(merged, low)]
+    return [(low, high - 1) for low, high in pairwise(points) if _holds(merged, low)]
 
 
 def _unknown(low: int, high: int, known: Collection[int]) -> int:

@@ -1,7 +1,7 @@
 """Reads regular expressions as JSON schemas have them into a tree, for RegexAutomaton.
 
-Both the syntax of ECMA-262 and that of Rust's regex crate are read. A class that is not known exactly, such as `\\p{L}`, is read as
-any character: whoever takes a text from the automaton has to check it.
+Both the syntax of ECMA-262 and that of Rust's regex crate are read. A class that is not known exactly, such as `\\p{L}`, is
+read as any character: whoever takes a text from the automaton has to check it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from itertools import permutations
 from typing import Any, cast
 
 from quire.contracts.argument_types import find_reference, type_name
-from quire.grammar.regex_automaton import automaton_of
+from quire.grammar.regex_automaton import MAX_STATES, RegexAutomaton, automaton_of
 from quire.grammar.schema_walk import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 MAX_UNIQUE_VALUES = 5
@@ -18,6 +18,8 @@ MAX_UNIQUE_VALUES = 5
 _MAX_REFERENCES = 8
 _MAX_COMPARED = 8
 """How deep schemas are compared to see whether they exclude each other."""
+_MAX_STATES = 100_000
+"""Of automata of names: patterns beyond that are left as they are."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MEANINGLESS = frozenset(("title", "description", "default", "examples", "example", "deprecated", "$comment"))
 
@@ -31,12 +33,13 @@ class Rewriter:
     def __init__(self, root: object, is_lone: bool) -> None:
         self._root = root
         self._is_lone = is_lone
+        self._num_states_left = _MAX_STATES
 
     def rewrite(self, schema: dict[str, Any], pointer: str) -> None:
         """Rewrite one schema, whose keywords have the shapes that they must have."""
         self._close_impossible(schema)
         _leave_out_type(schema)
-        _join_covered_patterns(schema)
+        self._join_covered_patterns(schema)
         self._spell_unique_items(schema)
         self._tell_one_apart(schema)
 
@@ -61,6 +64,31 @@ class Rewriter:
         for key in SCHEMAS:
             if key != "not" and self.is_impossible(schema.get(key)):
                 schema[key] = False
+
+    def _join_covered_patterns(self, schema: dict[str, Any]) -> None:
+        """Take out patterns of names that match declared names only; what they demand is demanded of those properties.
+
+        A backend would begin another property for such a pattern, of which there is none.
+        """
+        named: dict[str, object] = schema.get("properties") or {}
+        patterns: dict[str, object] = schema.get("patternProperties") or {}
+        for pattern, demand in list(patterns.items()):
+            automaton = self._automaton_of(pattern) if named else None
+            if automaton is None or not automaton.is_within(named):
+                continue
+            del patterns[pattern]
+            for name in named:
+                if automaton.distance(automaton.read(name)) == 0:
+                    named[name] = _both(named[name], demand)
+        if "patternProperties" in schema and not patterns:
+            del schema["patternProperties"]
+
+    def _automaton_of(self, pattern: str) -> RegexAutomaton | None:
+        if self._num_states_left <= 0:
+            return None
+        found = automaton_of(pattern)
+        self._num_states_left -= MAX_STATES if found is None else found.num_states
+        return found
 
     def _spell_unique_items(self, schema: dict[str, Any]) -> None:
         """Write all arrays of unique items of a small enum."""
@@ -181,25 +209,6 @@ def _leave_out_type(schema: dict[str, Any]) -> None:
     if left:
         schema["type"] = left[0] if len(left) == 1 else left
         del schema["not"]
-
-
-def _join_covered_patterns(schema: dict[str, Any]) -> None:
-    """Take out patterns of names that match declared names only; what they demand is demanded of those properties.
-
-    A backend would begin another property for such a pattern, of which there is none.
-    """
-    named: dict[str, object] = schema.get("properties") or {}
-    patterns: dict[str, object] = schema.get("patternProperties") or {}
-    for pattern, demand in list(patterns.items()):
-        automaton = automaton_of(pattern)
-        if automaton is None or not automaton.is_within(named):
-            continue
-        del patterns[pattern]
-        for name in named:
-            if automaton.distance(automaton.read(name)) == 0:
-                named[name] = _both(named[name], demand)
-    if "patternProperties" in schema and not patterns:
-        del schema["patternProperties"]
 
 
 def _both(one: object, other: object) -> object:

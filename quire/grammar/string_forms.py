@@ -1,8 +1,8 @@
 """StringForms: how a string of JSON that is open can go on in few characters so that it matches what a schema says of strings.
 
-The masks of a matcher do not show the way where a pattern may be found anywhere in a string: nearly all tokens are allowed until
-it is there. So the expressions of the schema are followed themselves. Which of them the open string has to match is not known:
-the matcher is asked which completion fits.
+The masks of a matcher do not show the way where a pattern may be found anywhere in a string: nearly all tokens are allowed
+until it is there. So the expressions of the schema are followed themselves. Which of them the open string has to match is not
+known: the matcher is asked which completion fits.
 """
 
 from __future__ import annotations

@@ -194,7 +194,10 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
 
 
 def _leave_out_properties(schema: dict[str, Any], pointer: str) -> None:
-    """Leave out properties that no value fits, which xgrammar does not take. Raises GrammarError where they have to be excluded."""
+    """Leave out properties that no value fits, which xgrammar does not take.
+
+    Raises GrammarError where they have to be excluded.
+    """
     named: dict[str, Any] = schema.get("properties") or {}
     for name in [name for name, inner in named.items() if inner is False]:
         where = f"{pointer}/properties/{escape_pointer(name)}"

@@ -44,8 +44,8 @@ class Call:
     """One request to an endpoint.
 
     share           of the room for bodies, taken as the body comes
-    ignored_params  paths of fields of the body that mean nothing here, and of formats in a schema that are not enforced; the shell
-                    lists them in x-quire-ignored-params
+    ignored_params  paths of fields of the body that mean nothing here, and of formats in a schema that are not enforced; the
+                    shell lists them in x-quire-ignored-params
     """
 
     request: Request

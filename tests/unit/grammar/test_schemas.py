@@ -64,7 +64,8 @@ def test_suite_of_the_standard_has_nothing_that_gets_through_wrongly(compiler):
     mistakes = [(group["description"], count(grammar, group["tests"])[2]) for grammar, group in pairs]
     wrong = [mistake for mistake in mistakes if mistake[1]]
     assert not wrong, "\n".join(map(str, wrong))
-    # What is not accepted though valid is stricter than the standard: another order, 1.0 for 1. Its tests of formats take any text.
+    # What is not accepted though valid is stricter than the standard: another order, 1.0 for 1. Its tests of formats take any
+    # text.
     counts = [count(grammar, group["tests"]) for grammar, name, group in kept if name != "format.json"]
     assert sum(taken for _, taken, _ in counts) >= 0.96 * sum(num_valid for num_valid, *_ in counts)
 
