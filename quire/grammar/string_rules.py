@@ -24,11 +24,7 @@ def form_body(schema: dict[str, Any], pointer: str) -> str:
     if "pattern" in schema:
         parts.append(search_body(str(schema["pattern"]), f"{pointer}/pattern"))
     if "format" in schema:
-        known = FORMATS.get(str(schema["format"]))
-        if known is None:
-            raise GrammarError(
-                f"format {schema['format']!r} cannot be enforced in tool calls of this form", f"{pointer}/format"
-            )
+        known = FORMATS[str(schema["format"])]
         parts += [search_body(pattern, f"{pointer}/format") for pattern in known.patterns]
         if known.max_length is not None:
             parts.append(length_body({"maxLength": known.max_length}))
