@@ -108,12 +108,17 @@ class JsonEndings:
             place = OUTSIDE
         return _after_bytes(place, token)
 
+    @property
+    def has_forms(self) -> bool:
+        """Whether there is anything to say of strings but that they end."""
+        return bool(self._forms)
+
     def open_string(self, token_ids: Sequence[int], places: Sequence[int]) -> bytes:
         """Return the string that is open at the end of an output, as JSON writes it; empty where none is.
 
         places  where the output stands before each token, and behind the last one
         """
-        if not self._forms or not places or places[-1] not in (IN_STRING, AFTER_BACKSLASH):
+        if not self.has_forms or not places or places[-1] not in (IN_STRING, AFTER_BACKSLASH):
             return b""
         first = next((at for at in range(len(places) - 1, -1, -1) if places[at] not in (IN_STRING, AFTER_BACKSLASH)), 0)
         found = b""
@@ -123,7 +128,7 @@ class JsonEndings:
 
     def open_after(self, place: int, opened: bytes, token_id: int) -> bytes:
         """Return the string that is open behind one more token, as open_string does; empty where there are no forms."""
-        if not self._forms:
+        if not self.has_forms:
             return b""
         token = self._tokens[token_id] if token_id < len(self._tokens) else b""
         if place >= FIRST_TEXT_PLACE:

@@ -157,6 +157,8 @@ class FittedMatcher(WrappingMatcher):
         return self._endings.find(self._inner, self._steps[-1].place, limit, self._open_string())
 
     def _open_string(self) -> bytes:
+        if not self._endings.has_forms:
+            return b""
         return self._endings.open_string(self._tokens, [step.place for step in self._steps])
 
     def _known_ending(self, last: _Look) -> Ending | None:

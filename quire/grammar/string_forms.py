@@ -19,7 +19,7 @@ from quire.grammar.schema_formats import FORMATS
 from quire.grammar.schema_walk import iter_reached
 
 _MAX_FORMS = 64
-_MAX_STATES = 40_000
+_MAX_STATES = 20_000
 _MAX_TEXT = 8192
 _MAX_EFFORT = 30_000
 """States that may be looked at for the completions of one text: tens of milliseconds."""
