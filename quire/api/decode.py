@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import ClassVar, Literal, TypeVar, cast
 
 import msgspec
@@ -13,6 +14,7 @@ from quire.api.json_size import check_size
 from quire.api.refusal import Refusal
 from quire.api.unknown_fields import UnknownField, unknown_fields
 from quire.base.errors import RequestError
+from quire.contracts.string_formats import find_annotations
 
 LARGE_BYTES = 64 << 10
 """Longer bodies are worth a look at their size before, and a thread."""
@@ -66,6 +68,10 @@ class Body(Part, kw_only=True):
         """Return the paths of parts that have no effect, each with what it is named as; nothing below them is told."""
         return {}
 
+    def output_schemas(self) -> Iterable[tuple[str, object]]:
+        """Return the JSON schemas that the output has to match, each with its path in the body."""
+        return ()
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -109,6 +115,13 @@ def decode_body(
             inside = tuple(f"{path}." for path in parts)
             ignored = (*parts.values(), *(path for path in ignored if not path.startswith(inside)))
     return body, ignored
+
+
+def annotations_of(body: msgspec.Struct) -> tuple[str, ...]:
+    """Return the paths of formats in a body's schemas that are not enforced: of strings unknown ones, and all of numbers."""
+    schemas = body.output_schemas() if isinstance(body, Body) else ()
+    found = (f"{path}.{inner}" for path, schema in schemas for inner in find_annotations(schema))
+    return tuple(shorten(path, 200) for path in islice(found, MAX_IGNORED))
 
 
 def _why_malformed(error: ValueError, data: bytes) -> str:

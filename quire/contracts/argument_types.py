@@ -36,8 +36,10 @@ def find_reference(root: object, reference: str) -> object | None:
     """Return the schema that a reference within its own document means, None where there is none."""
     base, _, fragment = reference.partition("#")
     steps = unquote(fragment).split("/")
-    if base or "#" not in reference or steps[0]:
+    if base or "#" not in reference:
         return None
+    if steps[0]:
+        return _find_anchor(root, steps[0]) if len(steps) == 1 else None
     found: object = root
     for part in steps[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -53,6 +55,21 @@ def find_reference(root: object, reference: str) -> object | None:
         else:
             return None
     return found
+
+
+def _find_anchor(root: object, name: str) -> object | None:
+    """Return the object that has a name by $anchor, the first one."""
+    waiting = [root]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, Mapping):
+            fields = cast("Mapping[str, object]", found)
+            if fields.get("$anchor") == name:
+                return fields
+            waiting += reversed(list(fields.values()))
+        elif isinstance(found, list):
+            waiting += reversed(cast("list[object]", found))
+    return None
 
 
 def type_name(value: object) -> str:

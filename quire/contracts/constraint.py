@@ -22,7 +22,8 @@ _WHITE_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|\)|\||[*+?]|\{
 MAX_SOURCE_BYTES = 64 << 10
 MAX_REGEX_BYTES = 4 << 10
 MAX_CHOICES = 4096
-MAX_DEPTH = 64
+MAX_DEPTH = 320
+"""Levels of JSON: a schema of 128 objects within each other has 257, and a few more where it is part of a structural tag."""
 MAX_OPEN_LENGTH = 1 << 16
 
 

@@ -23,6 +23,7 @@ from quire.grammar.rehearsal import can_go_on
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.spelling_check import check_places, check_texts
+from quire.grammar.string_forms import NO_FORMS, StringForms, string_forms_of
 from quire.grammar.text_before import TextBefore, text_before
 from quire.grammar.vocabulary import Vocabulary
 from quire.grammar.without_phrases import without_phrases
@@ -47,6 +48,11 @@ class Demand:
         if self.constraint is None or self.constraint.kind not in ("json_schema", "json_object", "structural_tag"):
             return None
         return text_before(self.constraint.source) if self.constraint.kind == "structural_tag" else TextBefore()
+
+    @property
+    def string_forms(self) -> StringForms:
+        """What the schemas of the constraint say of strings."""
+        return NO_FORMS if self.constraint is None else string_forms_of(self.constraint.kind, self.constraint.source)
 
     def explain(self, error: GrammarError) -> RequestError:
         """Return what a request with this is told."""
@@ -155,7 +161,7 @@ class GrammarCompiler:
             grammar = grammar.behind(use.prompt_token_ids)
         text = None if use.max_tokens is None else demand.text_before
         if text is not None and use.max_tokens is not None:
-            grammar = FittedGrammar(grammar, self._get_endings().behind(text), use.max_tokens)
+            grammar = FittedGrammar(grammar, self._get_endings().behind(text, demand.string_forms), use.max_tokens)
         return grammar
 
     def warm(self) -> None:
@@ -190,7 +196,8 @@ class GrammarCompiler:
             if demand.bad_words:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
             if demand.text_before is not None:
-                self._get_endings()  # which takes a while for the first time
+                self._get_endings()  # which takes a while for the first time, as do these:
+                _ = demand.string_forms
         except GrammarError:
             raise
         except (UnsupportedError, RequestError) as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from quire.grammar.masks import fill_mask
 from quire.grammar.matcher import MaskedMatcher
 from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.string_forms import NO_FORMS, StringForms
 from quire.grammar.text_before import FIRST_TEXT_PLACE, TextBefore, TextPlaces
 from quire.grammar.vocabulary import Vocabulary
 
@@ -23,6 +25,7 @@ OUTSIDE, IN_STRING, AFTER_BACKSLASH = range(3)
 _NEVER = 1 << 20
 MAX_MASKS = 128
 """Masks that are filled in search of one end: they cost up to a millisecond each, while a step may wait."""
+_MAX_COMPLETED = 8
 _FEW_WORDS = 64
 _FIRST_TOKENS = 512
 """Tokens that are looked at first, those that come to an end soonest; one of them is mostly allowed."""
@@ -56,6 +59,7 @@ class JsonEndings:
         self._vocabulary = vocabulary
         self._special = SpecialTexts.of(vocabulary)
         self._text: TextPlaces | None = None
+        self._forms = NO_FORMS
         self._tokens = vocabulary.tokens
         self.num_words = vocabulary.num_mask_words
         size = vocabulary.size
@@ -75,14 +79,18 @@ class JsonEndings:
         self._orders = (outside_order, inside_order, inside_order)
         self._kinds = np.array([_kind(token) for token in self._tokens], dtype=np.int8)
         self._punctuation = {token: token_id for token_id, token in enumerate(self._tokens) if _PUNCTUATION.fullmatch(token)}
+        self._bytes = {token[0]: token_id for token_id, token in enumerate(self._tokens) if len(token) == 1}
         self._closing = (_pack(closes_item), _pack(closes_string))
 
-    def behind(self, text: TextBefore) -> JsonEndings:
-        """Return the endings of outputs whose JSON comes behind a text."""
-        if not text.closes:
-            return self
+    def behind(self, text: TextBefore, forms: StringForms = NO_FORMS) -> JsonEndings:
+        """Return the endings of outputs whose JSON comes behind a text.
+
+        forms  of the strings in it
+        """
         found = copy(self)
-        found._text = TextPlaces(text, self._vocabulary, self._special)
+        found._forms = forms
+        if text.closes:
+            found._text = TextPlaces(text, self._vocabulary, self._special)
         return found
 
     @property
@@ -99,6 +107,62 @@ class JsonEndings:
                 return following
             place = OUTSIDE
         return _after_bytes(place, token)
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether there is anything to say of strings but that they end."""
+        return bool(self._forms)
+
+    def open_string(self, token_ids: Sequence[int], places: Sequence[int]) -> bytes:
+        """Return the string that is open at the end of an output, as JSON writes it; empty where none is.
+
+        places  where the output stands before each token, and behind the last one
+        """
+        if not self.has_forms or not places or places[-1] not in (IN_STRING, AFTER_BACKSLASH):
+            return b""
+        first = next((at for at in range(len(places) - 1, -1, -1) if places[at] not in (IN_STRING, AFTER_BACKSLASH)), 0)
+        found = b""
+        for at in range(first, len(token_ids)):
+            found = self.open_after(places[at], found, token_ids[at])
+        return found
+
+    def open_after(self, place: int, opened: bytes, token_id: int) -> bytes:
+        """Return the string that is open behind one more token, as open_string does; empty where there are no forms."""
+        if not self.has_forms:
+            return b""
+        token = self._tokens[token_id] if token_id < len(self._tokens) else b""
+        if place >= FIRST_TEXT_PLACE:
+            place, token = OUTSIDE, b"" if self._text is None else self._text.after(place, token_id)[1]
+        return _open_after(place, opened, token)
+
+    def completions(self, opened: bytes) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens that an open string can go on with so that it has one of the forms, the shortest first."""
+        try:
+            text = json.loads(b'"' + opened + b'"', strict=False) if self._forms else None
+        except ValueError:  # within a character, or an escape
+            return
+        for completion in () if text is None else self._forms.completions(text):
+            tokens = self._spell(json.dumps(completion, ensure_ascii=False)[1:-1])
+            if tokens:
+                yield tokens
+
+    def may_close(self, words: Any) -> bool:
+        """Return whether a mask, of a place in a string, allows a token that closes it."""
+        return bool((words[: self.num_words] & self._closing[IN_STRING][: len(words)]).any())
+
+    @property
+    def quote(self) -> tuple[int, ...]:
+        """The token of a quotation mark; () where there is none."""
+        found = self._punctuation.get(b'"')
+        return () if found is None else (found,)
+
+    def _spell(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, () where there are none."""
+        encoded = tuple(self._vocabulary.encode(text))
+        if b"".join(self._tokens[token_id] for token_id in encoded) == text.encode():
+            return encoded
+        found = tuple(self._bytes.get(byte, -1) for byte in text.encode())
+        return () if -1 in found else found
 
     def closings(self, place: int) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of which any end the text before the JSON, () where the output does not stand in that."""
@@ -125,9 +189,12 @@ class JsonEndings:
             place = following
         return Ending(token_ids, num_texts)
 
-    def find(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
-        """Return how an output can end that stands at `place`; None where no way is found within `limit` tokens."""
-        return Search(self, matcher, place, limit).result()
+    def find(self, matcher: MaskedMatcher, place: int, limit: int, opened: bytes = b"") -> Ending | None:
+        """Return how an output can end that stands at `place`; None where no way is found within `limit` tokens.
+
+        opened  the string that is open there, see open_string
+        """
+        return Search(self, matcher, place, limit, opened).result()
 
     def find_further(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
         """Return how an output that may end could go on and end then; None where no way is found within `limit` tokens."""
@@ -138,7 +205,7 @@ class JsonEndings:
         token_id = self.choose(words, place, set())
         if token_id is None or fork.advance(token_id) is not None:
             return None
-        found = self.find(fork, self.after(place, token_id), limit - 1)
+        found = self.find(fork, self.after(place, token_id), limit - 1, self.open_after(place, b"", token_id))
         return None if found is None else self.rest((token_id, *found.tokens), place)
 
     def fits(self, ending: tuple[int, ...], matcher: MaskedMatcher) -> bool:
@@ -174,10 +241,14 @@ class JsonEndings:
     def choose(self, words: Any, place: int, tried: set[int]) -> int | None:
         """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.
 
-        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come.
+        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come. But brackets
+        that close something always lead on, also where several objects are closed one after the other.
         """
         mask = words[0].view(np.uint32)
-        token_id = self._best(mask, place, tried) if tried else None
+        token_id = self._best(mask, place, ())
+        if token_id is not None and place == OUTSIDE and self._scores[OUTSIDE][token_id] <= _MAX_LENGTH:
+            return token_id
+        token_id = self._best(mask, place, tried) if tried else token_id
         token_id = self._best(mask, place, ()) if token_id is None else token_id
         if token_id is not None:
             tried.add(int(self._kinds[token_id]))
@@ -208,7 +279,8 @@ class Search:
     """A search for an end, from where a matcher stands now; where that goes meanwhile makes no difference.
 
     Thread-safe: the forks of a matcher share it.
-    limit  tokens of the end at most
+    limit   tokens of the end at most
+    opened  the string that is open, see JsonEndings.open_string
     """
 
     __slots__ = (
@@ -218,15 +290,17 @@ class Search:
         "_limit",
         "_lock",
         "_matcher",
+        "_num_completed",
         "_num_masks",
         "_num_texts",
+        "_opened",
         "_place",
         "_tokens",
         "_tried",
         "_words",
     )
 
-    def __init__(self, endings: JsonEndings, matcher: MaskedMatcher, place: int, limit: int) -> None:
+    def __init__(self, endings: JsonEndings, matcher: MaskedMatcher, place: int, limit: int, opened: bytes = b"") -> None:
         self._endings = endings
         self._matcher = matcher.fork_ahead()
         self._place = place
@@ -236,6 +310,8 @@ class Search:
         self._tokens: list[int] = []
         self._num_texts = 0
         self._num_masks = 0
+        self._num_completed = 0  # how often this string was looked at for a completion
+        self._opened = opened
         self._is_done = self._has_found = self._matcher.can_end
         self._lock = threading.Lock()
 
@@ -264,11 +340,25 @@ class Search:
         if self._is_done or fill_mask(self._matcher, self._words[0]) is not None:
             self._is_done = True
             return
+        if self._complete_string():
+            return
         token_id = self._endings.choose(self._words, self._place, self._tried.setdefault(self._words.tobytes(), set()))
         if token_id is None:
             self._is_done = True
         else:
             self._take((token_id,))
+
+    def _complete_string(self) -> bool:
+        """Go on with what completes a string that cannot be closed yet; return False where that is not known."""
+        if self._place != IN_STRING or self._num_completed >= _MAX_COMPLETED or self._endings.may_close(self._words[0]):
+            return False
+        self._num_completed += 1
+        for tokens in self._endings.completions(self._opened):
+            whole = (*tokens, *self._endings.quote)
+            if self._matcher.num_fitting(whole) == len(whole):
+                self._take(tokens)
+                return True
+        return False
 
     def _take(self, token_ids: Sequence[int]) -> bool:
         """Go on by some tokens; return False, and be done, at an end or where there are too many."""
@@ -277,11 +367,13 @@ class Search:
         for token_id in token_ids if is_fine else ():
             is_fine = is_fine and self._matcher.advance(token_id) is None
             following = self._endings.after(self._place, token_id)
+            self._opened = self._endings.open_after(self._place, self._opened, token_id)
             self._num_texts += self._place == OUTSIDE and following == IN_STRING
             self._place = following
             self._tokens.append(token_id)
         if (self._place == OUTSIDE) != (place == OUTSIDE):
             self._tried.clear()
+            self._num_completed = 0
         self._has_found = is_fine and self._matcher.can_end
         self._is_done = self._has_found or not is_fine
         return not self._is_done
@@ -299,6 +391,17 @@ def _after_bytes(place: int, token: bytes) -> int:
         elif byte == 0x5C and place == IN_STRING:
             place = AFTER_BACKSLASH
     return place
+
+
+def _open_after(place: int, opened: bytes, token: bytes) -> bytes:
+    """Return the string that is open behind some bytes, b"" where none is."""
+    begin = 0
+    for at, byte in enumerate(token):
+        following = _after_bytes(place, token[at : at + 1])
+        if byte == 0x22 and (place == OUTSIDE) != (following == OUTSIDE):
+            opened, begin = b"", at + 1
+        place = following
+    return b"" if place == OUTSIDE else opened + token[begin:]
 
 
 def _kind(token: bytes) -> int:

@@ -7,7 +7,7 @@ when hardly more are left, what is open is closed, optional parts are left out, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -42,6 +42,8 @@ class _Look:
     ending        the end that was found, forced or not
     search        for an end, from `first` tokens on, that goes on with the tokens
     num_failures  how often in a row no end was found
+    least, peak   tokens of the shortest end that was found so far, and of the longest one after a shorter one: what it takes
+                  to end within another item of a list or a map, say
     """
 
     count: int
@@ -52,6 +54,8 @@ class _Look:
     search: Search | None = None
     first: int = 0
     num_failures: int = 0
+    least: int = _MAX_ENDING
+    peak: int = 0
 
 
 class _Step:
@@ -124,17 +128,18 @@ class FittedMatcher(WrappingMatcher):
             return self._search_further()
         known = self._known_ending(last)
         if known is not None:
-            return self._judge(known)
+            return self._judge(known, last)
         count, num_left = self._count, self._max_tokens - self._count
         min_room = _MIN_ROOM // 4 if last.num_failures else max(_MIN_ROOM, 2 * len(last.ending))
         if last.is_closing or num_left < min_room:
             return self._judge_found(self._find(), last)
         search, first = last.search, last.first
         if search is None:
-            search, first = Search(self._endings, self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING)), count
+            limit, first = min(num_left, _MAX_ENDING), count
+            search = Search(self._endings, self._inner, self._steps[-1].place, limit, self._open_string())
         num_masks = min(MAX_MASKS, (count - first + 1) * _MASKS_A_TOKEN)
         if not search.is_known(num_masks) and num_masks < MAX_MASKS:
-            return _Look(count, count + 1, search=search, first=first, num_failures=last.num_failures)
+            return replace(last, count=count, until=count + 1, ending=(), search=search, first=first)
         found = self._judge_found(search.result(), last)
         # What ends the output of some tokens ago says how much room there is, but may be no end of this one.
         return self._judge_found(self._find(), last) if found.is_closing and first < count else found
@@ -148,7 +153,13 @@ class FittedMatcher(WrappingMatcher):
         return _Look(count, count + 1)
 
     def _find(self) -> Ending | None:
-        return self._endings.find(self._inner, self._steps[-1].place, min(self._max_tokens - self._count, _MAX_ENDING))
+        limit = min(self._max_tokens - self._count, _MAX_ENDING)
+        return self._endings.find(self._inner, self._steps[-1].place, limit, self._open_string())
+
+    def _open_string(self) -> bytes:
+        if not self._endings.has_forms:
+            return b""
+        return self._endings.open_string(self._tokens, [step.place for step in self._steps])
 
     def _known_ending(self, last: _Look) -> Ending | None:
         """Return what is left of the last ending where the output has taken its way, or a part of it that still fits.
@@ -168,12 +179,25 @@ class FittedMatcher(WrappingMatcher):
     def _judge_found(self, ending: Ending | None, last: _Look) -> _Look:
         count, num_left = self._count, self._max_tokens - self._count
         if ending is not None:
-            return self._judge(ending)
+            return self._judge(ending, last)
         if last.num_failures + 1 == _MAX_FAILURES:
             return _Look(count, self._max_tokens)
-        return _Look(count, count + max(8, num_left // 4), num_failures=last.num_failures + 1)
+        until = count + max(8, num_left // 4)
+        return _Look(count, until, num_failures=last.num_failures + 1, least=last.least, peak=last.peak)
 
-    def _judge(self, ending: Ending) -> _Look:
+    def _judge(self, ending: Ending, last: _Look) -> _Look:
+        size = len(ending.tokens)
+        found = self._judge_alone(ending)
+        found = replace(found, least=min(last.least, size), peak=max(last.peak, size) if size > last.least else last.peak)
+        if found.forced is not None or found.peak <= size:
+            return found
+        room = self._max_tokens - self._count - found.peak - _SPARE_TOKENS
+        if room <= 0:  # what is begun now might not come to an end
+            return replace(found, until=self._count + 1, is_closing=True)
+        return replace(found, until=min(found.until, self._count + room))
+
+    def _judge_alone(self, ending: Ending) -> _Look:
+        """Return what an end says to do, whatever was found before."""
         count = self._count
         spare = self._max_tokens - count - len(ending.tokens)
         if spare <= _SPARE_TOKENS:

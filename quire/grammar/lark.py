@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
-from quire.grammar.schema_formats import narrow_format
+from quire.grammar.schema_depth import flatten_schema
+from quire.grammar.schema_formats import write_format
 from quire.grammar.schema_patterns import narrow_patterns
 from quire.grammar.schema_walk import has_open_names, iter_reached
 
@@ -75,11 +75,11 @@ def schema_fields(schema: object) -> Any:
         raise GrammarError("the schema false allows nothing", "")
     if schema is True:
         return {}
-    narrowed = copy.deepcopy(schema)
+    narrowed = json.loads(json.dumps(schema))
     for pointer, inner in iter_reached(narrowed):
-        narrow_format(inner)
+        write_format(inner)
         narrow_patterns(inner, pointer)
-    return narrowed
+    return flatten_schema(narrowed)
 
 
 def inline_schema(schema: Any, constraint: Constraint) -> str:

@@ -6,31 +6,26 @@ annotation, or refused.
 
 from __future__ import annotations
 
-import copy
-import math
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, cast
 
 from quire.contracts.argument_types import find_reference, has_lone_references
+from quire.contracts.string_formats import enforces_format
 from quire.grammar.errors import GrammarError, escape_pointer
+from quire.grammar.schema_formats import FORMATS
+from quire.grammar.schema_rewrite import Rewriter
 from quire.grammar.schema_shape import check_integers, check_shape
-from quire.grammar.schema_walk import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS, References, iter_reached
+from quire.grammar.schema_walk import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS, References, iter_objects, iter_reached
 
-_FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-_WIDE_OF_XGRAMMAR = frozenset(("date", "date-time", "time", "hostname", "ipv4"))
-"""It lets days through that no month has, labels of 64 characters, and numbers of four digits."""
-_MORE_FORMATS = frozenset(("uri-template", "json-pointer", "relative-json-pointer"))
 _LOOKAROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]|\\k<")
 _NOT_ENFORCED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "disallow",
     "extends", "divisibleBy",
 )  # fmt: skip
-_MAX_STEP_ERROR = Fraction(1, 2**54)
-"""What the float of a step may be off: a quotient by it that is an integer is rounded to that."""
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"))
 KNOWN_KEYWORDS = frozenset(
     (
@@ -49,7 +44,7 @@ class Reach:
     """What a backend enforces.
 
     missing   keywords that it does not
-    formats   those that it does
+    formats   those that it does; others are annotations unless they are in FORMATS
     counts_closed  it counts the properties of closed objects, also where not all are required
     """
 
@@ -58,9 +53,11 @@ class Reach:
     counts_closed: bool
 
 
-LLGUIDANCE = Reach(_NOT_ENFORCED, _FORMATS, False)
+LLGUIDANCE = Reach(_NOT_ENFORCED, frozenset(FORMATS), False)
 XGRAMMAR = Reach(
-    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"), _FORMATS - _WIDE_OF_XGRAMMAR | _MORE_FORMATS, True
+    tuple(key for key in _NOT_ENFORCED if key != "propertyNames"),
+    frozenset(FORMATS) - {"regex"},  # texts with backslashes, which it would not escape
+    True,
 )
 
 _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
@@ -79,20 +76,25 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
         draft = fields.get("$schema")
         if isinstance(draft, str) and _OLD_DRAFTS.search(draft):
             raise GrammarError(f"{draft} is too old: write it in draft 4 or later", "/$schema")
-    check_integers(schema, "")
-    cleaned = copy.deepcopy(schema)
+    check_integers(schema)
+    cleaned: object = json.loads(json.dumps(schema))  # a copy, at any depth
     has_ids = _has_ids(cleaned)
     references = References(cleaned)
     is_new_draft = _is_new_draft(cleaned)
     is_lone = has_lone_references(cleaned)
     is_draft4 = _is_draft4(cleaned)
+    rewriter = Rewriter(cleaned, is_lone)
+    literals = _literals(cleaned, references)
+    if rewriter.is_impossible(cleaned):
+        return False
     for pointer, inner in iter_reached(cleaned, references):
         check_shape(inner, pointer)
         _check_draft(inner, pointer, is_lone)
         _write_bounds(inner, pointer, is_draft4)
         _drop_idle(inner, is_lone)
+        rewriter.rewrite(inner, pointer)
         _check_one(inner, pointer, is_new_draft, reach)
-        _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids, references)
+        _check_reference(inner.get("$ref"), f"{pointer}/$ref", has_ids, references, literals)
         _check_loop(cleaned, inner, f"{pointer}/$ref")
     return cleaned
 
@@ -101,7 +103,7 @@ def close_ends(schema: object, limit: int | None) -> object:
     """Return a checked schema whose strings and arrays have a limit where they had none: what it allows, the schema allows."""
     if limit is None:
         return schema
-    closed = copy.deepcopy(schema)
+    closed: object = json.loads(json.dumps(schema))
     for _, inner in iter_reached(closed):
         kinds = inner.get("type")
         names: set[object] = set(cast("list[object]", kinds)) if isinstance(kinds, list) else {kinds}
@@ -136,14 +138,29 @@ def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
     if is_lone and isinstance(schema.get("$ref"), str):
         for key in (schema.keys() & KNOWN_KEYWORDS) - {"$ref", "definitions", "$defs"}:
             del schema[key]
-    if schema.get("uniqueItems") is False:
-        del schema["uniqueItems"]
+    if schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1:
+        schema.pop("uniqueItems", None)
+    if schema.get("not") is False:
+        del schema["not"]
+    if "format" in schema and not enforces_format(schema):
+        del schema["format"]
+    if _says_nothing_of_names(schema.get("propertyNames")):
+        schema.pop("propertyNames", None)
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
     if "contains" not in schema:
         schema.pop("minContains", None)
         schema.pop("maxContains", None)
+
+
+def _says_nothing_of_names(names: object) -> bool:
+    """Whether every name of a property is right: names are strings."""
+    if not isinstance(names, dict):
+        return names is True
+    fields = cast("dict[str, Any]", names)
+    kinds = fields.get("type", "string")
+    return not (fields.keys() & KNOWN_KEYWORDS) - {"type"} and "string" in ((kinds,) if isinstance(kinds, str) else kinds)
 
 
 def iter_tag_schemas(part: object, pointer: str) -> Iterator[tuple[str, object]]:
@@ -165,13 +182,15 @@ def _check_one(schema: dict[str, Any], pointer: str, is_new_draft: bool, reach: 
         if key in schema:
             raise GrammarError(f"{key} cannot be enforced: leave it out", f"{pointer}/{key}")
     if "uniqueItems" in schema:
-        raise GrammarError("uniqueItems cannot be enforced: leave it out", f"{pointer}/uniqueItems")
+        raise GrammarError(
+            "uniqueItems can only be enforced where items are of an enum with few values, or maxItems is 1: leave it out",
+            f"{pointer}/uniqueItems",
+        )
     known_format = schema.get("format")
     if known_format is not None and known_format not in reach.formats:
         allowed = ", ".join(sorted(reach.formats))
         raise GrammarError(f"format {known_format!r} cannot be enforced; allowed are {allowed}", f"{pointer}/format")
     _check_bounds(schema, pointer)
-    _check_multiple(schema, pointer)
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         _check_pattern(pattern, f"{pointer}/pattern")
@@ -215,25 +234,6 @@ def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
             )
 
 
-def _check_multiple(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse a step of which validators that divide floats take some multiples for none: 0.3 is none of 0.1 to them.
-
-    They are right of a step that is a float, and where it nearly is one, of multiples that are integers.
-    """
-    step = schema.get("multipleOf")
-    if not isinstance(step, float):
-        return
-    kinds = schema.get("type", ("number",))
-    names: set[object] = {kinds} if isinstance(kinds, str) else set(kinds)
-    error = 1 if math.isinf(step) else abs(Fraction(step) / Fraction(repr(step)) - 1)
-    if error and (("number" in names) or ("integer" in names and error > _MAX_STEP_ERROR)):
-        raise GrammarError(
-            f"multipleOf {step} cannot be enforced so that validators which divide floats agree: leave it out, or write a sum "
-            "of powers of two, such as 0.5 or 0.25",
-            f"{pointer}/multipleOf",
-        )
-
-
 def _write_bounds(schema: dict[str, Any], pointer: str, is_draft4: bool) -> None:
     """Write exclusive bounds of draft 4, which are true or false, as the numbers of later drafts; refuse them in those."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -261,7 +261,15 @@ def _is_new_draft(root: object) -> bool:
     return draft is None or (isinstance(draft, str) and "2020-12" in draft)
 
 
-def _check_reference(reference: object, pointer: str, has_ids: bool, references: References) -> None:
+def _literals(root: object, references: References) -> dict[int, object]:
+    """Return the objects within the values of enum and const by their ids: these are no schemas, and must stay as they are."""
+    values = [inner[key] for _, inner in iter_reached(root, references) for key in ("enum", "const") if key in inner]
+    return {id(found): found for _, found in iter_objects(values)}
+
+
+def _check_reference(
+    reference: object, pointer: str, has_ids: bool, references: References, literals: Mapping[int, object]
+) -> None:
     """What is not found here is not checked either, so that nobody else may find it."""
     if not isinstance(reference, str):
         return
@@ -270,8 +278,11 @@ def _check_reference(reference: object, pointer: str, has_ids: bool, references:
             raise GrammarError(f"$ref {reference!r:.100}: only references within the schema (#...) can be followed", pointer)
         if "#" not in reference:
             return
-    if not any(isinstance(target, dict | bool) for _, target in references.targets(reference)):
+    targets = [target for _, target in references.targets(reference)]
+    if not any(isinstance(target, dict | bool) for target in targets):
         raise GrammarError(f"$ref {reference!r:.100} leads nowhere", pointer)
+    if any(id(target) in literals for target in targets):
+        raise GrammarError(f"$ref {reference!r:.100} leads to a value of enum or const, which is no schema", pointer)
 
 
 def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
@@ -289,7 +300,4 @@ def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
 
 
 def _has_ids(value: object) -> bool:
-    if isinstance(value, dict):
-        fields = cast("dict[str, object]", value)
-        return any(key in fields for key in ("$id", "id")) or any(_has_ids(item) for item in fields.values())
-    return isinstance(value, list) and any(_has_ids(item) for item in cast("list[object]", value))
+    return any("$id" in fields or "id" in fields for _, fields in iter_objects(value))

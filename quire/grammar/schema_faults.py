@@ -91,6 +91,11 @@ _SAYINGS = (
         (),
         "it is too complex: its expressions have too many states; use smaller counts, and alternatives that differ early",
     ),
+    _saying(
+        "Unable to determine if regex is empty: .*",
+        ("allOf", "pattern"),
+        "it is too complex: whether any text matches all of its patterns cannot be told; use fewer of them",
+    ),
     _saying("Value for 'multipleOf' has too many digits.*", ("multipleOf",), "multipleOf may have 15 digits"),
     _saying(r".*NoExtensionBias.*", (), NOTHING_MATCHES),
     _saying(r"(.*?) *<non-verbose/>", (), r"\1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -58,7 +59,7 @@ _SHAPES: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     ),
     ("a number", _is_number, ("minimum", "maximum")),
-    ("a number above 0", lambda value: _is_number(value) and cast("float", value) > 0, ("multipleOf",)),
+    ("a number above 0", lambda value: _is_number(value) and 0 < cast("float", value) < math.inf, ("multipleOf",)),
     ("a number", lambda value: isinstance(value, int | float), ("exclusiveMinimum", "exclusiveMaximum")),  # bool in draft 4
     ("a string", lambda value: isinstance(value, str), ("pattern", "format", "$ref")),
 )
@@ -75,13 +76,14 @@ def check_shape(schema: dict[str, Any], pointer: str) -> None:
             raise GrammarError(f"{least} {schema[least]} is above {most} {schema[most]}", f"{pointer}/{least}")
 
 
-def check_integers(value: object, pointer: str) -> None:
+def check_integers(value: object) -> None:
     """Raise GrammarError, with the JSON pointer, for an integer within a JSON value that has more than 64 bits."""
-    if isinstance(value, dict):
-        for key, inner in cast("dict[str, object]", value).items():
-            check_integers(inner, f"{pointer}/{escape_pointer(key)}")
-    elif isinstance(value, list):
-        for position, inner in enumerate(cast("list[object]", value)):
-            check_integers(inner, f"{pointer}/{position}")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise GrammarError(f"integers may have 64 bits, got one of {value.bit_length()}", pointer)
+    waiting: list[tuple[str, object]] = [("", value)]
+    while waiting:
+        pointer, found = waiting.pop()
+        if isinstance(found, dict):
+            waiting += [(f"{pointer}/{escape_pointer(key)}", inner) for key, inner in cast("dict[str, object]", found).items()]
+        elif isinstance(found, list):
+            waiting += [(f"{pointer}/{position}", inner) for position, inner in enumerate(cast("list[object]", found))]
+        elif isinstance(found, int) and not -(2**63) <= found < 2**64:
+            raise GrammarError(f"integers may have 64 bits, got one of {found.bit_length()}", pointer)

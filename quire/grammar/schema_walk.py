@@ -16,23 +16,34 @@ SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "the
 
 
 def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it."""
-    if not isinstance(schema, dict):
-        return
-    fields = cast("dict[str, Any]", schema)
-    yield pointer, fields
+    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it.
+
+    What is changed in one that was yielded is followed as it is then. They may be nested as deep as they like.
+    """
+    waiting = [(pointer, schema)]
+    while waiting:
+        where, found = waiting.pop()
+        if isinstance(found, dict):
+            fields = cast("dict[str, Any]", found)
+            yield where, fields
+            waiting += reversed(list(iter_parts(fields, where)))
+
+
+def iter_parts(fields: dict[str, Any], pointer: str) -> Iterator[tuple[str, object]]:
+    """Yield the schemas that a schema consists of, each with the JSON pointer to it."""
     for key in SCHEMA_MAPS:
         inner = fields.get(key)
         if isinstance(inner, dict):
-            for name, item in cast("dict[str, Any]", inner).items():
-                yield from iter_schemas(item, f"{pointer}/{key}/{escape_pointer(name)}")
+            for name, item in cast("dict[str, object]", inner).items():
+                yield f"{pointer}/{key}/{escape_pointer(name)}", item
     for key in (*SCHEMA_LISTS, "items"):
         inner = fields.get(key)
         if isinstance(inner, list):
-            for position, item in enumerate(cast("list[Any]", inner)):
-                yield from iter_schemas(item, f"{pointer}/{key}/{position}")
+            for position, item in enumerate(cast("list[object]", inner)):
+                yield f"{pointer}/{key}/{position}", item
     for key in SCHEMAS:
-        yield from iter_schemas(fields.get(key), f"{pointer}/{key}")
+        if key in fields:
+            yield f"{pointer}/{key}", fields[key]
 
 
 def iter_reached(root: object, references: References | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -58,15 +69,12 @@ def iter_reached(root: object, references: References | None = None) -> Iterator
 
 def has_open_names(part: object) -> bool:
     """Whether names of an object are told in several ways, as declared and open ones; looks anywhere, as a $ref may."""
-    if isinstance(part, list):
-        return any(map(has_open_names, cast("list[object]", part)))
-    if not isinstance(part, dict):
-        return False
-    fields = cast("dict[str, object]", part)
+    return any(_has_open_names(fields) for _, fields in iter_objects(part))
+
+
+def _has_open_names(fields: dict[str, Any]) -> bool:
     ways = [fields.get("properties"), fields.get("patternProperties"), fields.get("additionalProperties") is not False]
-    if any(ways[:2]) and sum(map(bool, ways)) > 1:
-        return True
-    return any(map(has_open_names, fields.values()))
+    return any(ways[:2]) and sum(map(bool, ways)) > 1
 
 
 class References:
@@ -97,20 +105,21 @@ class References:
 
     @cached_property
     def _objects(self) -> list[tuple[str, dict[str, Any]]]:
-        return list(_iter_objects(self._root, ""))
+        return list(iter_objects(self._root))
 
 
 def _names(fields: dict[str, Any]) -> list[str]:
     return [name for name in (fields.get("$id"), fields.get("id")) if isinstance(name, str)]
 
 
-def _iter_objects(value: object, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all objects in a JSON value, schemas or not."""
-    if isinstance(value, dict):
-        fields = cast("dict[str, Any]", value)
-        yield pointer, fields
-        for key, inner in fields.items():
-            yield from _iter_objects(inner, f"{pointer}/{escape_pointer(key)}")
-    elif isinstance(value, list):
-        for position, inner in enumerate(cast("list[object]", value)):
-            yield from _iter_objects(inner, f"{pointer}/{position}")
+def iter_objects(value: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield all objects in a JSON value, schemas or not, each with the JSON pointer to it."""
+    waiting = [(pointer, value)]
+    while waiting:
+        where, found = waiting.pop()
+        if isinstance(found, dict):
+            fields = cast("dict[str, Any]", found)
+            yield where, fields
+            waiting += [(f"{where}/{escape_pointer(key)}", inner) for key, inner in fields.items()][::-1]
+        elif isinstance(found, list):
+            waiting += [(f"{where}/{at}", inner) for at, inner in enumerate(cast("list[object]", found))][::-1]

@@ -20,10 +20,13 @@ from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, MaskSource, StateMatcher
 from quire.grammar.probing import Prober
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends
+from quire.grammar.schema_depth import flatten_schema
+from quire.grammar.schema_faults import NOTHING_MATCHES
+from quire.grammar.schema_formats import FORMATS
 from quire.grammar.schema_walk import has_open_names, iter_reached
 from quire.grammar.special_texts import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
-from quire.grammar.xgrammar_tags import SAFE_PATTERN, xgrammar_format
+from quire.grammar.xgrammar_tags import SAFE_PATTERN, count_optional_groups, xgrammar_format
 
 _ENFORCED = frozenset(
     (
@@ -39,6 +42,8 @@ _NEED_TYPE = frozenset(
     )
 )  # fmt: skip
 _BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
+_OWN_FORMATS = ("json-pointer", "relative-json-pointer")
+"""Formats with quotation marks and backslashes, which it escapes; of others it is given the pattern."""
 _MAX_WHITESPACE = 24
 _ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
 _ESCAPED_LETTERS = r"basic_escape ::= [\"\\bfnrt]"
@@ -47,7 +52,6 @@ _ESCAPED_LETTERS = r"basic_escape ::= [\"\\bfnrt]"
 _MENDED = (
     (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"),  # characters that are counted
     (r"([\0-.]) | ([0-}]) |", r"([ !#-.]) | ([0-[\]-}]) |"),  # of pointers
-    (r'("\\" [ -~])', r'("\\" "\\" [ !#-[\]-~])'),  # quoted in an address
 )
 """Parts of its rules that let through control characters, quotation marks or backslashes which JSON has to escape, and what
 stands for them. None can be within a text of a schema."""
@@ -160,7 +164,8 @@ def _rules_of(schema: object, constraint: Constraint) -> str:
     """Return a checked schema as xgrammar's EBNF. Raises GrammarError where that has no rule for escapes."""
     from xgrammar import Grammar
 
-    rules = str(Grammar.from_json_schema(json.dumps(schema), strict_mode=False, **_whitespace(constraint)))
+    flat = flatten_schema(json.loads(json.dumps(schema)))
+    rules = str(Grammar.from_json_schema(json.dumps(flat), strict_mode=False, **_whitespace(constraint)))
     for wide, exact in _MENDED:
         rules = rules.replace(wide, exact)
     if not has_open_names(schema):
@@ -183,7 +188,29 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
             elif key not in _ENFORCED:
                 raise GrammarError(f"{key} is not enforced by xgrammar: use backend 'auto'", f"{pointer}/{key}")
         _check_beside(inner, pointer)
+        _leave_out_properties(inner, pointer)
+        form = FORMATS.get(str(inner.get("format")))
+        if form is not None and inner["format"] not in _OWN_FORMATS:
+            del inner["format"]
+            inner["pattern"] = f"^(?:{form.single or form.body})$"
+        if isinstance(inner.get("pattern"), str):
+            inner["pattern"] = count_optional_groups(inner["pattern"])
     return schema
+
+
+def _leave_out_properties(schema: dict[str, Any], pointer: str) -> None:
+    """Leave out properties that no value fits, which xgrammar does not take.
+
+    Raises GrammarError where they have to be excluded.
+    """
+    named: dict[str, Any] = schema.get("properties") or {}
+    for name in [name for name, inner in named.items() if inner is False]:
+        where = f"{pointer}/properties/{escape_pointer(name)}"
+        if name in schema.get("required", ()):
+            raise GrammarError(f"{NOTHING_MATCHES}: {name!r:.100} is required, but there is no value that it may have", where)
+        if schema.get("additionalProperties") is not False:
+            raise GrammarError("xgrammar does not exclude a property: set additionalProperties to false", where)
+        del named[name]
 
 
 def _check_beside(schema: dict[str, Any], pointer: str) -> None:

@@ -31,6 +31,13 @@ SAFE_PATTERN = re.compile(
 """Patterns that mean the same to all readers, and cannot let through a quotation mark or a backslash, which xgrammar would not
 escape within JSON."""
 
+_OPTIONAL_GROUP = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\)\?\??", re.DOTALL)
+
+
+def count_optional_groups(pattern: str) -> str:
+    """Return a pattern with {0,1} for ? after groups: xgrammar lets through a group without its beginning, `0` for `(a0*)?`."""
+    return _OPTIONAL_GROUP.sub(lambda found: found[1] or "){0,1}", pattern)
+
 
 def xgrammar_format(tag: Fields, special: SpecialTexts, write: Callable[[dict[str, Any] | bool], str]) -> Fields:
     """Return what a structural tag allows as a format of xgrammar.
@@ -92,7 +99,7 @@ class _Translator:
         pattern = get_field(fields, "pattern", str, pointer)
         if not pattern or SAFE_PATTERN.fullmatch(pattern.replace(r"\n", " ")) is None:
             raise GrammarError("xgrammar may read this expression in another way: use backend 'auto'", f"{pointer}/pattern")
-        return _joined([{"type": "regex", "pattern": pattern}, *self._literal(end)])
+        return _joined([{"type": "regex", "pattern": count_optional_groups(pattern)}, *self._literal(end)])
 
     def _any_text(self, fields: Fields, pointer: str, end: str) -> Fields:
         refuse_others(fields, pointer, "excludes")

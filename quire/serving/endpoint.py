@@ -13,7 +13,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
-from quire.api.decode import LARGE_BYTES, BodyError, decode_body
+from quire.api.decode import LARGE_BYTES, BodyError, annotations_of, decode_body
 from quire.base.errors import RequestError
 from quire.serving.answers import Answer
 from quire.serving.body_room import BodyShare
@@ -44,7 +44,8 @@ class Call:
     """One request to an endpoint.
 
     share           of the room for bodies, taken as the body comes
-    ignored_params  paths of fields of the body that mean nothing here; the shell lists them in x-quire-ignored-params
+    ignored_params  paths of fields of the body that mean nothing here, and of formats in a schema that are not enforced; the
+                    shell lists them in x-quire-ignored-params
     """
 
     request: Request
@@ -113,6 +114,7 @@ class Call:
         except RequestError as error:
             raise from_quire_error(error) from None
         self.ignore(ignored)
+        self.ignored_params += annotations_of(body)
         return body
 
     def ignore(self, names: tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -12,9 +12,10 @@ from msgspec import Meta
 from quire.api.anthropic.blocks import AssistantMessage, CacheControl, Messages, Texts, ToolUseBlock
 from quire.api.decode import Body, BodyError, Part, check_depth
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS
-from quire.api.openai.shared import MAX_DEPTH, MAX_STOP_STRINGS, MAX_TOKEN_ID, Name, StopString
+from quire.api.openai.shared import MAX_STOP_STRINGS, MAX_TOKEN_ID, Name, StopString
 from quire.api.refusal import Refusal, always, unless
 from quire.api.unsupported_params import refusals_of_others
+from quire.contracts.constraint import MAX_DEPTH as MAX_SCHEMA_DEPTH
 
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 _SKIPPED_TOOLS = re.compile(r"(web_search|web_fetch|tool_search_tool_\w+)_\d{8}")
@@ -57,7 +58,7 @@ class Tool(Part, kw_only=True):
     def __post_init__(self) -> None:
         if self.input_schema is None:
             return
-        check_depth(self.input_schema, MAX_DEPTH, "input_schema")
+        check_depth(self.input_schema, MAX_SCHEMA_DEPTH, "input_schema")
         size = len(msgspec.json.encode(self.input_schema))
         if size > MAX_SCHEMA_BYTES:
             raise ValueError(f"input_schema may have {MAX_SCHEMA_BYTES} bytes, got {size}")
@@ -193,6 +194,16 @@ class PromptFields(Body, kw_only=True):
         tools = enumerate(self.tools or ())
         parts = {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
         return parts if self.context_management is None else {**parts, "context_management": "context_management"}
+
+    def output_schemas(self) -> Iterator[tuple[str, object]]:
+        """See Body."""
+        if self.output_config is not None and self.output_config.format is not None:
+            yield "output_config.format.schema", self.output_config.format.schema
+        for at, tool in enumerate(self.tools or ()):
+            if tool.is_skipped:
+                continue
+            if tool.strict or isinstance(self.tool_choice, ToolChoiceAny | ToolChoiceTool):
+                yield f"tools[{at}].input_schema", tool.input_schema
 
     def _check_constraints(self, names: list[str]) -> None:
         choice = self.tool_choice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ from quire.api.decode import BodyError, Part, check_depth
 from quire.api.openai.shared import MAX_DEPTH, NO_LIMIT, SERVICE_TIERS, Limit, Metadata, SamplingFields, ServiceTier
 from quire.api.refusal import Refusal, always, unless
 from quire.api.unsupported_params import NO_REASONING, refusals_of
+from quire.contracts.constraint import MAX_DEPTH as MAX_SCHEMA_DEPTH
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
@@ -135,7 +136,7 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.parameters is None:
             return
-        check_depth(self.parameters, MAX_DEPTH, "parameters")
+        check_depth(self.parameters, MAX_SCHEMA_DEPTH, "parameters")
         size = len(msgspec.json.encode(self.parameters))
         if size > MAX_SCHEMA_BYTES:
             raise ValueError(f"parameters may have {MAX_SCHEMA_BYTES} bytes, got {size}")
@@ -314,6 +315,13 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def wanted_effort(self) -> str | None:
         """How much the model is to reason; None: as the chat template has it."""
         return "none" if self._no_reasoning else self.reasoning_effort
+
+    def output_schemas(self) -> Iterator[tuple[str, object]]:
+        """See Body."""
+        yield from super().output_schemas()
+        for at, tool in enumerate(self.tools or ()):
+            if tool.function.strict or tool.function.name in self.forced_tools:
+                yield f"tools[{at}].function.parameters", tool.function.parameters
 
     @property
     def shown_tools(self) -> list[Tool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -13,7 +13,6 @@ from quire.api.decode import Body, BodyError, Part, check_depth
 from quire.api.openai.chat import MAX_SCHEMA_BYTES, MAX_TOOLS, check_limits
 from quire.api.openai.responses_items import InputItems
 from quire.api.openai.shared import (
-    MAX_DEPTH,
     MAX_TOKEN_ID,
     NO_LIMIT,
     SERVICE_TIERS,
@@ -27,6 +26,7 @@ from quire.api.openai.shared import (
 )
 from quire.api.refusal import Refusal, always, unless
 from quire.api.unsupported_params import refusals_of_others
+from quire.contracts.constraint import MAX_DEPTH as MAX_SCHEMA_DEPTH
 
 MAX_INCLUDES = 32
 Identifier = Annotated[str, Meta(max_length=512)]
@@ -103,7 +103,7 @@ class FunctionTool(Part, kw_only=True):
     def __post_init__(self) -> None:
         if self.parameters is None:
             return
-        check_depth(self.parameters, MAX_DEPTH, "parameters")
+        check_depth(self.parameters, MAX_SCHEMA_DEPTH, "parameters")
         size = len(msgspec.json.encode(self.parameters))
         if size > MAX_SCHEMA_BYTES:
             raise ValueError(f"parameters may have {MAX_SCHEMA_BYTES} bytes, got {size}")
@@ -207,6 +207,16 @@ class ResponsePrompt(Body, kw_only=True):
         if not self.input and self.previous_response_id is None:
             raise BodyError("input: is empty", "input")
         self._check_tools()
+
+    def output_schemas(self) -> Iterator[tuple[str, object]]:
+        """See Body."""
+        if self.text is not None and isinstance(self.text.format, JsonSchemaFormat):
+            yield "text.format.schema", self.text.format.schema
+        for at, tool in enumerate(self.tools or ()):
+            if tool.is_skipped or tool.type == "custom":
+                continue
+            if tool.strict or self.tool_choice == "required" or tool.name in self.chosen_tools:
+                yield f"tools[{at}].parameters", tool.parameters
 
     def _check_tools(self) -> None:
         names: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -182,6 +182,14 @@ class SamplingFields(Body, kw_only=True):
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise BodyError("prompt_logprobs: are not part of a stream; leave stream out", "prompt_logprobs")
+
+    def output_schemas(self) -> Iterator[tuple[str, object]]:
+        """See Body."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            yield "response_format.json_schema.schema", self.response_format.json_schema.schema
+        if self.structured_outputs is not None:
+            yield "structured_outputs.json", self.structured_outputs.json
+        yield "guided_json", self.guided_json
 
     @property
     def output_constraints(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.api.decode import LARGE_BYTES, decode_body
+from quire.api.decode import LARGE_BYTES, annotations_of, decode_body
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
@@ -77,6 +77,7 @@ def make_execute(context: ServerContext) -> Execute:
                 ignored += ignored_in_response(context.model, decoded)
             if ignored and context.config.strict:
                 raise unknown_parameters(ignored)
+            ignored += annotations_of(decoded)
             answer = await handler(context, decoded, caller)
             if isinstance(answer, Unary):
                 answer = await answer.work()

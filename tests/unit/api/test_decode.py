@@ -254,7 +254,7 @@ def test_unknown_fields_are_told():
 
 def test_deep_schema_of_a_tool_is_refused():
     schema: dict = {}
-    for _ in range(100):
+    for _ in range(400):
         schema = {"properties": schema}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert "nested" in str(refused({**CHAT, "tools": [tool]}))

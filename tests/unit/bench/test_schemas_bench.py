@@ -11,7 +11,7 @@ from quire.cli.main import main
 from quire.contracts.config import EngineConfig
 
 SHORT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-SCHEMAS = (SHORT, {"not": {"type": "string"}}, {"type": "array", "items": {"type": "boolean"}})
+SCHEMAS = (SHORT, {"not": {"maxLength": 9}}, {"type": "array", "items": {"type": "boolean"}})
 
 
 def test_schemas_are_counted_and_their_outputs_end():
@@ -41,6 +41,6 @@ def test_spread_tells_the_high_shares():
 
 def test_a_sample_is_refused_when_all_of_its_schemas_are(capsys, tmp_path):
     path = tmp_path / "schemas.jsonl"
-    path.write_text('{"not": {}}\n{"uniqueItems": true}')
+    path.write_text('{"not": {"minimum": 1}}\n{"uniqueItems": true}')
     assert main(["bench", "schemas", "--schemas", str(path), "--num-outputs", "0", "--log-level", "error"]) == 1
     assert "error: all 2 schemas are refused, the first one so: schema: not cannot be enforced" in capsys.readouterr().err

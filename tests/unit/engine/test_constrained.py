@@ -214,7 +214,7 @@ def test_request_is_refused_when_banned_words_leave_nothing_of_its_constraint(ll
 
 def test_request_is_refused_before_anything_runs_when_its_constraint_is_wrong(llm):
     with pytest.raises(RequestError, match="not cannot be enforced") as caught:
-        generate(llm, {"json": {"properties": {"a": {"not": {}}}}})
+        generate(llm, {"json": {"properties": {"a": {"not": {"minimum": 1}}}}})
     assert caught.value.param == "structured_outputs.json"
     assert not llm.llm_engine.has_unfinished_requests()
 

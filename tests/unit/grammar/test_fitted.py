@@ -326,3 +326,55 @@ def test_a_look_goes_on_with_the_tokens_when_there_is_room(compiler):
         compiler.close()
     assert sum(fills) > 40
     assert max(fills) <= 8
+
+
+TEXTS = {
+    "five-digits": {"type": "string", "pattern": r"\d{5}"},
+    "domain-at-end": {"type": "string", "pattern": r"\.com$"},
+    "letters": {"type": "string", "pattern": "b+c"},
+    "two-patterns": {"allOf": [{"type": "string", "pattern": "[a-z]{4}"}, {"pattern": "[0-9]{4}"}, {"minLength": 12}]},
+    "after-anything": {"type": "string", "pattern": r"^.*\.(?:tar|zip)$", "maxLength": 40},
+    "date": {"type": "string", "format": "date-time"},
+    "email": {"type": "string", "format": "email"},
+    "quotes": {"type": "string", "pattern": r'"x\\y"'},
+}
+MAPS = {
+    "names": {"patternProperties": {"^x-[a-z]+$": {"type": "integer"}}, "additionalProperties": False},
+    "hard-names": {"patternProperties": {r"\d{4}": {"type": "string"}}, "additionalProperties": False},
+    "entries": {
+        "additionalProperties": {
+            "properties": {"id": {"type": "string", "format": "uuid"}, "v": {"type": "string", "pattern": r"\d-\d"}},
+            "required": ["id", "v"],
+        }
+    },
+    "maps": {
+        "additionalProperties": {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "string"}}}
+    },
+}
+
+
+@pytest.mark.parametrize("max_tokens", [60, 150])
+@pytest.mark.parametrize("name", [*TEXTS, *MAPS])
+def test_every_output_ends_whatever_pattern_its_strings_have(compiler, name, max_tokens):
+    if name in TEXTS:
+        schema = {"type": "object", "properties": {"v": TEXTS[name]}, "required": ["v"], "additionalProperties": False}
+    else:
+        schema = {"type": "object", **MAPS[name]}
+    grammar, rng = grammar_of(compiler, schema, max_tokens), random.Random(3)
+    for _ in range(4):
+        matcher = grammar.new_matcher()
+        tokens = draw(matcher, rng, max_tokens)
+        assert matcher.can_end, text_of(tokens)
+        jsonschema.validate(json.loads(text_of(tokens)), schema)
+
+
+def test_end_is_found_when_brackets_of_the_same_mask_follow_each_other(compiler):
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    schema = {"type": "object", "additionalProperties": {"type": "object", "additionalProperties": inner}}
+    matcher = grammar_of(compiler, schema, 400).new_matcher()
+    vocabulary = make_vocabulary(PIECES, size=300)
+    for byte in b'{"k": {"l": {':
+        assert matcher.advance(byte) is None
+    found = JsonEndings(vocabulary).find(matcher._inner, 0, 200)
+    assert found is not None
+    assert len(found.tokens) <= 12

@@ -33,7 +33,7 @@ def grammar_of(compiler, schema):
         ({"$ref": "in.json#/q/w", "$defs": {"a": {"$id": "in.json", "q": {"w": {"not": {}}}}}}, "/$defs/a/q/w/not"),
         ({"$ref": "#there", "odd": {"$anchor": "there", "not": {}}}, "/odd/not"),
         ({"$schema": DRAFTS[7], "$ref": "#/c/P", "c": {"P": {"contains": {}}}}, "/c/P/contains"),
-        ({"$schema": DRAFTS[7], "allOf": [{"$ref": "#/c"}], "c": {"multipleOf": 0.1}}, "/c/multipleOf"),
+        ({"$schema": DRAFTS[7], "allOf": [{"$ref": "#/c"}], "c": {"uniqueItems": True}}, "/c/uniqueItems"),
         ({"$ref": "#/nowhere"}, "/$ref"),
         ({"$ref": "#/x/+0", "x": [{}]}, "/$ref"),
         ({"$ref": "#/enum", "enum": [1]}, "/$ref"),

@@ -49,23 +49,25 @@ def count(grammar, tests):
 def test_sample_is_enforced_but_for_a_few_schemas_that_are_refused(compiler):
     rows = sample_rows()
     grammars = compile_all(compiler, [row["schema"] for row in rows])
-    assert sum(grammar is not None for grammar in grammars) >= 90
+    assert sum(grammar is not None for grammar in grammars) >= 96
     counts = [count(grammar, row["tests"]) for grammar, row in zip(grammars, rows, strict=True) if grammar is not None]
     assert [mistakes for *_, mistakes in counts if mistakes] == []
     assert sum(taken for _, taken, _ in counts) >= 0.99 * sum(num_valid for num_valid, *_ in counts)
 
 
 def test_suite_of_the_standard_has_nothing_that_gets_through_wrongly(compiler):
-    groups = [group for path in sorted(SUITE.glob("*.json")) for group in json.loads(path.read_text())]
-    grammars = compile_all(compiler, [group["schema"] for group in groups])
-    pairs = [(grammar, group) for grammar, group in zip(grammars, groups, strict=True) if grammar is not None]
-    assert len(pairs) >= 170
+    groups = [(path.name, group) for path in sorted(SUITE.glob("*.json")) for group in json.loads(path.read_text())]
+    grammars = compile_all(compiler, [group["schema"] for _, group in groups])
+    kept = [(grammar, *group) for grammar, group in zip(grammars, groups, strict=True) if grammar is not None]
+    assert len(kept) >= 195
+    pairs = [(grammar, group) for grammar, _, group in kept]
     mistakes = [(group["description"], count(grammar, group["tests"])[2]) for grammar, group in pairs]
     wrong = [mistake for mistake in mistakes if mistake[1]]
     assert not wrong, "\n".join(map(str, wrong))
-    # What is not accepted though valid is stricter than the standard: another order, 1.0 for 1, text of another format.
-    taken = sum(count(grammar, group["tests"])[1] for grammar, group in pairs)
-    assert taken >= 0.94 * sum(count(grammar, group["tests"])[0] for grammar, group in pairs)
+    # What is not accepted though valid is stricter than the standard: another order, 1.0 for 1. Its tests of formats take any
+    # text.
+    counts = [count(grammar, group["tests"]) for grammar, name, group in kept if name != "format.json"]
+    assert sum(taken for _, taken, _ in counts) >= 0.96 * sum(num_valid for num_valid, *_ in counts)
 
 
 @pytest.mark.slow

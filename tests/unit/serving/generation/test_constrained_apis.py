@@ -126,10 +126,14 @@ STRICT = [{**tool, "strict": True} for tool in MESSAGE_TOOLS]
     [
         (
             ask_message,
-            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {"minimum": 1}}}}},
             "output_config.format.schema",
         ),
-        (ask_response, {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, "text.format.schema"),
+        (
+            ask_response,
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {"minimum": 1}}}}},
+            "text.format.schema",
+        ),
     ],
 )
 def test_schema_is_refused_by_its_field_when_it_cannot_be_enforced(engine, send, body, param):

@@ -6,6 +6,7 @@ import json
 import msgspec
 import pytest
 
+from quire.api.openai.chat import ChatCompletionRequest
 from quire.base.errors import RequestError
 from quire.serving.answers import Bypass, Download, Ready, Stream, Unary
 from quire.serving.config import ApiKey
@@ -668,6 +669,21 @@ def test_unknown_fields_are_listed_by_their_paths():
     assert context.metrics.ignored[0] == "odd"
     status, _, body, _ = ask(post("/nested", sent), endpoints, strict=True)
     assert (status, body["error"]["code"], body["error"]["param"]) == (400, "unknown_parameter", "inner.odd")
+
+
+async def read_chat(context, call):
+    await call.body(ChatCompletionRequest)
+    return Ready(b"{}")
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_formats_that_are_not_enforced_are_listed_and_never_refused(is_strict):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "format": "int32"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    sent = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "response_format": form}).encode()
+    status, headers, *_ = ask(post("/read", sent), [endpoint("/read", read_chat)], strict=is_strict)
+    assert status == 200
+    assert headers["x-quire-ignored-params"] == "response_format.json_schema.schema.properties.n.format"
 
 
 def test_list_of_unknown_fields_ends_with_a_whole_name_when_it_is_long():

@@ -168,7 +168,7 @@ def test_beginning_of_a_call_is_no_content_when_the_tokens_end_within_it(context
         assert not any(choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"])
 
 
-UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {}}}}
+UNENFORCEABLE = {"type": "object", "properties": {"a": {"not": {"minimum": 1}}}}
 UNIQUE = {"name": "x", "schema": {"uniqueItems": True}}
 BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "parameters": UNENFORCEABLE, "strict": True}}]
 
@@ -186,9 +186,13 @@ BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "paramet
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNENFORCEABLE}}},
             "response_format.json_schema.schema: not cannot be enforced: leave it out (at /properties/a/not)",
         ),
-        ({"structured_outputs": {"json": {"not": {}}}}, "(at /not)"),
+        ({"structured_outputs": {"json": {"not": {"minimum": 1}}}}, "(at /not)"),
         (
-            {"structured_outputs": {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}},
+            {
+                "structured_outputs": {
+                    "structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {"minimum": 1}}}}
+                }
+            },
             "json_schema/not)",
         ),
     ],
@@ -210,7 +214,7 @@ def test_answer_follows_reasoning_within_one_grammar_when_the_model_reasons(engi
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", "/properties/a/not"),
+        ({"guided_json": {"properties": {"a": {"not": {"minimum": 1}}}}}, "guided_json", "/properties/a/not"),
         *(
             (
                 {"response_format": {"type": "json_schema", "json_schema": {**UNIQUE, **more}}},
