@@ -170,7 +170,7 @@ class ProcessBarrier:
     # The end of a group
 
     def abort(self, rank: int, reason: AbortReason, text: str = "") -> bool:
-        """End the group because of a rank (of the world): every wait of every member raises. Returns whether it was the first.
+        """End the group because of a rank (of the world): waits that lack a member raise. Returns whether it was first.
 
         text  what the others' errors shall say; kept in shared memory before the word is set
         """

@@ -216,6 +216,8 @@ def test_slow_rank_that_shows_a_heartbeat_is_left_alone(leader):
             time.sleep(0.1)
             group.barrier(rank).beat()
         group.barrier(rank).wait()
+        with pytest.raises(GroupClosedError):  # whoever ends before the group is closed is taken for dead
+            group.barrier(rank).wait()
         return 0
 
     pids = start_processes(2, lambda index: worker(group, index + 1, body))

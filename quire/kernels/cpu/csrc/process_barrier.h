@@ -45,8 +45,10 @@ enum class WaitResult { done = 0, aborted = 1, timed_out = 2 };
 // Set up a state before any rank uses it. More ranks than cores should spin little: the rank that is waited for needs the core.
 void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields);
 
-// Arrive at the next barrier and wait until all ranks have. False: the group was aborted (see abort_word), and nothing may be
-// assumed of what other ranks have written. All that a rank wrote before is visible to the others after.
+// Arrive at the next barrier and wait until all ranks have. False: the group was aborted (see abort_word) while a rank is missing,
+// and nothing may be assumed of what other ranks have written. A barrier that all have reached is passed even in an aborted group,
+// so that the ranks do not differ in it; the next one that lacks a rank ends. All that a rank wrote before is visible to the others
+// after.
 bool process_barrier_wait(BarrierState* state, int rank, int size);
 
 // The two halves. A wait may be repeated after it timed out, and need not spin then; timeout_ns < 0: no limit.
@@ -61,7 +63,7 @@ WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counte
 // Set a counter of this rank's own, after all that it wrote before, and wake those who sleep on it.
 void advance_counter(SharedCounter* counter, u32 value);
 
-// End the group: every wait returns `aborted`, those that sleep at once or after 50 ms. Only the first call counts; returns whether
+// End the group: every wait for something that has not come returns `aborted`, those that sleep at once or after 50 ms. Only the first call counts; returns whether
 // this was it.
 bool abort_group(BarrierState* state, int rank, AbortReason reason);
 
