@@ -197,7 +197,7 @@ def test_recorded_steps_draft_what_those_launched_one_by_one_draft(drafted, othe
 
     def load_recording(target):
         drafter = load_drafter(target._replace(recorder=recorder))
-        recorder.stepper = drafter.steppers[0]
+        recorder.stepper = drafter.executors[0]
         recorder.more = [drafter._model.inputs] if method in HEADS else []
         return drafter
 
@@ -345,7 +345,7 @@ def test_what_drafts_is_counted_before_the_cache_is_made(model, other, tmp_path,
     assert drafter.block_bytes == block_bytes
     waiting = {"eagle3": 3 * 16 + 12, "draft_model": 0, "medusa": 3}[method]
     assert drafter.held_bytes == 2 * waiting * 32 * 4
-    assert [stepper._pool.num_blocks for stepper in drafter.steppers] == [40] * (method != "medusa")
+    assert [stepper._pool.num_blocks for stepper in drafter.executors] == [40] * (method != "medusa")
     llm.close()
 
 
