@@ -357,7 +357,7 @@ def test_nothing_of_what_drafts_and_of_its_model_is_left_behind_an_end(model, ot
     llm = LLM(str(model), device=DEVICE, speculative_config=config | {"draft_min_share": 0.0}, **OPTIONS)
     proposer = llm.llm_engine._runner._speculator._proposer
     drafter = proposer._drafter if method == "draft_model" else proposer._model
-    kept = [weakref.ref(part) for part in (llm.llm_engine._runner._executor._decoder, drafter._decoder, drafter._stepper)]
+    kept = [weakref.ref(part) for part in (llm.llm_engine._runner._executor._decoder, drafter._decoder, drafter._executor)]
     del proposer, drafter
     llm.generate(PROMPTS[2:], [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)], use_tqdm=False)
     assert llm.llm_engine.stats.num_draft_tokens > 0
