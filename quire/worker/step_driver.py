@@ -169,7 +169,7 @@ class StepDriver:
 
     @property
     def speculator(self) -> Speculator:
-        """Where drafts come from. Only what use_speculator got drafts, one speculator at a time."""
+        """Where drafts come from."""
         return self._speculator
 
     def use_speculator(self, speculator: Speculator) -> None:

@@ -141,7 +141,7 @@ class _Measured(NamedTuple):
     @property
     def steppers(self) -> list[GpuStepExecutor]:
         """All that launch steps, the model's first."""
-        return [self.stepper, *(() if self.drafter is None else self.drafter.steppers)]
+        return [self.stepper, *(() if self.drafter is None else self.drafter.executors)]
 
     def run_full(self) -> None:
         """Run the largest step, and what takes most memory to draft."""

@@ -61,12 +61,14 @@ class DraftCache:
 class DeviceChains:
     """Implements quire.speculate.chain_drafter.ChainDrafter for a draft model. To be called on the device, in inference mode.
 
-    stepper  of the decoder, over the pool of the cache; its lines are the sequences of a call, in their order
-    sizes    those of the stepper
+    executor of the decoder, over the pool of the cache; its batch slots are the sequences of a call, in their order
+    sizes    those of the executor
     """
 
-    def __init__(self, decoder: DeviceDecoder | DeviceHead, stepper: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
-        self._decoder, self._stepper, self._sizes, self.kv = decoder, stepper, sizes, kv
+    def __init__(
+        self, decoder: DeviceDecoder | DeviceHead, executor: GpuStepExecutor, kv: DraftCache, sizes: StepSizes
+    ) -> None:
+        self._decoder, self._executor, self._sizes, self.kv = decoder, executor, sizes, kv
         width = -(-sizes.max_model_len // kv.spec.block_size)
         self._tables = np.full((sizes.max_num_seqs, width), -1, np.int64)  # as they stand on the device
         self._rows: list[SamplingRow | None] = [None] * sizes.max_num_seqs
@@ -94,37 +96,37 @@ class DeviceChains:
 
     def _draft_group(self, group: _Group, least_share: float) -> list[list[int]]:
         """Launch the known tokens and then level by level, with the host at most NUM_READBACKS levels behind."""
-        stepper, count = self._stepper, len(group.counts)
-        for line, row in enumerate(group.rows):
-            if self._rows[line] is not row:
-                stepper.sampling_table.set(line, SlotSampling.of(row))
-                self._rows[line] = row
-        sampling = stepper.sampling_table.sampling_of(np.arange(count, dtype=np.int32))
+        executor, count = self._executor, len(group.counts)
+        for slot, row in enumerate(group.rows):
+            if self._rows[slot] is not row:
+                executor.sampling_table.set(slot, SlotSampling.of(row))
+                self._rows[slot] = row
+        sampling = executor.sampling_table.sampling_of(np.arange(count, dtype=np.int32))
         is_doubted = least_share > 0 and all(row.is_greedy for row in group.rows)
         changes, levels, shares = self._changes(group), list[list[int]](), list[Tensor]()
         waiting: list[Launched] = []
         for level in range(max(1, *group.counts)):
             if len(waiting) == NUM_READBACKS:
-                levels.append(stepper.read_sampled(waiting.pop(0))[0])
-            launched = stepper.launch(group.step(level), sampling, changes, Kept(logits=is_doubted))
+                levels.append(executor.read_sampled(waiting.pop(0))[0])
+            launched = executor.launch(group.step(level), sampling, changes, Kept(logits=is_doubted))
             if is_doubted and launched.logits is not None:
                 shares.append(best_shares(launched.logits))
             waiting.append(launched)
             changes = _NOTHING
-        levels += [stepper.read_sampled(launched)[0] for launched in waiting]
+        levels += [executor.read_sampled(launched)[0] for launched in waiting]
         kept = _likely_counts(shares, least_share, group.counts) if is_doubted else group.counts
         # Where nothing can be drawn any token does as a draft.
-        return [[max(tokens[line], 0) for tokens in levels[: kept[line]]] for line in range(count)]
+        return [[max(tokens[slot], 0) for tokens in levels[: kept[slot]]] for slot in range(count)]
 
     def _changes(self, group: _Group) -> BlockTableUpdates:
         """Return what of the block tables on the device is another one."""
         entries: list[tuple[int, int, tuple[int, ...]]] = []
-        for line, blocks in enumerate(group.blocks):
-            own = self._tables[line, : len(blocks)]
+        for slot, blocks in enumerate(group.blocks):
+            own = self._tables[slot, : len(blocks)]
             others = np.flatnonzero(own != blocks)
             if len(others):
                 first = int(others[0])
-                entries.append((line, first, tuple(blocks[first:].tolist())))
+                entries.append((slot, first, tuple(blocks[first:].tolist())))
                 own[:] = blocks
         return BlockTableUpdates(entries)
 
@@ -132,8 +134,8 @@ class DeviceChains:
 class HeadChains(DeviceChains):
     """Implements quire.speculate.chain_drafter.HeadDrafter."""
 
-    def __init__(self, head: DeviceHead, stepper: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
-        super().__init__(head, stepper, kv, sizes)
+    def __init__(self, head: DeviceHead, executor: GpuStepExecutor, kv: DraftCache, sizes: StepSizes) -> None:
+        super().__init__(head, executor, kv, sizes)
         self._head = head
 
     def narrow(self, features: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class HeadChains(DeviceChains):
     ) -> Tensor:
         """See HeadDrafter; kv is its own."""
         head, device = self._head, self._head.device
-        # As wide as in the steps of the stepper, for which kernels are compiled ahead.
+        # As wide as in the steps of the executor, for which kernels are compiled ahead.
         missing = self._tables.shape[1] - step.block_tables.shape[1]
         step = replace(step, block_tables=torch.nn.functional.pad(step.block_tables, (0, missing)))
         parts: list[Tensor] = []
@@ -185,22 +187,24 @@ class _Group:
 
     def step(self, level: int) -> HostStep:
         """Return the step of the known tokens, or behind them that of the draft `level`, of all that have one more."""
-        lines = np.arange(len(self.counts), dtype=np.int32)
+        batch_slots = np.arange(len(self.counts), dtype=np.int32)
         drawn = self._first_drawn + level
         if level == 0:
             known, ends = self._num_known, self._ends
-            row_of = np.repeat(lines, known)
+            row_of = np.repeat(batch_slots, known)
             positions = np.repeat(ends - known, known) + np.arange(len(row_of)) - np.repeat(np.cumsum(known) - known, known)
             slots = self._slots(row_of, positions)
             lengths, rows = (ends - self._origins).astype(np.int32), np.cumsum(known) - 1
-            return HostStep(tuple(known.tolist()), lines, lengths, self._token_ids, positions, slots, rows, lines, drawn)
+            return HostStep(
+                tuple(known.tolist()), batch_slots, lengths, self._token_ids, positions, slots, rows, batch_slots, drawn
+            )
         goes_on = np.array(self.counts) > level
         positions = np.where(goes_on, self._ends - 1 + level, 0)
         # One that has its drafts stands by, so that the others keep their rows: it sees and stores nothing.
-        slots = np.where(goes_on, self._slots(lines, positions), -1)
+        slots = np.where(goes_on, self._slots(batch_slots, positions), -1)
         lengths = np.where(goes_on, self._ends - self._origins + level, 0).astype(np.int32)
-        given, rows = np.full(len(lines), -1, np.int64), lines.astype(np.int64)
-        return HostStep((1,) * len(lines), lines, lengths, given, positions, slots, rows, lines, drawn)
+        given, rows = np.full(len(batch_slots), -1, np.int64), batch_slots.astype(np.int64)
+        return HostStep((1,) * len(batch_slots), batch_slots, lengths, given, positions, slots, rows, batch_slots, drawn)
 
     def _slots(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._tables[rows, positions // self._size] * self._size + positions % self._size

@@ -76,13 +76,13 @@ class Drafter(ABC):
     method       that it is of
     block_bytes  of its cache under one block of the model's
     held_bytes   of what it keeps of sequences, at most
-    steppers     what launches its steps, if it has any
+    executors     what launches its steps, if it has any
     """
 
     method: str
     block_bytes: int = 0
     held_bytes: int = 0
-    steppers: Sequence[GpuStepExecutor] = ()
+    executors: Sequence[GpuStepExecutor] = ()
 
     @abstractmethod
     def run_full(self) -> None:
@@ -120,13 +120,13 @@ class _Stepping(Drafter):
         self._decoder, self._sizes = decoder, sizes
         self._min_share = target.drafting.min_share_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
-        self._stepper = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
-        self.block_bytes, self.steppers = kv.bytes_per_block, (self._stepper,)
+        self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
+        self.block_bytes, self.executors = kv.bytes_per_block, (self._executor,)
 
     def run_full(self) -> None:
         """See Drafter."""
         sizes, decoder = self._sizes, self._decoder
-        self._stepper.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
+        self._executor.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
         if self._min_share > 0:
             shape = sizes.max_num_seqs, decoder.spec.vocab_size
             best_shares(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
@@ -134,7 +134,7 @@ class _Stepping(Drafter):
     def give_pool(self, num_blocks: int) -> None:
         """See Drafter."""
         self._cache.pool = DeviceKvPool(self._cache.spec, num_blocks, self._decoder.device)
-        self._stepper.give_pool(self._cache.pool)
+        self._executor.give_pool(self._cache.pool)
         num_bytes = num_blocks * self.block_bytes
         logger.info("drafts (%s) have a KV cache of %s under the model's blocks", self.method, format_bytes(num_bytes))
 
@@ -154,7 +154,7 @@ class _DraftModel(_Stepping):
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
         super().__init__(decoder, kv, sizes, target)
-        self._chains = DeviceChains(decoder, self._stepper, self._cache, sizes)
+        self._chains = DeviceChains(decoder, self._executor, self._cache, sizes)
         if compilation is not None:
             compilation.wait()
 
@@ -180,7 +180,7 @@ class _Head(_Stepping):
         self._most_rows = sizes.max_num_seqs * drafting.top_k
         self._model = DeviceHead(head, decoder, self._max_len, max(sizes.max_num_batched_tokens, self._most_rows))
         super().__init__(self._model, kv, sizes, target)
-        self._chains = HeadChains(self._model, self._stepper, self._cache, sizes)
+        self._chains = HeadChains(self._model, self._executor, self._cache, sizes)
         self._head = replace(head, parameters={})  # they are on the device
         # Places of every sequence may wait, and stand in one piece when all are read; so may those of the last two steps.
         num_waiting = sizes.max_num_seqs * min(most_waiting, sizes.max_model_len) + target.most_tokens

@@ -136,13 +136,13 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     pool = DeviceKvPool(kv, 1, _META)
-    stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
+    executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
         # Recorded steps with prompts differ from the others below in their attention alone, and that not by their tokens.
-        prompts = [key for key in stepper.prompts.keys if key.num_tokens == stepper.prompts.max_tokens]
-        for key in [*prompts, *stepper.grid.keys]:
-            stepper.record(key)
+        prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
+        for key in [*prompts, *executor.grid.keys]:
+            executor.record(key)
         for step in _mixed_steps(one_by_one, sizes):
             one_by_one.launch(step, SAMPLINGS[0], BlockTableUpdates([]))
             if sizes.has_trees:
@@ -167,28 +167,28 @@ def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
     return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, model.policy, model.is_in_order)
 
 
-def _mixed_steps(stepper: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
+def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
     """Yield steps with prompts of every kind that kernels tell apart: by powers of two, and by what fits one chunk of keys."""
     longest = sizes.max_model_len
     most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
     powers = _powers_of_two(most)
     for count in sorted({count for power in powers for count in (power, power + 1) if count <= most} | {most}):
         # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
-        yield full_step(count, -(-count // longest), longest, stepper.padding_slot, longest, sizes.max_num_drafts)
+        yield full_step(count, -(-count // longest), longest, executor.padding_slot, longest, sizes.max_num_drafts)
         if count <= min(CHUNK, longest):
-            yield full_step(count, 1, count, stepper.padding_slot)
+            yield full_step(count, 1, count, executor.padding_slot)
     # As many tokens are sampled as there are sequences and drafts.
     num_drafts, most_sampled = sizes.max_num_drafts, min(most, sizes.max_num_seqs + sizes.max_num_drafts)
     for count in sorted({*(power for power in powers if num_drafts < power < most_sampled), most_sampled}):
         if num_drafts and count > num_drafts:
             # More sequences, with fewer drafts of each, where so many tokens do not fit fewer.
             num_sequences = max(count - num_drafts, -(-count // longest))
-            yield full_step(count, num_sequences, longest, stepper.padding_slot, 1, num_drafts)
-    num_long = max(num_queries for num_queries, _ in stepper.tile_kinds)
+            yield full_step(count, num_sequences, longest, executor.padding_slot, 1, num_drafts)
+    num_long = max(num_queries for num_queries, _ in executor.tile_kinds)
     for num_short, context_len in itertools.product((1, 2, 4, 8, 16), {min(CHUNK, longest), longest}):
         num_tokens = min(num_long + num_short, context_len + num_short, sizes.max_num_batched_tokens)
         if sizes.max_num_seqs > 1 and num_tokens > num_short:
-            yield full_step(num_tokens, 2, context_len, stepper.padding_slot, num_short)
+            yield full_step(num_tokens, 2, context_len, executor.padding_slot, num_short)
 
 
 def _with_trees(step: HostStep) -> HostStep:

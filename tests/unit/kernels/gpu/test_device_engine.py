@@ -92,7 +92,8 @@ def test_only_the_rows_that_need_it_go_to_the_sampler_of_the_host(qwen, monkeypa
     seen = []
 
     def noted(logits, rows, draw):
-        seen.append((len(logits), [row.needs_logprob for row in rows]))
+        if draw is not None:  # else it is the CPU's
+            seen.append((len(logits), [row.needs_logprob for row in rows]))
         return sample(logits, rows, draw)
 
     monkeypatch.setattr(step_driver, "sample", noted)

@@ -197,7 +197,7 @@ def test_recorded_steps_draft_what_those_launched_one_by_one_draft(drafted, othe
 
     def load_recording(target):
         drafter = load_drafter(target._replace(recorder=recorder))
-        recorder.stepper = drafter.steppers[0]
+        recorder.stepper = drafter.executors[0]
         recorder.more = [drafter._model.inputs] if method in HEADS else []
         return drafter
 
@@ -345,7 +345,7 @@ def test_what_drafts_is_counted_before_the_cache_is_made(model, other, tmp_path,
     assert drafter.block_bytes == block_bytes
     waiting = {"eagle3": 3 * 16 + 12, "draft_model": 0, "medusa": 3}[method]
     assert drafter.held_bytes == 2 * waiting * 32 * 4
-    assert [stepper._pool.num_blocks for stepper in drafter.steppers] == [40] * (method != "medusa")
+    assert [stepper._pool.num_blocks for stepper in drafter.executors] == [40] * (method != "medusa")
     llm.close()
 
 
@@ -357,7 +357,7 @@ def test_nothing_of_what_drafts_and_of_its_model_is_left_behind_an_end(model, ot
     llm = LLM(str(model), device=DEVICE, speculative_config=config | {"draft_min_share": 0.0}, **OPTIONS)
     proposer = llm.llm_engine._runner._speculator._proposer
     drafter = proposer._drafter if method == "draft_model" else proposer._model
-    kept = [weakref.ref(part) for part in (llm.llm_engine._runner._executor._decoder, drafter._decoder, drafter._stepper)]
+    kept = [weakref.ref(part) for part in (llm.llm_engine._runner._executor._decoder, drafter._decoder, drafter._executor)]
     del proposer, drafter
     llm.generate(PROMPTS[2:], [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)], use_tqdm=False)
     assert llm.llm_engine.stats.num_draft_tokens > 0
