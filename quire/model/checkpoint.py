@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.base.errors import ModelFormatError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
-from quire.model.config_reader import read_quantization_config
+from quire.model.config_reader import is_base_model, read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
 from quire.model.mapped_files import MappedFiles
@@ -133,7 +133,7 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spe
     """Make `sources` and `shapes` ask for the heads that are stored.
 
     A tied model may store either, or both. An untied one must store both: transformers would fill a missing lm_head.weight
-    with random numbers.
+    with random numbers. The class of a base model, without a head, is an exception: it is there for its hidden states.
     """
     embed = sources[_EMBED].groups[0][0].name
     is_tied = _HEAD not in sources
@@ -142,6 +142,11 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spe
     elif _HEAD in stored:
         sources[_HEAD] = Source.of(_HEAD)
         shapes[_HEAD] = shapes[_EMBED]
+    elif not is_tied and is_base_model(folder):
+        logger.warning(
+            "%s holds a base model without an LM head: it is there for embeddings, text from it means nothing", folder
+        )
+        del sources[_HEAD]
     elif not is_tied:
         if folder.is_file():  # GGUF: only architectures whose head llama.cpp requires are untied without one
             raise ModelFormatError(
@@ -157,7 +162,9 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spe
 
 def _share_head(parameters: dict[str, CheckpointParameter], spec: ModelSpec) -> dict[str, Parameter | StoredParameter]:
     embed, head = parameters[_EMBED], parameters.get(_HEAD)
-    if not spec.is_tied or head is None:
+    if not spec.is_tied:
+        return {**parameters} if head is not None else {**parameters, _HEAD: embed}
+    if head is None:
         return {**parameters}
     if head.is_equal(embed):
         del parameters[_HEAD]

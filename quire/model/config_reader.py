@@ -116,6 +116,18 @@ def _read_config(folder: Path) -> tuple[Path, dict[str, object]]:
     return file, read_json_object(file)
 
 
+def is_base_model(folder: Path) -> bool:
+    """Return whether config.json names the class of a base model ("LlamaModel"), which has no LM head. False for GGUF files."""
+    if folder.is_file():
+        return False
+    named = _read_config(folder)[1].get("architectures")
+    return isinstance(named, list) and bool(named) and all(map(_is_base_class, named))
+
+
+def _is_base_class(name: object) -> bool:
+    return isinstance(name, str) and name.endswith("Model") and not name.endswith("LMHeadModel")
+
+
 def _stored_dtype(folder: Path) -> Dtype:
     """Return the dtype of the first floating-point tensor of the first safetensors file; float32 where there is none."""
     for file in sorted(folder.glob("*.safetensors")):

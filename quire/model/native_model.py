@@ -167,6 +167,7 @@ class NativeModelBuilder:
             raise TypeError(f"{name} is a stack of weights")
         bias = self._vector(f"{name}.bias")
         if rows is not None:
+            weight = self._packer.fitting(weight, dtype)
             weight, bias = _rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
         packed = self._packer.pack(self._quantized(f"{name}.weight", weight), bias, dtype)
         if isinstance(parameter, StoredParameter):
@@ -285,7 +286,7 @@ class NativeModelBuilder:
         packed: list[list[NativeWeight]] = []
         form: InputForm | None = None
         for index in range(num_experts):
-            weight = self._expert(stack, index)
+            weight = self._packer.fitting(self._expert(stack, index))
             parts = [self._quantized(name, _rows(weight, part.start, part.stop)) for part in ranges]
             if index > 0 and input_form(parts[0]) != form:
                 break

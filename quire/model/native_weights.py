@@ -69,13 +69,7 @@ class WeightPacker:
         dtype         of a weight that is not packed as integers, where that is not the model's
         may_be_short  False: plain bfloat16, for weights that are run as a pair and must be alike
         """
-        if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
-            self._warn_once("quantised")
-            weight = weight.dequantize(self._dtype)
-        if isinstance(weight, Float8Weight) and (dtype is not None or not self._is_float8_packable(weight)):
-            if dtype is None:
-                self._warn_once("float8")
-            weight = weight.dequantize(dtype or self._dtype)
+        weight = self.fitting(weight, dtype)
         if isinstance(weight, QuantizedWeight):
             packed = self._pack_codes(weight, bias)
         elif isinstance(weight, Float8Weight):
@@ -84,6 +78,20 @@ class WeightPacker:
             packed = self._pack_dense(weight, bias, dtype or self._dtype, may_be_short)
         self.num_bytes += packed.num_bytes
         return packed
+
+    def fitting(self, weight: Narrow, dtype: torch.dtype | None = None) -> Narrow:
+        """Return a weight, dense where the native layouts have no room for it as it is stored; dtype as in `pack`.
+
+        To be called with whole weights: if rows of one were asked for one by one, ranks would disagree.
+        """
+        if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
+            self._warn_once("quantised")
+            return weight.dequantize(self._dtype)
+        if isinstance(weight, Float8Weight) and (dtype is not None or not self._is_float8_packable(weight)):
+            if dtype is None:
+                self._warn_once("float8")
+            return weight.dequantize(dtype or self._dtype)
+        return weight
 
     def _warn_once(self, kind: str) -> None:
         if not self._has_warned:

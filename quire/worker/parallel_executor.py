@@ -56,25 +56,17 @@ class LeaderExecutor(CpuStepExecutor):
     def start_step(
         self,
         tokens: StepTokens,
-        *,
         samples: bool,
         keeps_logits: bool,
-        hidden_rows: list[int],
+        hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
         reads: Sequence[Reads],
     ) -> tuple[Tensor, list[int] | None]:
         """See StepExecutor."""
         keeps_all = keeps_prompt_logits or "final" in reads
         with self._group():
-            self._send(encode_step(StepCall(tokens, hidden_rows, samples, keeps_logits, keeps_all)))
-            return super().start_step(
-                tokens,
-                samples=samples,
-                keeps_logits=keeps_logits,
-                hidden_rows=hidden_rows,
-                keeps_prompt_logits=keeps_prompt_logits,
-                reads=reads,
-            )
+            self._send(encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all)))
+            return super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor."""

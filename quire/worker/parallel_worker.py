@@ -50,14 +50,7 @@ def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMe
             executor.begin_step(changes.entries, changes.block_copies)
         elif call is Call.STEP:
             step = decode_step(message)
-            executor.start_step(
-                step.tokens,
-                samples=step.wants_best,
-                keeps_logits=step.needs_logits,
-                hidden_rows=step.hidden_rows,
-                keeps_prompt_logits=step.keeps_all,
-                reads=(),
-            )
+            executor.start_step(step.tokens, step.wants_best, step.needs_logits, step.hidden_rows, step.keeps_all, ())
         elif call is Call.MOVE_TOKENS:
             sources, targets = (array.tolist() for array in message.arrays)
             executor.move_tokens(Moves(sources, targets, []))

@@ -1,6 +1,7 @@
 """Quantising parameters one at a time: what is held meanwhile, and that the model is the one of all at once."""
 
 import gc
+import json
 import weakref
 
 import pytest
@@ -20,8 +21,10 @@ PROMPT = list(range(40, 60))
 
 
 def write_headless(folder):
-    """Write an untied checkpoint without the head's tensor: the embedding takes its place, as one object."""
+    """Write the untied checkpoint of a base model, without a head: the embedding takes its place, as one object."""
     write_checkpoint(folder, "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
     tensors = {n: t.clone() for n, t in load_file(folder / "model.safetensors").items() if n != "lm_head.weight"}
     save_file(tensors, folder / "headless.safetensors")
     (folder / "headless.safetensors").replace(folder / "model.safetensors")
