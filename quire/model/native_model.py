@@ -286,11 +286,12 @@ class NativeModelBuilder:
         packed: list[list[NativeWeight]] = []
         form: InputForm | None = None
         for index in range(num_experts):
-            weight = self._packer.fitting(self._expert(stack, index))
-            parts = [self._quantized(name, _rows(weight, part.start, part.stop)) for part in ranges]
-            if index > 0 and input_form(parts[0]) != form:
+            # Whole: all ranks have to take the same form.
+            weight = self._packer.fitting(self._quantized(name, self._expert(stack, index)))
+            if index > 0 and input_form(weight) != form:
                 break
-            form = input_form(parts[0])
+            form = input_form(weight)
+            parts = [_rows(weight, part.start, part.stop) for part in ranges]
             packed.append(self._pack_parts(stack, index, parts, biases, ranges))
         if len(packed) == num_experts:
             return packed
