@@ -9,10 +9,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from quire.cli import options
+from quire.contracts.memory import format_bytes
 
 if TYPE_CHECKING:
     from quire.contracts.memory import ModelReport
     from quire.contracts.model_spec import LayerSpec, ModelSpec
+    from quire.engine.inspect import RankMemory
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,11 +32,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     config = options.engine_config(args)
-    from quire.engine.inspect import check_weights, inspect_model
+    from quire.engine.inspect import check_weights, inspect_model, rank_memories
 
     report = inspect_model(config)
     has_weights = check_weights(report)
     print("\n".join(describe(report, args.parameters)))
+    if config.tensor_parallel_size > 1:
+        print("\n".join(_rank_lines(rank_memories(config, report))))
     if not has_weights:
         print("\nno weights are stored there, so that they could not be checked")
     return 0
@@ -57,6 +61,17 @@ def describe(report: ModelReport, with_parameters: bool = False) -> list[str]:
     if with_parameters:
         lines.append("")
         lines += [f"{name:44} {list(shape)}" for name, shape in report.parameters.items()]
+    return lines
+
+
+def _rank_lines(ranks: list[RankMemory]) -> list[str]:
+    lines = [""]
+    for rank, memory in enumerate(ranks):
+        heads, kv = memory.heads, memory.kv_heads
+        lines.append(
+            f"rank {rank:<6} weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}; heads "
+            f"{heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}"
+        )
     return lines
 
 

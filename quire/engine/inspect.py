@@ -1,5 +1,6 @@
 """What a model is and needs, without its weights, for those who may not reach below the engine."""
 
 from quire.worker.inspect import check_weights, inspect_model
+from quire.worker.parallel_build import RankMemory, rank_memories
 
-__all__ = ["check_weights", "inspect_model"]
+__all__ = ["RankMemory", "check_weights", "inspect_model", "rank_memories"]

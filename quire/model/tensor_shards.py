@@ -7,12 +7,13 @@ gathered, and have the same bits at any number of ranks. This is the column-para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.model.parameters import Shape
 from quire.parallel.shards import OUTPUT_MULTIPLE, HeadRange, ShardRange, head_range, shard_range
 
 
@@ -23,11 +24,14 @@ class LayerShard:
     heads    its query heads, and the key and value heads that they read
     inner    its columns of the inside of the feed-forward block, of every expert
     outputs  its columns of the residual stream: rows of o and down
+    total_heads, total_kv_heads  of all ranks together
     """
 
     heads: HeadRange
     inner: ShardRange
     outputs: ShardRange
+    total_heads: int
+    total_kv_heads: int
 
     @classmethod
     def of(cls, layer: LayerSpec, hidden_size: int, rank: int, shares: Sequence[float]) -> LayerShard:
@@ -37,6 +41,8 @@ class LayerShard:
             head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
             _output_range(_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
+            attention.num_heads,
+            attention.num_kv_heads,
         )
 
 
@@ -73,6 +79,28 @@ class ModelShard:
         if least < len(shares):
             raise ConfigError(f"tensor_parallel_size must be at most {least} for this model, got {len(shares)}")
         return found
+
+    def parameter_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the shapes of the rank's part of parameters, given the whole ones by their canonical names."""
+        return {name: self._shape(name, shape) for name, shape in shapes.items()}
+
+    def _shape(self, name: str, shape: Shape) -> Shape:
+        if name.startswith(("embed.", "lm_head.")):
+            return (self.vocabulary.size, *shape[1:])
+        if not name.startswith("layers."):
+            return shape
+        _, index, *middle, _ = name.split(".")
+        layer, module = self.layers[int(index)], ".".join(middle)
+        heads, kv_heads = layer.heads.heads.size, layer.heads.kv_heads.size
+        if module in ("q", "k", "v", "sinks"):
+            own = kv_heads if module in ("k", "v") else heads
+            total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads
+            return (shape[0] // total * own, *shape[1:])
+        if module in ("o", "down", "gate", "up"):
+            return ((layer.inner if module in ("gate", "up") else layer.outputs).size, *shape[1:])
+        if module.startswith("experts."):
+            return (shape[0], 2 * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
+        return shape
 
     def kv_spec(self, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
         """Return the shape of the rank's KV cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from quire.model.native_model import native_refusal
 from quire.model.tensor_shards import ModelShard, RankGroup
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
+from quire.parallel.shards import ShardRange
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.memory import cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
@@ -82,6 +84,32 @@ def check_tensor_parallel(config: EngineConfig, report: ModelReport) -> None:
         )
     for rank in range(config.tensor_parallel_size):
         ModelShard.of(report.spec, rank, config.parallel.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What a rank of a model holds, before it is loaded; weight_bytes: an estimate.
+
+    heads, kv_heads  of the first layer
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    heads: ShardRange
+    kv_heads: ShardRange
+
+
+def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
+    """Return what each rank will hold."""
+    found: list[RankMemory] = []
+    for rank in range(config.tensor_parallel_size):
+        shard = ModelShard.of(report.spec, rank, config.parallel.shares)
+        own = sum(map(math.prod, shard.parameter_shapes(report.parameters).values()))
+        kv = shard.kv_spec(report.spec, report.memory.kv.block_size, report.memory.kv.dtype)
+        num_bytes = report.memory.weight_bytes * own // report.num_parameters
+        heads = shard.layers[0].heads
+        found.append(RankMemory(num_bytes, kv.bytes_per_block * report.memory.num_kv_blocks, heads.heads, heads.kv_heads))
+    return found
 
 
 def build_rank(config: RankConfig, folder: Path, rank: int, barrier: ProcessBarrier) -> tuple[NativeDecoder, MemoryPlan]:

@@ -140,6 +140,19 @@ def test_each_rank_has_its_share_of_the_weights(thread_workers):
     ranks.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"model": "demo-moe"}, {"quantization": "int8"}], ids=["plain", "experts", "int8"])
+def test_inspection_knows_what_each_rank_will_hold(thread_workers, options):
+    ranks = _engine(2, **options, tensor_parallel_shares=(3, 1))
+    config, report = ranks.llm_engine.config, ranks.llm_engine.report
+    memories = parallel_build.rank_memories(config, report)
+    own = [thread_workers[-1].board.read(rank).ready["packed_weight_bytes"] for rank in range(2)]
+    for memory, num_bytes in zip(memories, own, strict=True):
+        assert abs(memory.weight_bytes - num_bytes) < 0.1 * sum(own)
+    assert sum(memory.kv_bytes for memory in memories) == report.memory.kv_bytes
+    assert [memory.heads.size for memory in memories] == [2, 2]  # two heads of keys and values cannot be divided as 3 to 1
+    ranks.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
