@@ -86,7 +86,8 @@ class _Start:
 class SpawnedWorkers:
     """Workers of a leader on the same host, from their start to their end.
 
-    The leader is rank 0. To be made in a thread that lives as long as the workers are to: where it ends, the kernel kills them.
+    The leader is rank 0. A thread of their own starts the workers and lives as long as they do: the kernel kills them where the
+    thread that started them ends (PR_SET_PDEATHSIG), and the caller's may end before.
     """
 
     def __init__(self, module: str, size: int, config: Mapping[str, Any], options: LaunchOptions) -> None:
@@ -108,13 +109,27 @@ class SpawnedWorkers:
         self.store: TCPStore | None = _make_store() if options.with_store else None
         self._monitor = ProcessMonitor(self.barrier, watchdog_timeout_s=options.watchdog_timeout_s, on_abort=self._kill_soon)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._spawned, self._ended = threading.Event(), threading.Event()
+        self._spawn_error: Exception | None = None
         try:
-            for rank in range(1, size):
-                self._spawn(module, rank, config)
+            threading.Thread(target=self._spawn_all, args=(module, config), name="quire-workers", daemon=True).start()
+            self._spawned.wait()
+            if self._spawn_error is not None:
+                raise self._spawn_error
             self._monitor.start()
         except BaseException:
             self.kill()
             raise
+
+    def _spawn_all(self, module: str, config: Mapping[str, Any]) -> None:
+        """Start the workers, and stay until they have ended."""
+        try:
+            for rank in range(1, self.size):
+                self._spawn(module, rank, config)
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits for the start
+            self._spawn_error = error
+        self._spawned.set()
+        self._ended.wait()
 
     def _spawn(self, module: str, rank: int, config: Mapping[str, Any]) -> None:
         start = _Start(
@@ -224,6 +239,7 @@ class SpawnedWorkers:
         self._kill_processes()
         for process in self._processes.values():
             process.wait()
+        self._ended.set()
         self._monitor.close()
         self.memory.close()
 

@@ -101,6 +101,17 @@ def test_a_worker_that_is_killed_while_the_engine_is_idle_is_noticed():
 
 
 @pytest.mark.slow
+def test_workers_outlive_the_thread_that_made_the_engine():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(LLM("demo", tensor_parallel_size=2, **OPTIONS)))
+    thread.start()
+    thread.join()
+    time.sleep(0.5)
+    assert [len(token_ids) for token_ids in _generate(made[0], 4, ignore_eos=True)] == [4, 4]
+    made[0].close()
+
+
+@pytest.mark.slow
 def test_workers_end_with_their_leader():
     code = (
         "import sys, time\n"
