@@ -44,7 +44,14 @@ def test_timeout_names_the_missing_rank_its_process_and_layer():
 def test_slow_rank_is_named_in_the_log(monkeypatch, caplog):
     monkeypatch.setattr(barrier_module, "_WARN_S", 0.1)
     group = SharedGroup(2)
-    late = threading.Timer(0.25, group.barrier(1).wait)
+
+    def come_when_it_is_told():
+        end_s = time.monotonic() + 30.0
+        while "rank 0 has waited" not in caplog.text and time.monotonic() < end_s:
+            time.sleep(0.01)
+        group.barrier(1).wait()
+
+    late = threading.Thread(target=come_when_it_is_told)
     late.start()
     with caplog.at_level(logging.WARNING, "quire"):
         group.barrier(0).wait()
