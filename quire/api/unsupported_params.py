@@ -107,7 +107,8 @@ _OF_OTHERS: dict[str, tuple[object, ...]] = {
     "reasoning_in_content": (False,),
     "thinking_forced_open": (False,),
     "parse_tool_calls": (True,),
-    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens"), (-1,)),
+    **dict.fromkeys(("reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens"), (-1,)),
+    "reasoning_budget_message": ("",),
     # TGI
     "inputs": (),
     "parameters": ({},),
@@ -130,6 +131,7 @@ _OF_OTHERS: dict[str, tuple[object, ...]] = {
     "shift": (False,),
     **dict.fromkeys(("tfs", "tfs_z", "typical"), _ONE),
     # LM Studio
+    "system_prompt": ("",),
     "integrations": ([],),
     # Mistral
     "random_seed": (),
@@ -174,6 +176,7 @@ WITHOUT_EFFECT = frozenset(
         *("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"),
         # where and how fast it runs: the tokens are the same
         *("cache_prompt", "id_slot", "keep_alive", "ttl", "draft_model", "prediction", "backend_sampling", "sse_ping_interval"),
+        *("speed", "diagnostics"),
         *("speculative.n_max", "speculative.n_min", "speculative.p_min", "num_gpu", "main_gpu", "num_thread", "num_batch"),
         *("use_mmap", "use_mlock", "numa", "low_vram", "provider", "route"),
         *(
@@ -193,7 +196,7 @@ WITHOUT_EFFECT = frozenset(
 # Names for one thing; the first that a route has is what it is called there.
 _SYNONYMS = (
     ("messages", "prompt", "input", "inputs", "input_ids"),
-    ("instructions", "system", "messages"),
+    ("instructions", "system", "messages", "system_prompt"),
     (
         *("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict"),
         "t_max_predict_ms",
@@ -221,7 +224,8 @@ _SYNONYMS = (
     ),
     (
         *("reasoning_effort", "reasoning", "thinking", "output_config", "enable_thinking", "think", "thinking_budget"),
-        *("thinking_budget_tokens", "thinking_token_budget", "reasoning_budget", "prompt_mode", "chat_template_kwargs"),
+        *("thinking_budget_tokens", "thinking_token_budget", "reasoning_budget", "reasoning_budget_tokens"),
+        *("prompt_mode", "chat_template_kwargs"),
     ),
 )
 _MORE_HINTS = {

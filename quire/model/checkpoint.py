@@ -32,8 +32,8 @@ _LOOKED_UP = ("pos.weight",)
 _DRAFTING = re.compile(r"(.*layers\.\d+\.)eh_proj\.\w+")
 
 _GO_ON = (
-    "give the option allow_missing_head (--allow-missing-head) to use the embedding as the head: embeddings of texts (`embed`) "
-    "do not depend on it, generated tokens do"
+    "give the option allow_missing_head (--allow-missing-head; it is not for draft models) to use the embedding as the head: "
+    "embeddings of texts (`embed`) do not depend on it, generated tokens do"
 )
 
 Stored = dict[str, Tensor | StoredWeight]

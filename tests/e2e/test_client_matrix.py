@@ -610,7 +610,6 @@ def refused(route, param, kind=openai.BadRequestError, **options):
         refused("chat", "messages", messages=[]),
         refused("chat", "messages[0].role", messages=[{"role": "king", "content": "x"}]),
         refused("chat", "response_format.type", response_format={"type": "xml"}),
-        refused("chat", "store", store=True),
         refused("chat", "service_tier", service_tier="slow"),
         refused("chat", "verbosity", verbosity="high"),
         refused("chat", "modalities", modalities=["text", "audio"]),

@@ -149,6 +149,7 @@ class PromptFields(Body, kw_only=True):
     context_management: (
         Annotated[dict[str, Any], Meta(description="Edits that keep all. Accepted and not needed: all is kept.")] | None
     ) = None
+    speed: Annotated[Literal["standard", "fast"], Meta(description="Accepted and not used.")] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
 
@@ -157,12 +158,9 @@ class PromptFields(Body, kw_only=True):
         return {
             "tools": _refuse_tools,
             "output_format": always("is of the past; use output_config.format"),
-            "speed": unless("standard", reason="there is only 'standard'"),
-            "mcp_servers": always("this server calls no MCP servers; give their tools as tools"),
-            **{
-                name: always("is not supported; leave it out")
-                for name in ("container", "compaction", "thread", "diagnostics", "inference_geo")
-            },
+            "mcp_servers": unless([], reason="this server calls no MCP servers; give their tools as tools"),
+            "inference_geo": unless("global", reason="is not supported; leave it out"),
+            **{name: always("is not supported; leave it out") for name in ("container", "compaction", "thread")},
             "context_management": _refuse_context_management,
         }
 
@@ -190,10 +188,14 @@ class PromptFields(Body, kw_only=True):
         return [tool for tool in self.tools or () if not tool.is_skipped]
 
     def ignored_parts(self) -> Mapping[str, str]:
-        """Return the tools that are left out, each with its type, and edits of the context, which keep all."""
+        """Return the tools that are left out, each with its type, edits of the context, which keep all, and speed."""
         tools = enumerate(self.tools or ())
         parts = {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
-        return parts if self.context_management is None else {**parts, "context_management": "context_management"}
+        if self.context_management is not None:
+            parts["context_management"] = "context_management"
+        if self.speed == "fast":
+            parts["speed"] = "speed"
+        return parts
 
     def output_schemas(self) -> Iterator[tuple[str, object]]:
         """See Body."""

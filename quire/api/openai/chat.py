@@ -259,7 +259,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     echo: Annotated[bool, Meta(description="With continue_final_message: begin with that message.")] | None = None
     service_tier: ServiceTier | None = None
     metadata: Metadata | None = None
-    store: Literal[False] | None = None
+    store: Annotated[bool, Meta(description="Accepted and not used: chat completions are not stored.")] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -275,7 +275,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             "functions": unless([], reason=old_functions),
             "function_call": unless("auto", "none", reason=old_functions),
             "service_tier": SERVICE_TIERS,
-            "store": unless(False, reason="chat completions are not stored; leave it out or use /v1/responses"),
             "chat_template": always("a request cannot bring its own chat template; chat_template_kwargs can set its variables"),
             "modalities": unless(["text"], reason="the model answers in text alone"),
             "web_search_options": always("there is no web search here; leave it out"),
@@ -315,6 +314,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def wanted_effort(self) -> str | None:
         """How much the model is to reason; None: as the chat template has it."""
         return "none" if self._no_reasoning else self.reasoning_effort
+
+    def ignored_parts(self) -> Mapping[str, str]:
+        """Return the wish that the answer be stored, which it is not."""
+        return {"store": "store"} if self.store else {}
 
     def output_schemas(self) -> Iterator[tuple[str, object]]:
         """See Body."""

@@ -314,7 +314,8 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
             **ResponsePrompt.refusals(),
             "background": unless(False, reason="responses are not made in the background; leave it out"),
             "service_tier": SERVICE_TIERS,
-            **{name: always("is not supported; leave it out") for name in ("context_management", "moderation")},
+            "context_management": unless([], reason="is not supported; leave it out"),
+            "moderation": always("is not supported; leave it out"),
         }
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import quire
@@ -33,6 +34,8 @@ EXPOSED_HEADERS = (
     *(f"x-ratelimit-{word}-{unit}" for word in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
 )
 CLIENT_GONE = 499  # of the log and the metrics; nobody is there to receive it
+_MAX_SUGGESTED = 200
+"""Characters of a path for which another one is suggested; an error shows no more of it."""
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._~:/+=@,;|-]{1,128}")
 
 
@@ -41,10 +44,10 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     is_anthropic = _anthropic_test(endpoints)
 
-    paths = frozenset(endpoint.path for endpoint in endpoints)
+    path_patterns = [compile_path(path)[0] for path in sorted({endpoint.path for endpoint in endpoints})]
 
     async def framework_error(request: Request, error: Exception) -> Response:
-        return _framework_error(request, error, is_anthropic(request.url.path), paths)
+        return _framework_error(request, error, is_anthropic(request.url.path), path_patterns)
 
     app.add_exception_handler(HTTPException, framework_error)
     for endpoint in endpoints:
@@ -91,22 +94,29 @@ def _anthropic_test(endpoints: Sequence[Endpoint]) -> Callable[[str], bool]:
     return lambda path: path in paths or path.startswith(folders)
 
 
-def _framework_error(request: Request, error: Exception, is_anthropic: bool, paths: Collection[str]) -> Response:
+def _framework_error(
+    request: Request, error: Exception, is_anthropic: bool, path_patterns: Collection[re.Pattern[str]]
+) -> Response:
     """Answer what no route takes: an unknown path, a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     stated = error.headers if isinstance(error, HTTPException) and error.headers else {}
     allowed = next((value for name, value in stated.items() if name.lower() == "allow"), None)
-    answer = _refusal(request.scope, status, is_anthropic, allowed, _near_path(request.scope["path"], paths))
+    answer = _refusal(request.scope, status, is_anthropic, allowed, _near_path(request.scope["path"], path_patterns))
     return Response(answer.body, answer.status, dict(answer.headers), "application/json")
 
 
-def _near_path(path: str, paths: Collection[str]) -> str | None:
+def _near_path(path: str, path_patterns: Collection[re.Pattern[str]]) -> str | None:
     """Return the path that is meant by one without /v1, or with it twice, or with a slash too many, where there is one."""
+    if len(path) > _MAX_SUGGESTED:
+        return None
     parts = [part for part in path.split("/") if part]
     while parts and parts[0] == "v1":
         del parts[0]
     tail = "/".join(parts)
-    return next((known for known in (f"/v1/{tail}", f"/{tail}") if known in paths and known != path), None) if tail else None
+    if not tail:
+        return None
+    candidates = [candidate for candidate in (f"/v1/{tail}", f"/{tail}") if candidate != path]
+    return next((near for near in candidates if any(pattern.match(near) for pattern in path_patterns)), None)
 
 
 def _refusal(scope: Scope, status: int, is_anthropic: bool, allowed: str | None = None, near: str | None = None) -> Ready:

@@ -90,7 +90,8 @@ class Authenticator:
         """Refuse what a page of another origin, or a name that was made to point here, makes a browser send."""
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname or "" if _is_plain(host) else ""
-        if is_loopback(self._config.host) and name not in self._hosts:
+        # Browsers always send a Host header; clients of HTTP/1.0, such as probes of load balancers, need not.
+        if is_loopback(self._config.host) and name not in self._hosts and "host" in headers:
             raise ApiError(
                 403,
                 f"the Host header names {name[:100]!r}, which this server does not answer to; --allowed-hosts adds names",
@@ -99,7 +100,7 @@ class Authenticator:
         origin = headers.get("origin")
         if origin is None or origin in self._config.allowed_origins or "*" in self._config.allowed_origins:
             return
-        if not _is_plain(origin) or urlsplit(origin).netloc != host:
+        if not host or not _is_plain(origin) or urlsplit(origin).netloc != host:
             raise ApiError(
                 403, f"requests from the origin {origin[:100]!r} are not allowed; --allowed-origins adds them", code="origin"
             )

@@ -168,7 +168,6 @@ def test_missing_field_is_named(name):
         ("audio", {}),
         ("moderation", {}),
         ("chat_template", "{{ x }}"),
-        ("store", True),
         ("service_tier", "scale"),
         ("use_beam_search", True),
         ("truncate_prompt_tokens", 5),
@@ -213,6 +212,10 @@ def test_known_parameter_is_refused_by_name_when_it_is_not_supported(name, value
 def test_value_that_changes_nothing_is_taken(name, value):
     _, ignored = decode({**CHAT, name: value})
     assert ignored == ()
+
+
+def test_chat_that_is_to_be_stored_is_answered_and_told_that_it_is_not():
+    assert decode({**CHAT, "store": True})[1] == ("store",)
 
 
 @pytest.mark.parametrize(

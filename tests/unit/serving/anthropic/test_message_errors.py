@@ -68,7 +68,8 @@ USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"temperature": 1.5}, ["temperature"]),
         ({"container": "c"}, ["container"]),
         ({"mcp_servers": [{}]}, ["mcp_servers"]),
-        ({"speed": "fast"}, ["speed"]),
+        ({"inference_geo": "us"}, ["inference_geo"]),
+        ({"speed": "slow"}, ["speed"]),
         ({"stop_sequences": [""]}, ["stop_sequences[0]"]),
     ],
 )

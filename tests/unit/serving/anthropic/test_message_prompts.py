@@ -178,6 +178,8 @@ HINTS = {
     "service_tier": "standard_only",
     "speed": "standard",
     "container": None,
+    "mcp_servers": [],
+    "inference_geo": "global",
 }
 
 
@@ -185,3 +187,9 @@ def test_hints_are_accepted():
     answer, _ = ask(script("Hi"), headers={"anthropic-version": "2023-06-01", "anthropic-beta": "x"}, **HINTS)
     assert answer.status_code == 200
     assert "x-quire-ignored-params" not in answer.headers
+
+
+@pytest.mark.parametrize(("name", "value"), [("speed", "fast"), ("diagnostics", {"previous_message_id": None})])
+def test_field_that_cannot_change_the_answer_is_taken_and_named(name, value):
+    answer, _ = ask(script("Hi"), **{name: value})
+    assert (answer.status_code, answer.headers["x-quire-ignored-params"]) == (200, name)

@@ -92,6 +92,24 @@ def test_path_that_is_meant_is_suggested(path, near):
     assert message.endswith(f"; did you mean {near}?") if near is not None else "did you mean" not in message
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/models/demo", "/v1/models/demo"),
+        ("/batches/b1/cancel", "/v1/batches/b1/cancel"),
+        ("/v1/v1/batches/b1/cancel", "/v1/batches/b1/cancel"),
+        ("/batches/b1/nonsense", None),
+        ("/batches//cancel", None),
+    ],
+)
+def test_path_with_a_parameter_that_is_meant_is_suggested(path, near):
+    endpoints = [endpoint("/v1/models/{model:path}", echo), endpoint("/v1/batches/{batch_id}/cancel", echo)]
+    status, _, body, _ = ask(post(path), endpoints)
+    assert (status, body["error"]["code"]) == (404, "not_found")
+    message = body["error"]["message"]
+    assert message.endswith(f"; did you mean {near}?") if near is not None else "did you mean" not in message
+
+
 def test_path_that_is_meant_is_suggested_for_messages():
     _, _, body, _ = ask(post("/messages"), [endpoint("/v1/messages", echo, is_anthropic=True)])
     assert "did you mean /v1/messages?" in json.dumps(body)
@@ -287,6 +305,11 @@ def test_tenants_have_salts_of_their_own():
 )
 def test_foreign_names_and_pages_are_refused_when_there_is_no_key(host, header, status):
     assert ask(post("/echo", b"{}", header).replace(b"localhost", host.encode(), 1))[0] == status
+
+
+@pytest.mark.parametrize(("header", "status"), [("x-a: 1", 200), ("origin: http://localhost", 403), ("origin: http://", 403)])
+def test_request_without_a_host_is_answered_unless_a_page_sends_it(header, status):
+    assert ask(post("/echo", b"{}", header).replace(b"host: localhost\r\n", b"", 1))[0] == status
 
 
 def test_error_names_its_headers_when_a_handler_refuses():
