@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from quire.base import errors
 from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, QuireError, WorkerError
 from quire.base.logging import get_logger, setup_logging
-from quire.base.processes import end_with_parent
+from quire.base.processes import end_with_parent, read_with_length, with_length
 from quire.contracts.parallel import MAX_RANKS
 from quire.parallel.barrier import AbortReason, GroupClosedError, ProcessBarrier
 from quire.parallel.process_monitor import WATCHDOG_TIMEOUT_S, ProcessMonitor
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_LENGTH = struct.Struct("<I")
 _POLL_S = 0.01
 _LATE_S = 20.0
 """After so long, and again after each so long, the log says what a rank that is not ready does."""
@@ -155,7 +153,7 @@ class SpawnedWorkers:
         self._monitor.watch(rank, process.pid)
         assert process.stdin is not None
         try:
-            process.stdin.write(_LENGTH.pack(len(body)) + body)
+            process.stdin.write(with_length(body))
             process.stdin.close()
         except BrokenPipeError:
             logger.debug("rank %d has ended before it was told what to do; the monitor will say how", rank)
@@ -373,17 +371,6 @@ def _run_worker(main: Callable[[WorkerContext], None]) -> int:
 
 def _read_start(lifeline: BinaryIO) -> _Start:
     try:
-        (num_bytes,) = _LENGTH.unpack(_read_exactly(lifeline, _LENGTH.size))
-        return _Start(**json.loads(_read_exactly(lifeline, num_bytes)))
+        return _Start(**json.loads(read_with_length(lifeline)))
     except (EOFError, ValueError, TypeError) as error:
         raise ConfigError(f"this process is started by the leader of a group only: no start message came ({error})") from error
-
-
-def _read_exactly(lifeline: BinaryIO, num_bytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = lifeline.read(num_bytes - len(parts))
-        if not part:
-            raise EOFError(f"{len(parts)} of {num_bytes} bytes came")
-        parts += part
-    return bytes(parts)

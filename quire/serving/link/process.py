@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ import msgspec
 from quire.base.collector import collect_seldom
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger, setup_logging
-from quire.base.processes import end_with_parent
+from quire.base.processes import end_with_parent, read_with_length, with_length
 from quire.base.threads import prefer_short_spins
 from quire.contracts.config import EngineConfig
 from quire.serving.link.engine_info import describe_engine
@@ -30,7 +29,6 @@ if TYPE_CHECKING:  # it loads torch
 
 logger = get_logger(__name__)
 
-_LENGTH = struct.Struct("<I")
 _CONFIG_ERRORS = (ConfigError, ModelFormatError, UnsupportedError)
 EXIT_FAILED = 1
 EXIT_PEER_GONE = 3
@@ -38,27 +36,15 @@ EXIT_PEER_GONE = 3
 
 def write_start(start: Start) -> bytes:
     """Return what is to be written to the standard input of the process; the pipe must then stay open."""
-    body = msgspec.msgpack.encode(start)
-    return _LENGTH.pack(len(body)) + body
+    return with_length(msgspec.msgpack.encode(start))
 
 
 def read_start(lifeline: BinaryIO) -> Start:
     """Return the Start message. Raises ConfigError when there is none."""
     try:
-        (num_bytes,) = _LENGTH.unpack(_read_exactly(lifeline, _LENGTH.size))
-        return msgspec.msgpack.decode(_read_exactly(lifeline, num_bytes), type=Start)
+        return msgspec.msgpack.decode(read_with_length(lifeline), type=Start)
     except (EOFError, msgspec.MsgspecError) as error:
         raise ConfigError(f"this process is started by `quire serve` alone: no Start message came ({error})") from error
-
-
-def _read_exactly(lifeline: BinaryIO, num_bytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < num_bytes:
-        part = lifeline.read(num_bytes - len(parts))
-        if not part:
-            raise EOFError(f"{len(parts)} of {num_bytes} bytes came")
-        parts += part
-    return bytes(parts)
 
 
 def ignore_signals() -> None:
