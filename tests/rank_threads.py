@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from quire.contracts.kv_spec import KvDtype, KvSpec
+from quire.contracts.kv_spec import KvDtype
 from quire.contracts.model_spec import ModelSpec
 from quire.kv.pool import KvPool
 from quire.model.native_decoder import NativeDecoder
@@ -34,11 +34,11 @@ class RankThreads:
         self._memory = SharedMemoryFile.create(ProcessBarrier.areas(self._size))
         ProcessBarrier.initialise(self._memory, self._size)
         address = self._memory.address("barrier")
-        self._files = [os.memfd_create("rows")]
+        self._rows_file = os.memfd_create("rows")
         self.shards = [ModelShard.of(spec, rank, shares) for rank in range(self._size)]
         self.decoders = []
         for shard in self.shards:
-            group = RankGroup(shard, address, self._files[0])
+            group = RankGroup(shard, address, self._rows_file)
             self.decoders.append(NativeDecoder(native_extension(), spec, parameters(), max_model_len, quantize, group))
         self._pool = ThreadPoolExecutor(self._size)
 
@@ -61,11 +61,5 @@ class RankThreads:
         """End the threads and free the memory."""
         self._pool.shutdown()
         self.decoders.clear()
-        for file in self._files:
-            os.close(file)
+        os.close(self._rows_file)
         self._memory.close()
-
-
-def whole_kv_spec(spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
-    """Return the shape of the cache of one rank that has the whole model."""
-    return KvSpec.of(spec, block_size, dtype)

@@ -20,6 +20,12 @@ def address_of(table: BlockTable) -> int:
     return table.ctypes.data
 
 
+def run_places(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place of each token [T] in its sequence, given `starts` and `ends` of TokenRuns."""
+    counts = np.diff(starts)
+    return np.repeat(ends - counts, counts) + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+
+
 def short_rope_tokens(starts: list[int], short_ropes: list[bool] | None) -> NDArray[np.bool_] | None:
     """Return which tokens [T] take the short variant of the rope, given the sequences' flags; None where none does."""
     if short_ropes is None or not any(short_ropes):
@@ -62,9 +68,7 @@ class TokenRuns(NamedTuple):
         """Return the positions [T] of the tokens; those of a tree by their depths."""
         if self.trees is not None:
             return self.trees.positions
-        counts, ends = np.diff(self.starts), np.array(self.ends)
-        offsets = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], counts)
-        return np.repeat(ends - counts, counts) + offsets
+        return run_places(np.array(self.starts), np.array(self.ends))
 
     def short_rope_tokens(self) -> NDArray[np.bool_] | None:
         """Return which tokens [T] take the short variant of the rope; None where none does."""
@@ -80,8 +84,7 @@ class TokenRuns(NamedTuple):
         """
         counts = np.diff(self.starts)
         ends, first_seen = np.array(self.ends), np.zeros(len(counts), np.int64) if origins is None else np.array(origins)
-        offsets = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], counts)
-        places = np.repeat(ends - counts, counts) + offsets
+        places = run_places(np.array(self.starts), ends)
         firsts, lasts = first_seen // block_size, -(-(ends + (0 if room is None else np.array(room))) // block_size)
         tables = np.zeros((len(counts), int((lasts - firsts).max())), dtype=np.int64)
         for row, (table, first, last) in enumerate(zip(self.tables, firsts, lasts, strict=True)):

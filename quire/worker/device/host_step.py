@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
-from quire.model.token_runs import TreePlaces, short_rope_tokens
+from quire.model.token_runs import TreePlaces, run_places, short_rope_tokens
 from quire.worker.step_executor import StepTokens
 
 Sampling = Literal["plain", "cuts"]
@@ -71,8 +71,7 @@ def host_step(tokens: StepTokens, tables: NDArray[np.int64], block_size: int, nu
     if len(given_ids) == len(rows):
         token_rows, positions = rows, ends - 1
     else:
-        token_rows = np.repeat(rows, counts)
-        positions = np.repeat(ends - counts, counts) + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        token_rows, positions = np.repeat(rows, counts), run_places(starts, ends)
     slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
     if tokens.trees is not None:
         positions = tokens.trees.positions  # slots follow each other whatever these are
