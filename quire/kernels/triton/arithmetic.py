@@ -1,9 +1,9 @@
 """Device functions that compute the same on a GPU and in Triton's interpreter.
 
 The interpreter computes with the bit patterns of bfloat16 and float8 as if they were whole numbers, and truncates where it
-narrows to them. So kernels widen what they load to f32 at once, multiply matrices with `dot` alone, and narrow with `narrow`
-alone. A mask is no block of truths joined with a single one, which some interpreters make a number. Nothing here or in a kernel
-calls libdevice or inline assembly, which the interpreter does not have.
+casts to them. So kernels widen what they load to f32 at once, multiply matrices only with `dot`, and cast only with `cast_to`.
+A mask is no block of truths joined with a single one, which some interpreters make a number. Nothing here or in a kernel calls
+libdevice or inline assembly, which the interpreter does not have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def cast_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return x, f32, in a float type, rounded to nearest even; float8e4nv saturates. NaN stays NaN."""
     if dtype == tl.float8e4nv:
         keep_nan: tl.constexpr = tl.PropagateNan.ALL
@@ -49,7 +49,7 @@ def narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return x, f32, rounded to a float type but still f32: where a checkpoint's own code rounds, so do the kernels."""
     if dtype != tl.float32:
-        x = narrow(x, dtype).to(tl.float32)
+        x = cast_to(x, dtype).to(tl.float32)
     return x
 
 

@@ -131,8 +131,8 @@ def test_acceptance_is_below_its_floor_when_other_features_are_fed(head, feed):
 
 
 WRONG = [
-    pytest.param("demo-eagle3", {"tap_layers": (2, 5, 6)}, marks=HEAVY),
-    pytest.param("demo-eagle3", {"tap_layers": (1, 4, 6)}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"aux_hidden_state_layers": (2, 5, 6)}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"aux_hidden_state_layers": (1, 4, 6)}, marks=HEAVY),
     pytest.param("demo-eagle3", {"recycles_normed": True}, marks=HEAVY),
     pytest.param("demo-eagle3", {"is_residual_normed": True}, marks=HEAVY),
 ]
