@@ -325,7 +325,7 @@ class Speculator:
             told: list[tuple[DraftedSequence, int, int]] = []
             for sequence_id, first, count in fed:  # none is missing: what has no tokens to draft is not in the step
                 told.append((self._followed[sequence_id].sequence, first, count))
-            self._proposer.feed(what, told, features)
+            self._proposer.on_step_states(what, told, features)
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.

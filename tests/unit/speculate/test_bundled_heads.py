@@ -53,7 +53,7 @@ def acceptance_of_many(head, feed=None):
     llm = start(head, num_kv_blocks=200, max_num_seqs=16)
     if feed is not None:
         proposer = llm.llm_engine._runner._speculator._proposer
-        proposer.feed_all = feed(proposer.feed_all)
+        proposer.on_hidden_states = feed(proposer.on_hidden_states)
     found, _ = acceptance(llm, generate_many)
     assert llm.llm_engine.stats.num_drafts >= 1000
     llm.close()
