@@ -91,7 +91,8 @@ def test_merged_draft_never_lacks_a_parent_when_cut():
 
 def test_merged_proposer_reads_what_those_that_read_the_model_read():
     reader, other, fed, others = Fixed(lambda tokens: []), Fixed(lambda tokens: []), [], []
-    reader.aux_hidden_state_layers, reader.inputs_last_only, reader.on_hidden_states = (), True, lambda *given: fed.append(given)
+    reader.aux_hidden_state_layers, reader.inputs_last_only = (), True
+    reader.on_hidden_states = lambda *given: fed.append(given)
     other.aux_hidden_state_layers, other.on_hidden_states = (2, 5), lambda *given: others.append(given)
     proposer = MergedProposer([Fixed(lambda tokens: []), reader, other], 8)
     assert (proposer.aux_hidden_state_layers, proposer.inputs) == ((2, 5), ("last", "layers"))
