@@ -32,7 +32,10 @@ def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
 
 
 def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Return xIELU of x in its dtype (https://arxiv.org/abs/2411.13010); positive, negative [1] as stored, before the softplus."""
+    """Return xIELU of x in its dtype (https://arxiv.org/abs/2411.13010).
+
+    positive, negative  [1], the two learned numbers as they are stored, before the softplus
+    """
     beta, eps = (torch.tensor(number, dtype=x.dtype, device=x.device) for number in (_XIELU_BETA, _XIELU_EPS))
     alpha_p, alpha_n = F.softplus(positive), beta + F.softplus(negative)
     rising = alpha_p * x * x + beta * x

@@ -111,6 +111,8 @@ def read_is_sliding(config: ConfigView, default: Callable[[int], bool]) -> list[
 
 def _check_layer_types(config: ConfigView, types: list[str], num_layers: int) -> list[str]:
     types = [_LEGACY_LAYER_TYPES.get(name, name) for name in types]
+    if config.model_type == "llama4_text":  # which takes sequences of one chunk at most
+        types = ["full_attention" if name == "chunked_attention" else name for name in types]
     unknown = sorted({name for name in types if name not in LAYER_TYPES})
     if unknown:
         raise UnsupportedError(f"layer_types {unknown} are not supported; supported: {', '.join(LAYER_TYPES)}")

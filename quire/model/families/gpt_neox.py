@@ -30,7 +30,8 @@ def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a GPT-NeoX model."""
     norm, has_bias = read_layer_norm(config), config.boolean("attention_bias")
     rope = read_rope(config, read_head_dim(config), can_be_partial=True)
-    attention = replace(read_attention(config, rope), has_qkv_bias=has_bias, has_o_bias=has_bias)
+    attention = read_attention(config, rope, has_bias)
+    attention = replace(attention, num_kv_heads=attention.num_heads)
     mlp = read_mlp(config, has_bias=True, is_gated=False)
     is_parallel = config.boolean("use_parallel_residual")
     return repeat_layer(config, LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm, is_parallel=is_parallel), norm)

@@ -21,6 +21,12 @@ LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
 _ALPHA_TYPES = ("hunyuan_v1_dense",)
 """Model types whose "dynamic" rope has a fixed stretch where it names an alpha."""
+_OLD_NAMES = {
+    ("gpt_neox", "rope_theta"): ("rotary_emb_base",),
+    ("gpt_neox", "partial_rotary_factor"): ("rotary_pct",),
+    ("stablelm", "partial_rotary_factor"): ("rope_pct",),
+}
+"""Further names of a value in files of a model type."""
 _LARGEST = 1e15
 """More than any parameter is; positions, factors and their products stay numbers."""
 _MIN_BETA, _MAX_BETA = 1e-6, 1e6
@@ -77,6 +83,7 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     theta = _inner_or_outer(config, key, values, "rope_theta")
     theta = config.number("rope_theta") if values.get("rope_theta") is None else theta
     partial = _inner_or_outer(config, key, values, "partial_rotary_factor")
+    partial = config.raw("partial_rotary_factor") if partial is None else partial
     if partial is not None and (isinstance(partial, bool) or not is_number(partial) or not 0 < partial <= 1):
         raise config.error("partial_rotary_factor", partial, "a number above 0 and at most 1")
     if can_be_partial and partial is not None:
@@ -88,7 +95,8 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
 
 def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], name: str) -> object:
     """Return a value of the rope parameters or of config.json itself; where both have one, the former, as transformers does."""
-    outer = config.raw(name) if config.has(name) else None
+    aliases = [alias for alias in (name, *_OLD_NAMES.get((config.model_type, name), ())) if config.has(alias)]
+    outer = config.raw(*aliases) if aliases else None
     inner = values.get(name)
     if inner is None or outer is None:
         return outer if inner is None else inner
