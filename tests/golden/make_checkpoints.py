@@ -205,7 +205,9 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     if model_type in {wrapper for wrapper, *_ in WRAPPED.values()}:
-        return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
+        # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
+        return model.language_model if model_type == "llama4" else model
     if model_type in ("gpt_oss", "mixtral", "qwen3_moe"):
         options["experts_implementation"] = "eager"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()

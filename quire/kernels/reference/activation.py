@@ -19,7 +19,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 """Those without learned numbers."""
-_XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 
 def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
@@ -36,7 +36,7 @@ def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
     positive, negative  [1], the two learned numbers as they are stored, before the softplus
     """
-    beta, eps = (torch.tensor(number, dtype=x.dtype, device=x.device) for number in (_XIELU_BETA, _XIELU_EPS))
+    beta, eps = (torch.tensor(number, dtype=x.dtype, device=x.device) for number in (XIELU_BETA, XIELU_EPS))
     alpha_p, alpha_n = F.softplus(positive), beta + F.softplus(negative)
     rising = alpha_p * x * x + beta * x
     return torch.where(x > 0, rising, (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n + beta * x)
