@@ -47,6 +47,7 @@ class RopeSpec:
     attention_factor    multiplies cos and sin
     short, long         longrope's divisors per frequency, dim / 2 each
     is_f32              rotate in f32 and round once; otherwise cos and sin are rounded to the dtype first
+    is_table_rounded    with is_f32: cos and sin are rounded to the dtype all the same (Cohere)
     "dynamic" and "longrope" depend on the length of a sequence, see ModelSpec.rope_switch_len
     """
 
@@ -64,6 +65,7 @@ class RopeSpec:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     is_f32: bool = False
+    is_table_rounded: bool = False
 
     @property
     def depends_on_length(self) -> bool:

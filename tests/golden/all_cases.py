@@ -1,4 +1,4 @@
-"""All golden cases as pytest parameters: those of dense families run with `-m slow`, where a fast test has seen them already."""
+"""All golden cases as pytest parameters: those of dense families are `slow`, as a fast test compares them already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of dense families and of wrappers against transformers, with torch and with the native kernels, in one test of each."""
+"""Logits of dense families and of wrappers against transformers, with torch and with the native kernels."""
 
 from __future__ import annotations
 

@@ -29,9 +29,10 @@ def normalize(x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | N
 
 
 def _layer_norm(x: Tensor, spec: NormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is not None and weight.dim() > 1:
-        # A weight for each head: rounded once, after the product.
-        wide = F.layer_norm(x.float(), x.shape[-1:], eps=spec.eps) * (weight.float() + spec.offset)
+    if weight is not None and (weight.dim() > 1 or spec.late_cast):
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = (weight.float() + spec.offset) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps))
         return (wide if bias is None else wide + bias.float()).to(x.dtype)
     weight = weight + spec.offset if weight is not None and spec.offset else weight
     return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)

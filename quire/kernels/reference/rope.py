@@ -67,6 +67,8 @@ def cos_sin(spec: RopeSpec, frequencies: Tensor, positions: Tensor, dtype: torch
     angles = positions[:, None].float() * frequencies
     out = torch.float32 if spec.is_f32 else dtype
     cos, sin = angles.cos() * spec.attention_factor, angles.sin() * spec.attention_factor
+    if spec.is_table_rounded:
+        cos, sin = cos.to(dtype), sin.to(dtype)
     return cos.to(out)[:, None, :], sin.to(out)[:, None, :]
 
 

@@ -17,8 +17,8 @@ MODEL_TYPE = "cohere"
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Cohere model."""
-    norm = read_layer_norm(config, has_bias=False)
-    rope = read_rope(config, read_head_dim(config), is_f32=True)
+    norm = replace(read_layer_norm(config, has_bias=False), late_cast=True)
+    rope = replace(read_rope(config, read_head_dim(config), is_f32=True), is_table_rounded=True)
     attention = read_attention(config, rope, has_bias=config.boolean("attention_bias"))
     if config.boolean("use_qk_norm"):
         attention = replace(attention, qk_norm=norm, qk_norm_over="each")

@@ -24,10 +24,9 @@ MODEL_TYPE = "cohere2"
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Cohere 2 model."""
-    norm, mlp = read_layer_norm(config, has_bias=False), read_mlp(config)
-    attention = read_attention(
-        config, read_rope(config, read_head_dim(config), is_f32=True), has_bias=config.boolean("attention_bias")
-    )
+    norm, mlp = replace(read_layer_norm(config, has_bias=False), late_cast=True), read_mlp(config)
+    rope = replace(read_rope(config, read_head_dim(config), is_f32=True), is_table_rounded=True)
+    attention = read_attention(config, rope, has_bias=config.boolean("attention_bias"))
     pattern = config.integer("sliding_window_pattern")
     is_sliding = read_is_sliding(config, lambda index: (index + 1) % pattern != 0)
     window = window_of(config, is_sliding)
