@@ -54,7 +54,7 @@ def _prompt_without_near_ties(model, length):
 
 
 def _prompts(model):
-    if getattr(model.config, "num_experts_per_tok", None) is None:
+    if getattr(model.config, "num_experts_per_tok", None) is None or getattr(model.config, "moe_layers", None) == []:
         return [_random_prompt(length) for length in LENGTHS]
     longest = _prompt_without_near_ties(model, max(LENGTHS))
     return [longest[:length] for length in LENGTHS]
