@@ -10,15 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire import LLM, SamplingParams
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.kernels.native import load_native
 from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
+from quire.model.families import WRAPPERS
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from tests.golden.dense_cases import WRAPPED
+from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import DENSE_CASES, reference_model
 
 pytestmark = pytest.mark.golden
@@ -86,6 +89,24 @@ def test_a_text_that_a_wrapper_does_not_take_is_refused(checkpoint, tmp_path):
 
 
 def test_every_wrapper_has_a_case():
-    from quire.model.families import WRAPPERS
-
     assert {wrapper for wrapper, *_ in WRAPPED.values()} | {"gemma3"} == set(WRAPPERS)
+
+
+PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]
+NUM_STEPS = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_greedy_tokens_are_the_same_alone_and_preempted(checkpoint, case):
+    folder = checkpoint(case, "v5")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS, detokenize=False)
+    model = reference_model(folder)
+    llm = LLM(str(folder), skip_tokenizer_init=True, block_size=16, num_kv_blocks=12, max_num_seqs=3, max_num_batched_tokens=29)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+    llm.close()
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
+    assert alone == found
