@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryScaling, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
-from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
 from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
@@ -41,12 +41,12 @@ class Decoder:
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
         self._kept_rows: list[int] | None = None
-        self._tap_layers: tuple[int, ...] = ()
+        self._aux_hidden_state_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
         self._scalings = {layer.attention.query_scaling for layer in spec.layers} - {None}
 
-    def _frequencies_of(self, rope: RopeSpec, step: AttentionInput) -> Tensor:
+    def _frequencies_of(self, rope: RopeSpec, step: AttentionMetadata) -> Tensor:
         """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
         short = self._short_frequencies.get(rope)
         if short is None or step.short_ropes is None:
@@ -55,7 +55,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, layers: Sequence[int] | None = None
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, layers: Sequence[int] | None = None
     ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
@@ -74,7 +74,7 @@ class Decoder:
         angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
         self._taps = []
         for index in range(len(self._layers)) if layers is None else layers:
-            if index in self._tap_layers:
+            if index in self._aux_hidden_state_layers:
                 self._taps.append(x)
             x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index], factors=factors)
         return self._norm(x, spec.final_norm, "final_norm")
@@ -86,7 +86,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        step: AttentionInput,
+        step: AttentionMetadata,
         kv: KvPool,
         logit_rows: list[int],
         keeps_all: bool = False,
@@ -146,7 +146,7 @@ class Decoder:
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers, low to high, in every step from now on."""
-        self._tap_layers = layers
+        self._aux_hidden_state_layers = layers
 
     def layer_inputs(self, rows: Sequence[int]) -> Tensor:
         """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
@@ -179,7 +179,7 @@ class DecoderLayer:
         self,
         x: Tensor,
         angles: dict[RopeSpec, tuple[Tensor, Tensor]],
-        step: AttentionInput,
+        step: AttentionMetadata,
         k_cache: Tensor,
         v_cache: Tensor,
         attended: Tensor | None = None,

@@ -8,8 +8,8 @@ from torch import Tensor
 from quire.contracts.model_spec import AttentionSpec, ModelSpec, NormSpec
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import query_factors, rotate
-from quire.kernels.triton.heads import Projections, Rope
 from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.qk_rope_store import Projections, Rope
 
 
 def needs_separate_heads(spec: AttentionSpec) -> bool:
