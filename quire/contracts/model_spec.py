@@ -12,7 +12,8 @@ from typing import Literal
 from quire.base.errors import UnsupportedError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+"""relu2 is relu(x) ** 2. xielu (Huang and Schlag, 2024) has two learned numbers per layer, see `parameter_shapes`."""
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -23,6 +24,7 @@ class NormSpec:
     kind       "rms" (Zhang and Sennrich, 2019) or "layer" (with mean and, if has_bias, a bias)
     offset     added to the weight: 1 where the checkpoint stores w - 1 (Gemma)
     late_cast  multiply by the weight in f32 and round once; otherwise the normalised value is rounded to the dtype first
+    has_weight False: nothing is multiplied (OLMo, nanochat)
     """
 
     kind: Literal["rms", "layer"]
@@ -30,17 +32,22 @@ class NormSpec:
     offset: int = 0
     has_bias: bool = False
     late_cast: bool = False
+    has_weight: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding (Su et al., 2021) over the first `dim` of each head, pairing i with i + dim / 2.
 
+    Families that pair 2i with 2i + 1 have the rows of their q and k reordered when they are loaded (`sources.pair_halves`):
+    scores do not depend on the order of a head's elements.
+
     kind                "default", "linear", "dynamic" (NTK), "llama3", "yarn" (Peng et al., 2023) or "longrope"
     original_max        positions the model was trained on before scaling
     attention_factor    multiplies cos and sin
     short, long         longrope's divisors per frequency, dim / 2 each
     is_f32              rotate in f32 and round once; otherwise cos and sin are rounded to the dtype first
+    is_table_rounded    with is_f32: cos and sin are rounded to the dtype all the same (Cohere)
     "dynamic" and "longrope" depend on the length of a sequence, see ModelSpec.rope_switch_len
     """
 
@@ -58,6 +65,7 @@ class RopeSpec:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     is_f32: bool = False
+    is_table_rounded: bool = False
 
     @property
     def depends_on_length(self) -> bool:
@@ -66,12 +74,25 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """A factor on the queries of late positions (Llama 4): 1 + beta * log(1 + floor((position + offset) / original_max))."""
+
+    beta: float
+    original_max: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Multi-head, multi-query or grouped-query attention; num_heads is a multiple of num_kv_heads.
 
     scale          multiplies q.k
     window         a token attends to itself and the window - 1 tokens before it; None: to all before it
-    qk_norm_over   "head": one weight of head_dim for every head; "all": over the concatenated heads
+    qk_norm_over   "head": one weight of head_dim for every head; "each": a weight of its own for each head; "all": over the
+                   concatenated heads
+    is_qk_norm_last q and k are normalised after the rotation, head by head
+    query_scaling  None: queries are the same at any position
+    clip_qkv       q, k and v are clipped to [-clip_qkv, clip_qkv] as they are projected (OLMo)
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
@@ -86,7 +107,10 @@ class AttentionSpec:
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     qk_norm: NormSpec | None = None
-    qk_norm_over: Literal["head", "all"] = "head"
+    qk_norm_over: Literal["head", "each", "all"] = "head"
+    is_qk_norm_last: bool = False
+    query_scaling: QueryScaling | None = None
+    clip_qkv: float | None = None
     softcap: float | None = None
     is_softmax_f32: bool = True
     has_sinks: bool = False
@@ -133,7 +157,11 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: x += residual_scale * attn_out(attention(attn_in(x))), then the same with the mlp; a norm may be None."""
+    """One layer: x += residual_scale * attn_out(attention(attn_in(x))), then the same with the mlp; a norm may be None.
+
+    is_parallel  both blocks read the same x, and their results are added to it together; without mlp_in the feed-forward block
+                 reads what attention reads
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec
@@ -142,6 +170,7 @@ class LayerSpec:
     mlp_in: NormSpec | None = None
     mlp_out: NormSpec | None = None
     residual_scale: float = 1.0
+    is_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +181,8 @@ class ModelSpec:
     is_tied              the output head is the embedding
     embed_scale          multiplies embeddings; is_embed_scale_cast: it is first rounded to the weights' dtype (Gemma)
     num_learned_positions rows of a learned position embedding that is added (GPT-2); 0: none
+    embed_norm           normalises the embeddings before the first layer (nanochat)
+    has_head_bias        the logits have a bias (Phi-2)
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
     eos_token_ids        of config.json and generation_config.json together
     """
@@ -167,6 +198,8 @@ class ModelSpec:
     embed_scale: float = 1.0
     is_embed_scale_cast: bool = False
     num_learned_positions: int = 0
+    embed_norm: NormSpec | None = None
+    has_head_bias: bool = False
     logit_scale: float = 1.0
     final_softcap: float | None = None
     bos_token_id: int | None = None

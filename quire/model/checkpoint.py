@@ -13,9 +13,10 @@ from torch import Tensor
 from quire.base.errors import ModelFormatError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
-from quire.model.config_reader import is_base_model, read_quantization_config
+from quire.model.config_reader import is_base_model, is_multimodal, read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
+from quire.model.families.wrappers import NOT_TEXT
 from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
@@ -107,6 +108,11 @@ def _open(folder: Path, page: FamilyPage, is_logged: bool = True, files: MappedF
     tensors, quantization = open_tensors(folder, files), read_quantization_config(folder)
     drafting = _drafting_layers(tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(drafting)}
+    if is_multimodal(folder):
+        num_tensors = len(kept)
+        kept = {name: tensor for name, tensor in kept.items() if not NOT_TEXT.fullmatch(name)}
+        if is_logged:
+            logger.info("%s: %d tensors of images are skipped: its language model is served", folder, num_tensors - len(kept))
     if quantization is None:
         refuse_modelopt(folder)
         return kept

@@ -17,6 +17,7 @@ from quire.base.shared_reads import read_once
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
 from quire.model.families import FAMILIES, find_family
 from quire.model.families.config_view import ConfigView
+from quire.model.families.wrappers import is_wrapped
 from quire.model.gguf_config import read_gguf_config
 from quire.quant.config import QuantizationConfig, read_quantization
 
@@ -122,6 +123,11 @@ def is_base_model(folder: Path) -> bool:
         return False
     named = _read_config(folder)[1].get("architectures")
     return isinstance(named, list) and bool(named) and all(map(_is_base_class, named))
+
+
+def is_multimodal(folder: Path) -> bool:
+    """Return whether a checkpoint is that of a wrapper, whose language model is served. False for GGUF files."""
+    return not folder.is_file() and is_wrapped(_read_config(folder)[1])
 
 
 def _is_base_class(name: object) -> bool:

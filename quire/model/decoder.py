@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryScaling, RopeSpec
+from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
 from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
 from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
-from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
+from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
 from quire.kv.pool import KvPool
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
@@ -44,6 +44,7 @@ class Decoder:
         self._aux_hidden_state_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
+        self._scalings = {layer.attention.query_scaling for layer in spec.layers} - {None}
 
     def _frequencies_of(self, rope: RopeSpec, step: AttentionMetadata) -> Tensor:
         """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
@@ -67,13 +68,19 @@ class Decoder:
             x = x * (torch.tensor(spec.embed_scale, dtype=self.dtype) if spec.is_embed_scale_cast else spec.embed_scale)
         if spec.num_learned_positions:
             x = x + F.embedding(positions, self._parameters["pos.weight"])
+        if spec.embed_norm is not None:
+            x = self._norm(x, spec.embed_norm, "embed_norm")
+        factors = {scaling: query_factors(scaling, positions, self.dtype) for scaling in self._scalings}
         angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
         self._taps = []
         for index in range(len(self._layers)) if layers is None else layers:
             if index in self._aux_hidden_state_layers:
                 self._taps.append(x)
-            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index])
-        return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
+            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index], factors=factors)
+        return self._norm(x, spec.final_norm, "final_norm")
+
+    def _norm(self, x: Tensor, spec: NormSpec, name: str) -> Tensor:
+        return normalize(x, spec, self._parameters.get(f"{name}.weight"), self._parameters.get(f"{name}.bias"))
 
     def step(
         self,
@@ -153,7 +160,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype."""
-        logits = F.linear(hidden, self._head)
+        logits = F.linear(hidden, self._head, self._parameters.get("lm_head.bias"))
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.final_softcap is not None:
@@ -176,20 +183,33 @@ class DecoderLayer:
         k_cache: Tensor,
         v_cache: Tensor,
         attended: Tensor | None = None,
+        factors: Mapping[QueryScaling, Tensor] | None = None,
     ) -> Tensor:
-        """Return the layer's output [T, H]; `attended` is what attention reads where it is not the normed input."""
+        """Return the layer's output [T, H].
+
+        attended  what attention reads where it is not the normed input
+        factors   the factors on queries [T, 1, 1] of each query scaling; None: the model has none
+        """
         spec = self.spec
-        rope = spec.attention.rope
-        y = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
-        y = self._attention(y, spec.attention, None if rope is None else angles[rope], step, k_cache, v_cache)
-        x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
-        y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))
-        return self._add(x, self._norm(y, spec.mlp_out, "mlp_out"))
+        normed = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
+        before = x
+        scaling, rope = spec.attention.query_scaling, spec.attention.rope
+        q, k, v = self._heads(normed, spec.attention, None if rope is None else angles[rope])
+        if scaling is not None and factors is not None:
+            q = q * factors[scaling]
+        store_kv(k, v, k_cache, v_cache, step.slots)
+        y = attend(q, k_cache, v_cache, step, spec.attention, self._parameters.get("sinks.weight"))
+        x = self._add(x, self._norm(self._linear(y.flatten(1), "o"), spec.attn_out, "attn_out"))
+        if spec.is_parallel:
+            read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
+        else:
+            read = self._norm(x, spec.mlp_in, "mlp_in")
+        return self._add(x, self._norm(self._mlp(read), spec.mlp_out, "mlp_out"))
 
     def _norm(self, x: Tensor, spec: NormSpec | None, name: str) -> Tensor:
         if spec is None:
             return x
-        return normalize(x, spec, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
+        return normalize(x, spec, self._parameters.get(f"{name}.weight"), self._parameters.get(f"{name}.bias"))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
@@ -197,26 +217,22 @@ class DecoderLayer:
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + (y if self.spec.residual_scale == 1.0 else y * self.spec.residual_scale)
 
-    def _attention(
-        self,
-        x: Tensor,
-        spec: AttentionSpec,
-        angles: tuple[Tensor, Tensor] | None,
-        step: AttentionMetadata,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> Tensor:
+    def _heads(self, x: Tensor, spec: AttentionSpec, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v [T, heads, head_dim] as attention takes them."""
         q, k, v = self._linear(x, "q"), self._linear(x, "k"), self._linear(x, "v")
+        if spec.clip_qkv is not None:
+            q, k, v = (y.clamp(-spec.clip_qkv, spec.clip_qkv) for y in (q, k, v))
         if spec.qk_norm is not None and spec.qk_norm_over == "all":
             q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
         q, k, v = (y.view(len(x), -1, spec.head_dim) for y in (q, k, v))
-        if spec.qk_norm is not None and spec.qk_norm_over == "head":
-            q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
+        by_head = None if spec.qk_norm_over == "all" else spec.qk_norm
+        if by_head is not None and not spec.is_qk_norm_last:
+            q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
         if angles is not None:
             q, k = rotate(q, *angles), rotate(k, *angles)
-        store_kv(k, v, k_cache, v_cache, step.slots)
-        attended = attend(q, k_cache, v_cache, step, spec, self._parameters.get("sinks.weight"))
-        return self._linear(attended.flatten(1), "o")
+        if by_head is not None and spec.is_qk_norm_last:
+            q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
+        return q, k, v
 
     def _mlp(self, x: Tensor) -> Tensor:
         spec = self.spec.mlp
@@ -229,4 +245,7 @@ class DecoderLayer:
     def _activate(self, x: Tensor, spec: MlpSpec) -> Tensor:
         if spec.is_gated:
             return apply_gate(self._linear(x, "gate"), self._linear(x, "up"), spec)
-        return ACTIVATIONS[spec.activation](self._linear(x, "up"))
+        up = self._linear(x, "up")
+        if spec.activation == "xielu":
+            return apply_xielu(up, self._parameters["xielu_positive.weight"], self._parameters["xielu_negative.weight"])
+        return ACTIVATIONS[spec.activation](up)

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.activation import apply_xielu
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
@@ -23,8 +24,10 @@ from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
 from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
+from quire.model.device_refusal import device_refusal
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
@@ -58,6 +61,9 @@ class DeviceDecoder:
         policy: QuantizationPolicy | None = None,
         is_in_order: bool = False,
     ) -> None:
+        refusal = device_refusal(spec)
+        if refusal is not None:
+            raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
@@ -67,7 +73,10 @@ class DeviceDecoder:
         own = weights.tensors
         self._positions = own.get("pos.weight")
         self.embedding = DeviceLinear(weights.linears["embed.weight"])
-        self.head = DeviceLinear(weights.linears.get("lm_head.weight", self.embedding.parts), None, is_in_order)
+        head = weights.linears.get("lm_head.weight", self.embedding.parts)
+        self.head = DeviceLinear(head, own.get("lm_head.bias"), is_in_order)
+        fill_missing_weights(own, spec, self.dtype, device)
+        self._embed_norm = norm_of(own, "embed_norm", spec.embed_norm)
         scale = spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
         self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
@@ -128,6 +137,8 @@ class DeviceDecoder:
             x = x * self._embed_scale
         if self._positions is not None:
             x = x + F.embedding(positions, self._positions)
+        if self._embed_norm is not None:
+            x = normalize(x, self._embed_norm)
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode
         y = None
         for index, layer in enumerate(self._layers):
@@ -178,8 +189,6 @@ class DeviceLayer:
     def __init__(
         self, spec: LayerSpec, prefix: str, weights: DeviceWeights, ropes: Mapping[RopeSpec, Rope], is_in_order: bool
     ) -> None:
-        if isinstance(spec.mlp, MlpSpec) and spec.mlp.clamp is not None:
-            raise UnsupportedError("a clamped gate outside of a mixture of experts is not supported on a GPU; use device cpu")
         own = _under(weights.tensors, prefix)
         self._spec, self._is_in_order = spec, is_in_order
         self._linears = {
@@ -200,6 +209,8 @@ class DeviceLayer:
         self._mlp_out = norm_of(own, "mlp_out", spec.mlp_out)
         q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in ("q_norm", "k_norm"))
         self._qk_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
+        self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
 
     def fuse(self, arrived: Tensor) -> str | None:
@@ -215,6 +226,12 @@ class DeviceLayer:
     ) -> Tensor:
         """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x."""
         scale = self._spec.residual_scale
+        if self._spec.is_parallel:
+            read = y if self._mlp_in is None else normalize(x, self._mlp_in)
+            branch = self._attention(y, positions, step, cache, self._spec.attention)
+            other = self._mlp(read)
+            add_and_normalize(x, branch, None, self._attn_out, scale)
+            return add_and_normalize(x, other, following, self._mlp_out, scale)
         branch = self._attention(y, positions, step, cache, self._spec.attention)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
         return add_and_normalize(x, self._mlp(y), following, self._mlp_out, scale)
@@ -222,12 +239,17 @@ class DeviceLayer:
     def _attention(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, spec: AttentionSpec
     ) -> Tensor:
-        q, k, v = self._linears["qkv"](y).split(self._sizes, 1)
-        norms = self._qk_norms
+        qkv = self._linears["qkv"](y)
+        if spec.clip_qkv is not None:
+            qkv = qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
+        q, k, v = qkv.split(self._sizes, 1)
+        norms, rope = self._qk_norms, self._rope
         if norms is not None and spec.qk_norm_over == "all":
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
-        q = place_heads(heads, cache, step.slots, positions, self._rope, norms, self._is_in_order)
+        if needs_separate_heads(spec):
+            heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
+        q = place_heads(heads, cache, step.slots, positions, rope, norms, self._is_in_order)
         return self._linears["o"](attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
 
     def _mlp(self, y: Tensor) -> Tensor:
@@ -239,6 +261,8 @@ class DeviceLayer:
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
             return self._linears["down"](activate(gate, up, spec.activation))
+        if self._xielu is not None:
+            return self._linears["down"](apply_xielu(both, *self._xielu))
         return self._linears["down"](activate(both, None, spec.activation))
 
 

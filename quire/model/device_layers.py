@@ -23,6 +23,16 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear]) -> 
         return "sums in one order at any number of rows"
     if not isinstance(spec.mlp, MlpSpec):
         return "a mixture of experts"
+    if spec.is_parallel:
+        return "blocks in parallel"
+    if spec.mlp.activation == "xielu":
+        return "xielu"
+    if spec.attention.query_scaling is not None:
+        return "queries that are scaled by position"
+    if spec.attention.clip_qkv is not None:
+        return "clipped q, k and v"
+    if spec.attention.qk_norm is not None and (spec.attention.is_qk_norm_last or spec.attention.qk_norm_over == "each"):
+        return "a norm of heads after the rotation, or of each head"
     if spec.attention.has_sinks:
         return "attention sinks"
     if spec.attn_out is not None or spec.mlp_out is not None:

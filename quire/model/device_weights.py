@@ -125,9 +125,9 @@ class _Loader:
                 if place.start + place.count == self._sizes[place.name]:
                     found.linears[place.name] = self._finish(place.name)
             else:
-                # Biases of experts are joined from those of each: no view of what is stored.
-                is_stack = isinstance(parameter, StoredParameter) and ".experts." in name
-                opened = parameter.load() if is_stack else parameter
+                # Biases of experts and norms of heads are joined from those of each: no view of what is stored.
+                is_stack = len(self._shapes[name]) > 1 and name != "pos.weight"
+                opened = parameter.load() if is_stack and isinstance(parameter, StoredParameter) else parameter
                 opened = opened.open() if isinstance(opened, StoredParameter) else opened
                 if isinstance(opened, QuantizedStack):
                     raise InvariantError(f"{name} is a stack of weights")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.kernels.reference.activation import XIELU_BETA
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
@@ -24,7 +25,7 @@ from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "xielu": 5}
 _PROGRESS_DELAY_S = 3.0
 _SHORT_FROM = 1 << 26
 """Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
@@ -43,7 +44,19 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"heads of {min(odd)} values (an odd number)"
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
+    if any(isinstance(layer.mlp, MoeSpec) and layer.is_parallel for layer in spec.layers):
+        return "a mixture of experts in parallel to attention"
+    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu" for layer in spec.layers):
+        return "xielu in a mixture of experts"
+    if any(layer.attention.query_scaling is not None and _changes_rope(layer) for layer in spec.layers):
+        return "queries scaled by position with a rope that depends on the length"
+    if spec.has_head_bias and spec.is_tied:
+        return "a bias of a head that is the embedding"
     return None
+
+
+def _changes_rope(layer: LayerSpec) -> bool:
+    return layer.attention.rope is not None and layer.attention.rope.depends_on_length
 
 
 def is_screened(spec: ModelSpec) -> bool:
@@ -127,6 +140,7 @@ class NativeModelBuilder:
         plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
         self._screen_bytes = plan.screen_head() if is_screened(spec) else 0
+        self._set_norm(plan.embed_norm, spec.embed_norm, "embed_norm", spec.hidden_size)
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
         embed, head = whole or (embed, head)
         numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
@@ -214,24 +228,27 @@ class NativeModelBuilder:
             raise TypeError(f"{name} is quantised")
         return found
 
-    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int) -> None:
+    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1) -> None:
+        """Set a native norm of rows of `size` values; num_heads: of so many, each with a weight of its own."""
         if spec is None:
             return
         weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
-        if weight is None:
-            raise InvariantError(f"{name} has no weight")
-        weight = weight.float().contiguous() + spec.offset
+        if (weight is None) == spec.has_weight:
+            raise InvariantError(f"{name} must have a weight: {spec.has_weight}")
+        # Without a weight values are multiplied by one, which changes none.
+        weight = torch.ones(size * num_heads) if weight is None else weight.float().contiguous() + spec.offset
         bias = None if bias is None else bias.float().contiguous()
-        norm.set(spec.kind == "layer", size, spec.eps, weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+        addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        norm.set(spec.kind == "layer", size, spec.eps, *addresses, num_heads)
 
     def _build_layer(self, spec: LayerSpec, prefix: str, shard: LayerShard | None = None) -> Any:
         layer, attention, hidden = self._native.PlanLayer(), spec.attention, self._spec.hidden_size
         for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
             self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
-        is_whole = attention.qk_norm_over == "all"
+        is_whole, is_each = attention.qk_norm_over == "all", attention.qk_norm_over == "each"
         for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
             size = attention.head_dim * (heads if is_whole else 1)
-            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size)
+            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
         rows = _attention_rows(spec, shard)
         for name in ("q", "k", "v", "o"):
             setattr(layer, name, self._pack(prefix + name, rows=rows.get(name)))
@@ -248,7 +265,11 @@ class NativeModelBuilder:
             sinks = sinks[shard.heads.heads.start : shard.heads.heads.stop]
         layer.sinks = [] if sinks is None else sinks.float().tolist()
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
-        layer.is_qk_norm_whole, layer.residual_scale = is_whole, spec.residual_scale
+        layer.is_qk_norm_whole, layer.is_qk_norm_each, layer.is_qk_norm_last = is_whole, is_each, attention.is_qk_norm_last
+        layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0
+        scaling = attention.query_scaling
+        if scaling is not None:
+            layer.query_beta, layer.query_max, layer.query_offset = scaling.beta, scaling.original_max, scaling.offset
         if isinstance(spec.mlp, MoeSpec):
             self._build_experts(layer, spec.mlp, prefix, shard)
         else:
@@ -260,6 +281,18 @@ class NativeModelBuilder:
         for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
             rows = None if shard is None else shard.outputs if name == "down" else shard.inner
             setattr(layer, name, self._pack(prefix + name, rows=rows))
+        if spec.activation == "xielu":
+            layer.positive, layer.negative = self._xielu_numbers(prefix)
+
+    def _xielu_numbers(self, prefix: str) -> tuple[float, ...]:
+        """Return what x^2 and the bent part of xielu are multiplied with."""
+        found = []
+        for part, offset in (("positive", 0.0), ("negative", XIELU_BETA)):
+            stored = self._vector(f"{prefix}xielu_{part}.weight")
+            if stored is None:
+                raise InvariantError(f"{prefix}xielu_{part} is missing")
+            found.append(offset + torch.nn.functional.softplus(stored.float()).item())
+        return tuple(found)
 
     def _build_experts(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
         layer.set_activation(_ACTIVATIONS[spec.expert.activation])

@@ -11,10 +11,11 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Return name -> shape of every parameter that a spec needs, in the order of execution. Linear weights are [out, in].
 
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
-    rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads].
+    rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads]. The two
+    numbers of xielu, before the softplus that makes them positive, are xielu_positive.weight and xielu_negative.weight, [1].
     """
     hidden = spec.hidden_size
-    shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden)}
+    shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden), **_norm("embed_norm", spec.embed_norm, hidden)}
     if spec.num_learned_positions:
         shapes["pos.weight"] = (spec.num_learned_positions, hidden)
     for index, layer in enumerate(spec.layers):
@@ -22,6 +23,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes |= _norm("final_norm", spec.final_norm, hidden)
     if not spec.is_tied:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    if spec.has_head_bias:
+        shapes["lm_head.bias"] = (spec.vocab_size,)
     return shapes
 
 
@@ -40,7 +43,15 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
 def _norm(name: str, norm: NormSpec | None, size: int) -> dict[str, Shape]:
     if norm is None:
         return {}
-    return {f"{name}.{kind}": (size,) for kind in (("weight", "bias") if norm.has_bias else ("weight",))}
+    kinds = [kind for kind, is_there in (("weight", norm.has_weight), ("bias", norm.has_bias)) if is_there]
+    return {f"{name}.{kind}": (size,) for kind in kinds}
+
+
+def _head_norm(name: str, spec: AttentionSpec, num_heads: int) -> dict[str, Shape]:
+    """Return the norm of q or k, which has so many heads."""
+    if spec.qk_norm_over == "each":
+        return {key: (num_heads, *shape) for key, shape in _norm(name, spec.qk_norm, spec.head_dim).items()}
+    return _norm(name, spec.qk_norm, spec.head_dim * (num_heads if spec.qk_norm_over == "all" else 1))
 
 
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> dict[str, Shape]:
@@ -49,13 +60,12 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> dict[str, Sha
 
 def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    is_whole = spec.qk_norm_over == "all"
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
         **_linear("k", kv_size, hidden, spec.has_qkv_bias),
         **_linear("v", kv_size, hidden, spec.has_qkv_bias),
-        **_norm("q_norm", spec.qk_norm, q_size if is_whole else spec.head_dim),
-        **_norm("k_norm", spec.qk_norm, kv_size if is_whole else spec.head_dim),
+        **_head_norm("q_norm", spec, spec.num_heads),
+        **_head_norm("k_norm", spec, spec.num_kv_heads),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **_linear("o", hidden, q_size, spec.has_o_bias),
     }
@@ -64,7 +74,9 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
 def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
     gate = _linear("gate", spec.intermediate_size, hidden, spec.has_bias) if spec.is_gated else {}
     up = _linear("up", spec.intermediate_size, hidden, spec.has_bias)
-    return {**gate, **up, **_linear("down", hidden, spec.intermediate_size, spec.has_bias)}
+    is_learned = spec.activation == "xielu"
+    learned = {f"xielu_{part}.weight": (1,) for part in ("positive", "negative")} if is_learned else {}
+    return {**gate, **up, **learned, **_linear("down", hidden, spec.intermediate_size, spec.has_bias)}
 
 
 def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from tests.golden import dense_cases
+from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert
 
 Style = Literal["v5", "v4"]
 MAX_POSITIONS = 128
@@ -157,6 +160,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 CASES: tuple[str, ...] = tuple(_CONFIGS)
+DENSE_CASES: tuple[str, ...] = (*dense_cases.CASES, *WRAPPED, *CONVERTED)
+"""Further families, of which the fast tests compare logits only; the others run with `-m slow`."""
 
 
 def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
@@ -164,17 +169,27 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
 
     style  of config.json: "v5" as transformers 5 saves it, "v4" as hub files until 2025 are
     """
-    model_type, options = _CONFIGS[name]
-    config = (
-        _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
-    )
+    config = _config_of(name)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = (AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM).from_config(config)
     _randomise(model, name)
     model.save_pretrained(folder)
+    if name in CONVERTED:
+        convert(folder, name)
     if style == "v4":
         rewrite_as_v4(folder)
     return folder
+
+
+def _config_of(name: str) -> PretrainedConfig:
+    if name in WRAPPED:
+        wrapper, text_type, options, vision = WRAPPED[name]
+        text = {"model_type": text_type, **_settings(text_type, options)}
+        return AutoConfig.for_model(wrapper, text_config=text, vision_config=vision)
+    model_type, options = CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES}[name]
+    return (
+        _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
+    )
 
 
 def copy_as_v4(source: Path, folder: Path) -> Path:
@@ -187,13 +202,19 @@ def copy_as_v4(source: Path, folder: Path) -> Path:
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the transformers model of a folder in eval mode, with the plain attention and the plain loop over experts."""
     options: dict[str, str] = {"attn_implementation": "eager"}
-    if json.loads((folder / "config.json").read_text())["model_type"] in ("gpt_oss", "mixtral", "qwen3_moe"):
+    folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    if model_type in {wrapper for wrapper, *_ in WRAPPED.values()}:
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
+        # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
+        return model.language_model if model_type == "llama4" else model
+    if model_type in ("gpt_oss", "mixtral", "qwen3_moe"):
         options["experts_implementation"] = "eager"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
 
 
 def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
-    if model_type == "gpt2":
+    if model_type in ("gpt2", "gptj"):
         return {**options, "bos_token_id": 1, "eos_token_id": 2}
     return {**_BASE, **options}
 
@@ -215,14 +236,14 @@ def _multimodal_config() -> object:
 def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
-    is_offset = name.startswith("gemma")
+    is_offset = name.startswith(("gemma", "nemotron"))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 values = 0.3 * randn(parameter.shape)
             elif parameter.dim() == 1:
                 values = 0.3 * randn(parameter.shape) + (0.0 if is_offset else 1.0)
-            elif "embed" in key or ".wte." in key or ".wpe." in key:
+            elif ("embed" in key and "embed_out" not in key) or ".wte." in key or ".wpe." in key:
                 values = 0.5 * randn(parameter.shape)
             else:
                 values = randn(parameter.shape) * parameter.shape[-1] ** -0.5
@@ -237,7 +258,8 @@ def rewrite_as_v4(folder: Path) -> None:
     text = config.get("text_config", config)
     text.pop("dtype", None)
     _rewrite_rope(text)
-    text.pop("layer_types", None)
+    if text["model_type"] not in ("ministral", "exaone4"):
+        text.pop("layer_types", None)
     if "num_local_experts" in text and text["model_type"] == "qwen3_moe":
         text["num_experts"] = text.pop("num_local_experts")
     if "_sliding_window_pattern" in text:
@@ -251,12 +273,15 @@ def _rewrite_rope(text: dict[str, object]) -> None:
     if ropes is None:
         return
     if "full_attention" in ropes:
-        text["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        if text["model_type"] != "olmo3":
+            text["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
         ropes = ropes["full_attention"]
     text["rope_theta"] = ropes.pop("rope_theta")
     if "partial_rotary_factor" in ropes:
         text["partial_rotary_factor"] = ropes.pop("partial_rotary_factor")
     kind = ropes.pop("rope_type")
     # Both spellings are about, "type" being the older one; transformers does not read that one in Gemma 3.
+    if text["model_type"] == "gpt_neox":
+        text["rotary_emb_base"], text["rotary_pct"] = text.pop("rope_theta"), text.pop("partial_rotary_factor")
     is_old = kind in ("linear", "longrope") and not text["model_type"].startswith("gemma3")
     text["rope_scaling"] = None if kind == "default" else {"type" if is_old else "rope_type": kind, **ropes}

@@ -16,7 +16,10 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
+"""Those without learned numbers."""
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 
 def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
@@ -26,3 +29,14 @@ def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
     limit = spec.clamp.limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * spec.clamp.slope))
+
+
+def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Return xIELU of x in its dtype (https://arxiv.org/abs/2411.13010).
+
+    positive, negative  [1], the two learned numbers as they are stored, before the softplus
+    """
+    beta, eps = (torch.tensor(number, dtype=x.dtype, device=x.device) for number in (XIELU_BETA, XIELU_EPS))
+    alpha_p, alpha_n = F.softplus(positive), beta + F.softplus(negative)
+    rising = alpha_p * x * x + beta * x
+    return torch.where(x > 0, rising, (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n + beta * x)

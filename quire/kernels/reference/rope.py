@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import RopeSpec
+from quire.contracts.model_spec import QueryScaling, RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:
@@ -67,6 +67,8 @@ def cos_sin(spec: RopeSpec, frequencies: Tensor, positions: Tensor, dtype: torch
     angles = positions[:, None].float() * frequencies
     out = torch.float32 if spec.is_f32 else dtype
     cos, sin = angles.cos() * spec.attention_factor, angles.sin() * spec.attention_factor
+    if spec.is_table_rounded:
+        cos, sin = cos.to(dtype), sin.to(dtype)
     return cos.to(out)[:, None, :], sin.to(out)[:, None, :]
 
 
@@ -76,3 +78,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     # In f32 tables the products promote to f32 and are rounded once, at the end.
     return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
+
+
+def query_factors(scaling: QueryScaling, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors [T, 1, 1] on the queries of tokens at `positions` [T]."""
+    steps = torch.floor((positions.float() + scaling.offset) / scaling.original_max)
+    return (1 + scaling.beta * torch.log1p(steps)).to(dtype)[:, None, None]

@@ -13,7 +13,7 @@ from quire.kernels.triton.arithmetic import cast_to, rounded
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATION_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATION_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _BLOCK = 1024
 
 
@@ -50,7 +50,7 @@ def activate_launch(out: Tensor, gate: Tensor, up: Tensor | None, activation: Ac
 
 @triton.jit
 def activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Return silu, gelu, gelu_tanh or relu of x, f32."""
+    """Return silu, gelu, gelu_tanh, relu or relu2 of x, f32."""
     if KIND == 0:
         x = x * tl.sigmoid(x)
     elif KIND == 1:
@@ -60,6 +60,8 @@ def activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         x = tl.maximum(x, 0.0)
+        if KIND == 4:
+            x = x * x
     return x
 
 

@@ -139,6 +139,8 @@ def _normalize_row(
 ) -> tl.tensor:
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if IS_CENTERED:
+        if OFFSET != 0:
+            weight = rounded(weight + OFFSET, DTYPE)
         x = tl.where(mask, x - tl.sum(x, 0) / WIDTH, 0.0)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS) * weight
         if bias_ptr is not None:

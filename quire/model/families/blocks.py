@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict, Unpack
 
 from quire.base.errors import UnsupportedError
@@ -26,6 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 _LEGACY_LAYER_TYPES = {"attention": "full_attention"}
 
@@ -71,14 +72,32 @@ def read_activation(config: ConfigView, key: str = "hidden_act") -> Activation:
     return _ACTIVATIONS[name]
 
 
-def read_mlp(config: ConfigView, activation: str = "hidden_act", has_bias: bool = False) -> MlpSpec:
-    """Return a gated feed-forward block; `activation` is the key of its function."""
-    return MlpSpec(config.integer("intermediate_size"), read_activation(config, activation), has_bias=has_bias)
+def read_mlp(config: ConfigView, activation: str = "hidden_act", has_bias: bool = False, is_gated: bool = True) -> MlpSpec:
+    """Return a feed-forward block; `activation` is the key of its function."""
+    return MlpSpec(config.integer("intermediate_size"), read_activation(config, activation), is_gated, has_bias)
 
 
 def read_rms_norm(config: ConfigView, *, offset: int = 0, late_cast: bool = False) -> NormSpec:
     """Return an RMS norm with the config's epsilon."""
     return NormSpec("rms", config.number("rms_norm_eps"), offset=offset, late_cast=late_cast)
+
+
+def read_layer_norm(config: ConfigView, key: str = "layer_norm_eps", *, has_bias: bool = True, offset: int = 0) -> NormSpec:
+    """Return a LayerNorm with the epsilon under `key`."""
+    return NormSpec("layer", config.number(key), offset=offset, has_bias=has_bias)
+
+
+def repeat_layer(config: ConfigView, layer: LayerSpec, norm: NormSpec, **fields: Unpack[OutsideLayers]) -> ModelSpec:
+    """Return the spec of a model whose layers are all alike."""
+    return assemble(config, [layer] * config.integer("num_hidden_layers"), norm, **fields)
+
+
+def window_of(config: ConfigView, is_sliding: Sequence[bool]) -> int:
+    """Return the window of layers that slide, which must be there if one does; 0 where none does."""
+    window = config.nullable_integer("sliding_window")
+    if window is None and any(is_sliding):
+        raise config.error("sliding_window", None, "an integer >= 1, as some layers have a window")
+    return window or 0
 
 
 def read_is_sliding(config: ConfigView, default: Callable[[int], bool]) -> list[bool]:
@@ -92,6 +111,8 @@ def read_is_sliding(config: ConfigView, default: Callable[[int], bool]) -> list[
 
 def _check_layer_types(config: ConfigView, types: list[str], num_layers: int) -> list[str]:
     types = [_LEGACY_LAYER_TYPES.get(name, name) for name in types]
+    if config.model_type == "llama4_text":  # which takes sequences of one chunk at most
+        types = ["full_attention" if name == "chunked_attention" else name for name in types]
     unknown = sorted({name for name in types if name not in LAYER_TYPES})
     if unknown:
         raise UnsupportedError(f"layer_types {unknown} are not supported; supported: {', '.join(LAYER_TYPES)}")
@@ -106,6 +127,8 @@ class OutsideLayers(TypedDict, total=False):
     embed_scale: float
     is_embed_scale_cast: bool
     num_learned_positions: int
+    embed_norm: NormSpec | None
+    has_head_bias: bool
     logit_scale: float
     final_softcap: float | None
     hidden_size: int
@@ -128,7 +151,7 @@ def assemble(
     if "hidden_size" not in fields:
         fields["hidden_size"] = config.integer("hidden_size")
     if "max_positions" not in fields:
-        fields["max_positions"] = _max_positions(config, shared[0].attention.rope)
+        fields["max_positions"] = max(_max_positions(config, layer.attention.rope) for layer in unique)
     return ModelSpec(
         config.model_type,
         config.dtype(),

@@ -5,7 +5,6 @@ A multimodal checkpoint (model type "gemma3") is served as the language model in
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from quire.base.errors import UnsupportedError
@@ -51,10 +50,4 @@ def read_spec(config: ConfigView) -> ModelSpec:
     )
 
 
-PAGE = FamilyPage(
-    ("Gemma3ForCausalLM",),
-    read_spec,
-    find_sources,
-    prefixes=("language_model.model.", "model.language_model.", "language_model.", "model."),
-    ignored=re.compile(r"(vision_tower|multi_modal_projector)\..*|(.*\.)?rotary_emb\w*\.(\w+_)?inv_freq"),
-)
+PAGE = FamilyPage(("Gemma3ForCausalLM",), read_spec, find_sources)

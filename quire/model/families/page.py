@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.registry import Registry
 from quire.contracts.model_spec import ModelSpec
 from quire.model.families.config_view import ConfigView
 from quire.model.families.sources import Sources
+from quire.model.families.wrappers import PREFIXES, WRAPPERS, unwrap
 
 _NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*|medusa_head\..*")
 """A table that old checkpoints carry and every program computes by itself; a layer and heads that only draft (model/heads)."""
@@ -27,8 +29,9 @@ class FamilyPage:
     read_spec      config.json -> ModelSpec, in the checkpoint's dtype
     find_sources   (spec, stored names without prefix) -> where each canonical parameter comes from; the stored names serve
                    only to choose between layouts that are both in use
-    prefixes       of stored names, the longest first: the first that fits is dropped
+    prefixes       of stored names, the longest first: the first that fits is dropped, after that of a wrapper
     ignored        stored names, without prefix, that the model does not need
+    head           the stored name of the LM head's module, without prefix
     """
 
     architectures: tuple[str, ...]
@@ -36,19 +39,17 @@ class FamilyPage:
     find_sources: Callable[[ModelSpec, Collection[str]], Sources]
     prefixes: tuple[str, ...] = ("model.",)
     ignored: re.Pattern[str] = _NOT_NEEDED
+    head: str = "lm_head"
 
     def strip(self, name: str) -> str:
-        """Return a stored name without its prefix."""
-        for prefix in self.prefixes:
-            if name.startswith(prefix):
-                return name[len(prefix) :]
-        return name
+        """Return a stored name without its prefix; the LM head is `lm_head`."""
+        for prefixes in (PREFIXES, self.prefixes):
+            name = next((name[len(prefix) :] for prefix in prefixes if name.startswith(prefix)), name)
+        module, dot, kind = name.rpartition(".")
+        return f"lm_head{dot}{kind}" if module == self.head else name
 
 
 FAMILIES: Registry[FamilyPage] = Registry("model type")
-
-_NESTED = {"gemma3": "gemma3_text"}
-"""Multimodal model types whose language model is served, by the model type of their text_config."""
 
 
 def find_family(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
@@ -63,36 +64,32 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelFormatError(f"architectures must be a list of strings, got {architectures!r}")
     if model_type is None:
-        model_type = next((t for t in (*_NESTED, *FAMILIES) if set(_architectures(t)) & set(names)), None)
-    if model_type is None or (model_type not in FAMILIES and model_type not in _NESTED):
-        known = ", ".join(sorted({*FAMILIES, *_NESTED}))
-        got = f"model_type {model_type!r}" + (f" (architectures {names})" if names else "")
-        raise UnsupportedError(f"{got} is not supported; supported model types: {known}")
+        model_type = next((t for t in (*WRAPPERS, *FAMILIES) if set(_architectures(t)) & set(names)), None)
+    if model_type is None or (model_type not in FAMILIES and model_type not in WRAPPERS):
+        raise _unknown_type(model_type, names)
     known = _architectures(model_type)
     if names and not set(names) & {*known, *(_HEAD.sub("Model", name) for name in known)}:
         raise UnsupportedError(
             f"architectures {names} of model_type {model_type!r} are not supported; supported: {', '.join(known)}"
         )
-    if model_type in _NESTED:
-        return _NESTED[model_type], _text_config(config, _NESTED[model_type])
+    if model_type in WRAPPERS:
+        return unwrap(config, model_type)
     return model_type, config
 
 
 def _architectures(model_type: str) -> tuple[str, ...]:
-    if model_type in _NESTED:
-        return ("Gemma3ForConditionalGeneration",)
+    if model_type in WRAPPERS:
+        return WRAPPERS[model_type].architectures
     return FAMILIES.get(model_type).architectures
 
 
-def _text_config(config: Mapping[str, object], model_type: str) -> Mapping[str, object]:
-    text = config.get("text_config")
-    text = {} if text is None else text
-    if not isinstance(text, dict):
-        raise ModelFormatError(f"text_config must be an object, got {text!r}")
-    if text.get("model_type", model_type) != model_type:
-        raise UnsupportedError(
-            f"text_config of model_type {text['model_type']!r} is not supported in {config['model_type']!r}; "
-            f"supported: {model_type}"
-        )
-    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id")
-    return {**text, **{key: config[key] for key in shared if key in config}}
+def _unknown_type(model_type: str | None, architectures: list[str]) -> UnsupportedError:
+    """Return the error for a model type that is not supported; it names the supported one whose name is the nearest."""
+    known = sorted({*FAMILIES, *WRAPPERS})
+    got = f"model_type {model_type!r}" + (f" (architectures {architectures})" if architectures else "")
+    by_architecture = {name.lower(): known_type for known_type in known for name in _architectures(known_type)}
+    nearest = get_close_matches(model_type or "", known, 1, 0.0)
+    if model_type is None and architectures:
+        nearest = [by_architecture[n] for n in get_close_matches(architectures[0].lower(), list(by_architecture), 1, 0.0)]
+    hint = f"; the nearest supported type is {nearest[0]!r}" if nearest else ""
+    return UnsupportedError(f"{got} is not supported{hint}; supported model types: {', '.join(known)}")

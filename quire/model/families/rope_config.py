@@ -12,23 +12,33 @@ from typing import Literal
 
 from quire.base.errors import UnsupportedError
 from quire.base.logging import get_logger
-from quire.contracts.model_spec import RopeSpec
+from quire.contracts.model_spec import QueryScaling, RopeSpec
 from quire.model.families.config_view import ConfigView, is_number
 
 logger = get_logger(__name__)
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
+_ALPHA_TYPES = ("hunyuan_v1_dense",)
+"""Model types whose "dynamic" rope has a fixed stretch where it names an alpha."""
+_OLD_NAMES = {
+    ("gpt_neox", "rope_theta"): ("rotary_emb_base",),
+    ("gpt_neox", "partial_rotary_factor"): ("rotary_pct",),
+    ("stablelm", "partial_rotary_factor"): ("rope_pct",),
+}
+"""Further names of a value in files of a model type."""
 _LARGEST = 1e15
 """More than any parameter is; positions, factors and their products stay numbers."""
 _MIN_BETA, _MAX_BETA = 1e-6, 1e6
 _ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
 _REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale")
+_MROPE_TYPES = ("qwen3_vl_text",)
+"""Model types whose positions have three parts, which are the same for all tokens of text."""
 _KNOWN_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
     *("beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor"),
-    *("long_factor", "partial_rotary_factor"),
+    *("long_factor", "partial_rotary_factor", "llama_4_scaling_beta", "alpha"),
 }
 
 
@@ -73,6 +83,7 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     theta = _inner_or_outer(config, key, values, "rope_theta")
     theta = config.number("rope_theta") if values.get("rope_theta") is None else theta
     partial = _inner_or_outer(config, key, values, "partial_rotary_factor")
+    partial = config.raw("partial_rotary_factor") if partial is None else partial
     if partial is not None and (isinstance(partial, bool) or not is_number(partial) or not 0 < partial <= 1):
         raise config.error("partial_rotary_factor", partial, "a number above 0 and at most 1")
     if can_be_partial and partial is not None:
@@ -84,7 +95,8 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
 
 def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], name: str) -> object:
     """Return a value of the rope parameters or of config.json itself; where both have one, the former, as transformers does."""
-    outer = config.raw(name) if config.has(name) else None
+    aliases = [alias for alias in (name, *_OLD_NAMES.get((config.model_type, name), ())) if config.has(alias)]
+    outer = config.raw(*aliases) if aliases else None
     inner = values.get(name)
     if inner is None or outer is None:
         return outer if inner is None else inner
@@ -93,7 +105,18 @@ def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], 
     return inner
 
 
-def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType) -> RopeSpec:
+def read_query_scaling(config: ConfigView) -> QueryScaling | None:
+    """Return the scaling of queries by position that the rope parameters have beside the rope (Ministral 3); None: none."""
+    values, scaling = config.table("rope_parameters"), config.table("rope_scaling")
+    key, values = ("rope_scaling", scaling) if scaling else ("rope_parameters", values)
+    parameters = _Parameters(config, key, values)
+    beta = parameters.number("llama_4_scaling_beta", is_required=False)
+    if beta is None:
+        return None
+    return QueryScaling(beta, int(parameters.required("original_max_position_embeddings")))
+
+
+def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *, is_f32: bool = False) -> RopeSpec:
     """Return the rotary embedding of one layer type (Gemma 3); a `rope_scaling` is for layers of full attention only."""
     nested, scaling = config.table("rope_parameters"), config.table("rope_scaling")
     if nested and not any(name in LAYER_TYPES for name in nested):
@@ -109,7 +132,7 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType) ->
     theta = base if values.get("rope_theta") is None else values["rope_theta"]
     # transformers reads `truncate` beside the layer types, never inside one.
     values = {**values, "rope_theta": theta, "truncate": nested.get("truncate", True)}
-    return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim)
+    return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim, is_f32=is_f32)
 
 
 def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_dim: int, *, is_f32: bool = False) -> RopeSpec:
@@ -123,6 +146,9 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
     max_positions = config.integer("max_position_embeddings")
     original_max = _original_max(config, parameters, kind)
     _check_logarithms(config, key, parameters, RopeSpec(dim, theta, kind, original_max=original_max))
+    alpha = parameters.number("alpha", is_required=False) if config.model_type in _ALPHA_TYPES and kind == "dynamic" else None
+    if alpha is not None and dim > 2:
+        return RopeSpec(dim, theta * alpha ** (dim / (dim - 2)), is_f32=is_f32)
     if kind == "default":
         return RopeSpec(dim, theta, is_f32=is_f32)
     if kind in ("linear", "dynamic"):
@@ -202,6 +228,8 @@ def _check_logarithms(config: ConfigView, key: str, parameters: _Parameters, rop
 
 def _check_keys(config: ConfigView, key: str, values: Mapping[str, object]) -> None:
     for name in values:
+        if name in ("mrope_section", "mrope_interleaved") and config.model_type in _MROPE_TYPES:
+            continue
         if name in _REFUSED_KEYS and values[name] is not None:
             raise UnsupportedError(f"{key}.{name} is not supported in a {config.model_type!r} model; it would change results")
         if name not in _KNOWN_KEYS:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.contracts.model_spec import GateClamp
+from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec, QueryScaling, RopeSpec
 from quire.kernels.native import load_native
 from quire.model.build import build_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
@@ -22,6 +22,20 @@ def test_a_clamped_gate_is_covered_in_experts_alone(tiny_model):
     assert (
         native_refusal(replace(spec, layers=(spec.layers[0], clamped)), 16) == "a clamped gate outside of a mixture of experts"
     )
+
+
+def test_what_no_native_kernel_runs_is_refused_by_name(tiny_model):
+    spec = read_model_spec(tiny_model)
+    (layer, *_), attention = spec.layers, spec.layers[0].attention
+    scaled = replace(attention, query_scaling=QueryScaling(0.1, 8), rope=RopeSpec(4, 1e4, "dynamic", original_max=8))
+    mixture = MoeSpec(4, 2, MlpSpec(16, "xielu"))
+    for changed, reason in (
+        (replace(layer, is_parallel=True, mlp=replace(mixture, expert=MlpSpec(16, "silu"))), "in parallel to attention"),
+        (replace(layer, mlp=mixture), "xielu in a mixture"),
+        (replace(layer, attention=scaled), "scaled by position"),
+    ):
+        assert reason in (native_refusal(replace(spec, layers=(layer, changed)), 16) or "")
+    assert "bias of a head" in (native_refusal(replace(spec, has_head_bias=True, is_tied=True), 16) or "")
 
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")

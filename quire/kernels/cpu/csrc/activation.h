@@ -33,6 +33,17 @@ QUIRE_INLINE F32 gelu_tanh(F32 x) {
 // The second operand of max is what stays where x is NaN.
 QUIRE_INLINE F32 relu(F32 x) { return max(zero(), x); }
 
+QUIRE_INLINE F32 relu2(F32 x) {
+    const F32 y = relu(x);
+    return y * y;
+}
+
+// positive x^2 + x / 2 above zero, negative (e^min(x, -1e-6) - 1 - x) + x / 2 elsewhere.
+QUIRE_INLINE F32 xielu(F32 x, float positive, float negative) {
+    const F32 half = set1(0.5f) * x, bent = exp(min(set1(-1e-6f), x)) - set1(1.0f) - x;
+    return half + select(x > zero(), set1(positive) * x * x, set1(negative) * bent);
+}
+
 // (u + 1) g / (1 + e^(-slope g)), g = min(x, limit), u = y between -limit and limit. NaN stays, as the second operand.
 QUIRE_INLINE F32 clamped_gate(F32 x, F32 y, float limit, float slope) {
     const F32 g = min(set1(limit), x), u = max(set1(-limit), min(set1(limit), y));

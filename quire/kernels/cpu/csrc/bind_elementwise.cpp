@@ -82,7 +82,7 @@ void scale_and_cap(uintptr_t y, i64 rows, i64 size, float factor, float cap, int
 
 void activate(i32 kind, uintptr_t y, uintptr_t up, i64 rows, i64 size, int num_threads, const std::string& isa) {
     const ElementwiseTable& table = table_of(isa);
-    if (kind < 0 || kind > static_cast<i32>(Activation::relu))
+    if (kind < 0 || kind > static_cast<i32>(Activation::relu2))
         throw std::invalid_argument("kind: got " + std::to_string(kind) + ", allowed are 0 to 3");
     each_row(rows, num_threads, [&](i64 row) {
         table.activate(static_cast<Activation>(kind), at<float>(y) + row * size, up == 0 ? nullptr : at<const float>(up) + row * size, size);

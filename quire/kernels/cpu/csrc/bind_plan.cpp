@@ -37,7 +37,7 @@ StepInput describe_tokens(uintptr_t token_ids, uintptr_t positions, uintptr_t sl
 using PlanClass = nb::class_<Plan>;
 
 void bind_layer(nb::module_& m) {
-    nb::class_<Norm>(m, "Norm").def("set", &Norm::set, "is_layer_norm"_a, "size"_a, "eps"_a, "weight"_a, "bias"_a = 0,
+    nb::class_<Norm>(m, "Norm").def("set", &Norm::set, "is_layer_norm"_a, "size"_a, "eps"_a, "weight"_a, "bias"_a = 0, "num_heads"_a = 1,
                                     "Copy f32 weights (any offset already added) from their addresses.");
     nb::class_<PlanLayer> layer(m, "PlanLayer");
     layer.def(nb::init<>());
@@ -46,6 +46,8 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
+    QUIRE_FIELD(is_qk_norm_each); QUIRE_FIELD(is_qk_norm_last); QUIRE_FIELD(is_parallel); QUIRE_FIELD(clip); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_max);
+    QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
     QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);

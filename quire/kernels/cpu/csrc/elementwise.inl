@@ -138,6 +138,8 @@ void activate(Activation kind, float* y, const float* up, i64 n) {
         case Activation::gelu: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return gelu(x); });
         case Activation::gelu_tanh: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return gelu_tanh(x); });
         case Activation::relu: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return relu(x); });
+        case Activation::relu2: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return relu2(x); });
+        case Activation::xielu: return;  // only LinearJob has its numbers; the binding refuses it
     }
 }
 

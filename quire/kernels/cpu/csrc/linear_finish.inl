@@ -65,6 +65,11 @@ void activate_rows(const LinearJob& job, i32 panel, i32 rows, float* y, const fl
         case Activation::gelu: return with([](F32 x) QUIRE_BODY { return gelu(x); });
         case Activation::gelu_tanh: return with([](F32 x) QUIRE_BODY { return gelu_tanh(x); });
         case Activation::relu: return with([](F32 x) QUIRE_BODY { return relu(x); });
+        case Activation::relu2: return with([](F32 x) QUIRE_BODY { return relu2(x); });
+        case Activation::xielu: {
+            const float positive = job.positive, negative = job.negative;
+            return with([=](F32 x) QUIRE_BODY { return xielu(x, positive, negative); });
+        }
     }
 }
 

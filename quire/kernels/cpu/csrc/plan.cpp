@@ -9,12 +9,13 @@
 
 namespace quire {
 
-void Norm::set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address) {
+void Norm::set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address, i32 num_heads) {
     is_present = true;
     const float* w = reinterpret_cast<const float*>(weight_address);
     const float* b = reinterpret_cast<const float*>(bias_address);
-    weight.assign(w, w + size);
-    if (b != nullptr) bias.assign(b, b + size);
+    const i64 count = static_cast<i64>(size) * num_heads;
+    weight.assign(w, w + count);
+    if (b != nullptr) bias.assign(b, b + count);
     job.is_layer_norm = is_layer_norm;
     job.size = size;
     job.eps = eps;

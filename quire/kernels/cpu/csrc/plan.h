@@ -23,7 +23,8 @@ struct Norm {
     NormJob job;
     std::vector<float> weight, bias;
 
-    void set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address);
+    // num_heads: norms of `size` values with weights of their own, one after the other.
+    void set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address, i32 num_heads);
 };
 
 // One form of packed input; weights that read the same rows in the same form share it.
@@ -56,7 +57,12 @@ struct PlanLayer {
     std::vector<Expert> experts;
     i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
-    bool is_qk_norm_whole = false;
+    bool is_qk_norm_whole = false, is_qk_norm_each = false, is_qk_norm_last = false;  // see AttentionSpec
+    bool is_parallel = false;      // both blocks read the same residual
+    float clip = 0.0f;             // of q, k and v; 0: none
+    float query_beta = 0.0f;       // of the factor on queries by their position; 0: none
+    i64 query_max = 1, query_offset = 0;
+    float positive = 0.0f, negative = 0.0f;  // the numbers of xielu
     Activation activation = Activation::silu;
     float gate_limit = 0.0f, gate_slope = 1.0f;  // of a clamped gate, see LinearJob
     std::vector<float> sinks;                    // [num_heads], or none

@@ -34,6 +34,8 @@ constexpr SimdOperation simd_operations[] = {
     QUIRE_UNARY("gelu", gelu(floats(a))),
     QUIRE_UNARY("gelu_tanh", gelu_tanh(floats(a))),
     QUIRE_UNARY("relu", relu(floats(a))),
+    QUIRE_UNARY("relu2", relu2(floats(a))),
+    QUIRE_UNARY("xielu", xielu(floats(a), 0.8f, 1.3f)),
     QUIRE_UNARY("shift_left_5", shift_left<5>(ints(a))),
     QUIRE_UNARY("shift_right_5", shift_right<5>(ints(a))),
     QUIRE_UNARY("shift_right_signed_5", shift_right_signed<5>(ints(a))),

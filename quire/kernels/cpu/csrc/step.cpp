@@ -38,14 +38,16 @@ struct Stepper : StepExperts {
         rank_barrier();
         each(in.batch.num_tokens, [&](i64 row) {
             memcpy(x(row), extra(row), sizeof(float) * plan.hidden_);
-            add_position(row);
+            finish_embedding(row);
         });
     }
 
-    void add_position(i64 row) const {
-        if (!plan.position_embed_) return;
-        kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
-        kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
+    void finish_embedding(i64 row) const {
+        if (plan.position_embed_) {
+            kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
+            kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
+        }
+        if (plan.embed_norm.is_present) kernels.elementwise->norm(plan.embed_norm.job, x(row), x(row));
     }
 
     void embed() {
@@ -53,7 +55,7 @@ struct Stepper : StepExperts {
         each(in.batch.num_tokens, [&](i64 row) {
             kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), x(row));
             if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, plan.embed_scale_, 0.0f);
-            add_position(row);
+            finish_embedding(row);
         });
     }
 
@@ -138,6 +140,7 @@ struct Stepper : StepExperts {
     void rotate_and_store(const PlanLayer& l, bool has_few) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const bool is_whole = l.q_norm.is_present && l.is_qk_norm_whole;
+        if (l.clip > 0.0f) clip_heads(l);
         if (is_whole && plan.is_sharded()) {
             norm_whole_heads(l);
         } else if (is_whole) {
@@ -156,8 +159,12 @@ struct Stepper : StepExperts {
             if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
-            if (row < num_rows) turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[has_few ? in.wanted_rows[row] : row]);
-            turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
+            if (row < num_rows) {
+                const i64 position = in.positions[has_few ? in.wanted_rows[row] : row];
+                turn_heads(l, {&l.q_norm, !is_whole, l.first_head + part * heads}, q, heads, position);
+                scale_queries(l, q, heads, position);
+            }
+            turn_heads(l, {&l.k_norm, !is_whole, l.first_kv_head + part * kv_heads}, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
         });
     }
@@ -184,12 +191,48 @@ struct Stepper : StepExperts {
         });
     }
 
+    void clip_heads(const PlanLayer& l) {
+        const i64 q_size = static_cast<i64>(l.num_heads) * l.head_dim;
+        each(in.batch.num_tokens, [&](i64 row) {
+            float* const values = plan.qkv_ + row * row_stride(qkv_size(l));
+            // NaN stays: no comparison with it is true.
+            for (i64 i = row < num_rows ? 0 : q_size; i < qkv_size(l); ++i) {
+                if (values[i] > l.clip) values[i] = l.clip;
+                if (values[i] < -l.clip) values[i] = -l.clip;
+            }
+        });
+    }
+
+    // The norm of heads that follow one another, of which `first` is the first in the whole layer.
+    struct HeadNorm {
+        const Norm* norm;
+        bool is_used;
+        i32 first;
+    };
+
     // Norm, where heads have one of their own, and rotate heads that follow one another.
-    void turn_heads(const PlanLayer& l, const Norm& norm, bool has_norm, float* heads, i32 count, i64 position) const {
-        const NormJob* const job = norm.is_present && has_norm ? &norm.job : nullptr;
-        if (l.rope < 0) return kernels.elementwise->turn_heads(job, heads, count, l.head_dim, nullptr, nullptr, 0);
-        const Plan::Angles& a = plan.angles_[l.rope];
-        kernels.elementwise->turn_heads(job, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
+    void turn_heads(const PlanLayer& l, const HeadNorm& norm, float* heads, i32 count, i64 position) const {
+        const ElementwiseTable& table = *kernels.elementwise;
+        const NormJob* const job = norm.norm->is_present && norm.is_used ? &norm.norm->job : nullptr;
+        const Plan::Angles none, &a = l.rope < 0 ? none : plan.angles_[l.rope];
+        const float *const cosine = a.cosine + position * a.half, *const sine = a.sine + position * a.half;
+        if (job == nullptr || (!l.is_qk_norm_each && !l.is_qk_norm_last)) return table.turn_heads(job, heads, count, l.head_dim, cosine, sine, a.half);
+        if (l.is_qk_norm_last) table.turn_heads(nullptr, heads, count, l.head_dim, cosine, sine, a.half);
+        for (i32 head = 0; head < count; ++head, heads += l.head_dim) {
+            NormJob own = *job;
+            const i64 offset = l.is_qk_norm_each ? static_cast<i64>(norm.first + head) * l.head_dim : 0;
+            own.weight += offset;
+            if (own.bias != nullptr) own.bias += offset;
+            table.turn_heads(&own, heads, 1, l.head_dim, cosine, sine, l.is_qk_norm_last ? 0 : a.half);
+        }
+    }
+
+    // See QueryScaling.
+    void scale_queries(const PlanLayer& l, float* heads, i32 count, i64 position) const {
+        const i64 steps = (position + l.query_offset) / l.query_max;
+        if (l.query_beta == 0.0f || steps == 0) return;
+        const float factor = 1.0f + l.query_beta * std::log1p(static_cast<float>(steps));
+        kernels.elementwise->scale_and_cap(heads, static_cast<i64>(count) * l.head_dim, factor, 0.0f);
     }
 
     void attend(const PlanLayer& l, const Batch& batch) {
@@ -260,6 +303,8 @@ struct Stepper : StepExperts {
         first.activation = l.activation;
         first.limit = l.gate_limit;
         first.slope = l.gate_slope;
+        first.positive = l.positive;
+        first.negative = l.negative;
         Packed result = packed(l.down_site, l.down_form, num_rows);
         if (is_packed_at_once(l, is_joint)) {
             // Not where the rows are that the layer reads.
@@ -279,7 +324,10 @@ struct Stepper : StepExperts {
     }
 
     void feed_forward(const PlanLayer& l) {
-        norm_and_pack(l.mlp_site, l.mlp_in, waiting_attention(l), l.residual_scale, l.router != nullptr, -1);
+        if (l.is_parallel)
+            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale);
+        else
+            norm_and_pack(l.mlp_site, l.mlp_in, waiting_attention(l), l.residual_scale, l.router != nullptr, -1);
         if (l.router) {
             mixture(l);
             return;

@@ -119,6 +119,15 @@ struct StepRows {
         pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
     }
 
+    // Norm every row into normed_ and pack it, and let a result that waits in extra_ join the residual after that: blocks side by side.
+    void norm_and_pack_beside(const Site& site, const Norm& norm, const Norm& before, float scale) {
+        each(num_rows, [&](i64 row) {
+            norm_row(norm, row, plan.normed_ + row * hidden_stride());
+            add_result(before, scale, row);
+        });
+        pack_all(site, plan.normed_, hidden_stride());
+    }
+
     LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) const {
         LinearJob j;
         j.weight = &weight.weight;
@@ -146,7 +155,7 @@ struct StepRows {
 
     // The norm of a result that waits in extra_, where a norm comes between or other ranks have parts of it; null where the result
     // has joined the residual already.
-    const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present ? &l.attn_out : nullptr; }
+    const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present || l.is_parallel ? &l.attn_out : nullptr; }
     const Norm* waiting_mlp(const PlanLayer& l) const { return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr; }
 
     // A block's result joins the residual. extra_ is not changed: other ranks read it.

@@ -108,7 +108,7 @@ enum class Finish : i32 {
     best = 5,   // no out: the largest y of each row and its n, the lowest of equal ones
     screen = 6,  // no out: the panels that may hold the best output of the head that the weight is a copy of, see ScreenRows
 };
-enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, xielu = 5 };
 
 // A panel that may hold the best output of a row, and the most that this can be.
 struct Candidate {
@@ -144,7 +144,8 @@ struct LinearJob {
     const Packed* input = nullptr;
     Finish finish = Finish::store;
     Activation activation = Activation::silu;
-    float limit = 0.0f, slope = 1.0f;  // of a clamped gate; limit 0: it is not clamped
+    float limit = 0.0f, slope = 1.0f;       // of a clamped gate; limit 0: it is not clamped
+    float positive = 0.0f, negative = 0.0f;  // the numbers of xielu
     float factor = 1.0f;
     const Packed* packed = nullptr;
     bool is_near = false;  // the weight is expected in a cache

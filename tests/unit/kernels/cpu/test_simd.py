@@ -46,6 +46,20 @@ def test_tanh_keeps_to_its_limits_when_out_of_range(isa: str):
     np.testing.assert_array_equal(lanes("tanh", isa, x), np.array([-1, -1, -1, 0, 0, 1, 1, 1, np.nan], np.float32))
 
 
+@pytest.mark.parametrize("name", ["relu2", "xielu"])
+def test_activations_match_f64_when_swept(isa: str, name: str):
+    x = np.concatenate([np.linspace(-30, 30, 60001), np.geomspace(1e-7, 1, 999), -np.geomspace(1e-7, 1, 999)]).astype(
+        np.float32
+    )
+    wide = x.astype(np.float64)
+    bent = np.expm1(np.minimum(wide, -1e-6)) - wide
+    xielu = np.where(wide > 0, np.float32(0.8) * wide**2, np.float32(1.3) * bent) + wide / 2
+    want = {"relu2": np.maximum(wide, 0) ** 2, "xielu": xielu}[name]
+    # e^x - 1 has the absolute error of e^x, which is what its difference from a small x has, too.
+    np.testing.assert_allclose(lanes(name, isa, x), want, rtol=1e-6, atol=4e-7)
+    assert np.isnan(lanes(name, isa, np.full(16, np.nan, np.float32))).all()
+
+
 @pytest.mark.parametrize("name", ["abs", "sqrt", "round"])
 def test_unary_gives_the_bits_of_numpy_when_given_any_float(isa: str, name: str):
     x = np.concatenate([EDGES, random_floats(8192, 3), np.linspace(-4, 4, 1025, dtype=np.float32)])
@@ -233,7 +247,7 @@ def test_an_unknown_operation_is_refused_when_asked_for():
 
 
 @pytest.mark.skipif("avx512" not in ISAS, reason="needs AVX-512")
-@pytest.mark.parametrize("name", ["exp", "tanh", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["exp", "tanh", "silu", "gelu", "gelu_tanh", "relu2", "xielu"])
 def test_functions_give_the_same_bits_when_both_machines_have_fma(name: str):
     x = np.concatenate([np.linspace(-100, 100, 1 << 16).astype(np.float32), EDGES, random_floats(4096, 39)])
     np.testing.assert_array_equal(lanes(name, "avx2", x).view(np.uint32), lanes(name, "avx512", x).view(np.uint32))

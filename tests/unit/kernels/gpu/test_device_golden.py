@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
 
-from tests.golden.make_checkpoints import CASES, make_checkpoint
+from tests.golden.make_checkpoints import CASES, DENSE_CASES, make_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of, tokens
 
@@ -16,8 +16,11 @@ IN_THE_INTERPRETER = (
     *QUICK, "llama-mqa", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window", "qwen2-window", "qwen3-bias",
     "gemma", "gemma2", "gemma3-multimodal", "phi3-window", "phi3-longrope", "olmo2-bias", "granite-bias", "mixtral-window",
     "qwen3-moe-mlp-only", "gpt-oss",
+    "smollm3-window", "olmo-clip", "cohere", "cohere2", "glm4", "hunyuan-dense", "nemotron", "phi", "gpt-neox", "apertus",
+    "nanochat", "mistral3-ministral3", "llama4-dense", "stablelm-parallel", "opt",
 )  # fmt: skip
-"""Every family and kind of rope once; a GPU, which is not as slow, takes all cases."""
+"""Every family and kind of rope once, of further dense families those with options of their own; a GPU, which is not as slow,
+takes all cases."""
 
 
 @pytest.mark.golden
@@ -26,7 +29,7 @@ IN_THE_INTERPRETER = (
     "case",
     [
         case if case in QUICK else pytest.param(case, marks=pytest.mark.slow)
-        for case in (CASES if HAS_GPU else IN_THE_INTERPRETER)
+        for case in ((*CASES, *DENSE_CASES) if HAS_GPU else IN_THE_INTERPRETER)
     ],
 )
 def test_greedy_tokens_are_the_cpus(case, tmp_path):

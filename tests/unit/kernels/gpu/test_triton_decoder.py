@@ -1,5 +1,7 @@
 """A whole model on the device against the torch reference, step by step over one cache."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from quire.contracts.model_spec import (
     ModelSpec,
     MoeSpec,
     NormSpec,
+    QueryScaling,
     RopeSpec,
 )
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
@@ -25,6 +28,7 @@ from quire.model.parameters import parameter_shapes
 
 RMS, GEMMA = NormSpec("rms", 1e-6), NormSpec("rms", 1e-6, offset=1, late_cast=True)
 ROPE = RopeSpec(16, 1e4)
+COMMAND, BARE = NormSpec("layer", 1e-5, late_cast=True), NormSpec("rms", 1e-5, has_weight=False)
 
 
 def attention(**options):
@@ -64,6 +68,36 @@ MODELS = {
         )
         for window in (6, None)
     ],
+    "command": [
+        LayerSpec(
+            attention(rope=rope, window=window, qk_norm=COMMAND, qk_norm_over="each"),
+            MlpSpec(40, "silu"),
+            attn_in=COMMAND,
+            is_parallel=True,
+        )
+        for rope, window in ((ROPE, 6), (None, None))
+    ],
+    "late": [
+        LayerSpec(
+            attention(
+                rope=RopeSpec(8, 1e4, is_f32=True), qk_norm=qk_norm, is_qk_norm_last=True, query_scaling=QueryScaling(0.5, 3, 1)
+            ),
+            MlpSpec(40, activation, is_gated=False),
+            attn_in=BARE,
+            mlp_in=BARE,
+            is_parallel=is_parallel,
+        )
+        for qk_norm, activation, is_parallel in ((RMS, "xielu", True), (BARE, "relu2", False))
+    ],
+    "nemotron": [
+        LayerSpec(
+            attention(rope=RopeSpec(8, 1e4), clip_qkv=0.4),
+            MlpSpec(40, "relu2", is_gated=False),
+            attn_in=NormSpec("layer", 1e-5, offset=1, has_bias=True),
+            mlp_in=NormSpec("layer", 1e-5, has_weight=False),
+        )
+    ]
+    * 2,
     "experts": [LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS)] * 2,
 }
 
@@ -72,6 +106,8 @@ def make_models(name, device):
     layers = tuple(MODELS[name])
     final = layers[0].attn_in or RMS
     spec = ModelSpec("test", "float32", 61, 48, layers, final, 64, num_learned_positions=64 if name == "gpt" else 0)
+    if name == "late":
+        spec = replace(spec, embed_norm=BARE, has_head_bias=True)
     generator = torch.Generator().manual_seed(0)
     parameters = {
         key: 0.2 * torch.randn(shape, generator=generator) + (1.0 if "norm" in key or "_in." in key else 0.0)
@@ -80,7 +116,7 @@ def make_models(name, device):
     return Decoder(spec, dict(parameters), 64), DeviceDecoder(spec, dict(parameters), 64, device)
 
 
-QUICK = ("qwen3", "gpt-oss")
+QUICK = ("qwen3", "gpt-oss", "late")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS])

@@ -1,0 +1,21 @@
+"""What the GPU kernels do not run: one list for the decoder, which refuses it, and for the table of models."""
+
+from __future__ import annotations
+
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+
+
+def device_refusal(spec: ModelSpec) -> str | None:
+    """Return why the GPU kernels cannot run a model, or None where they can."""
+    return next((reason for layer in spec.layers if (reason := _refusal(layer)) is not None), None)
+
+
+def _refusal(layer: LayerSpec) -> str | None:
+    if isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None:
+        return "a clamped gate outside of a mixture of experts"
+    if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":
+        return "xielu in a mixture of experts"
+    rope = layer.attention.rope
+    if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
+        return "queries scaled by position with a rope that depends on the length"
+    return None

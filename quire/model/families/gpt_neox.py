@@ -1,0 +1,61 @@
+"""GPT-NeoX and Pythia: LayerNorm, parallel blocks of a norm each, a part of each head rotated, q, k, v of a head together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+from quire.contracts.model_spec import LayerSpec, ModelSpec
+from quire.model.families.blocks import read_attention, read_head_dim, read_layer_norm, read_mlp, repeat_layer
+from quire.model.families.config_view import ConfigView
+from quire.model.families.page import FamilyPage
+from quire.model.families.rope_config import read_rope
+from quire.model.families.sources import Piece, Source, Sources, rename
+
+MODEL_TYPE = "gpt_neox"
+
+
+_TOP = {"embed": "embed_in", "final_norm": "final_layer_norm", "lm_head": "lm_head"}
+_LAYER = {
+    "attn_in": "input_layernorm",
+    "mlp_in": "post_attention_layernorm",
+    "o": "attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+
+
+def read_spec(config: ConfigView) -> ModelSpec:
+    """Return the spec of a GPT-NeoX model."""
+    norm, has_bias = read_layer_norm(config), config.boolean("attention_bias")
+    rope = read_rope(config, read_head_dim(config), can_be_partial=True)
+    attention = read_attention(config, rope, has_bias)
+    attention = replace(attention, num_kv_heads=attention.num_heads)
+    mlp = read_mlp(config, has_bias=True, is_gated=False)
+    is_parallel = config.boolean("use_parallel_residual")
+    return repeat_layer(config, LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm, is_parallel=is_parallel), norm)
+
+
+def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
+    """Return where each parameter is stored: rows of query_key_value are q, k and v of the first head, then of the next."""
+    sources = rename(spec, _LAYER, _TOP)
+    for index, layer in enumerate(spec.layers):
+        dim, num_heads = layer.attention.head_dim, layer.attention.num_heads
+        for kind in ("weight", "bias") if layer.attention.has_qkv_bias else ("weight",):
+            stored = f"layers.{index}.attention.query_key_value.{kind}"
+            for part, name in enumerate("qkv"):
+                starts = [(3 * head + part) * dim for head in range(num_heads)]
+                pieces = tuple(Piece(stored, (start, start + dim)) for start in starts)
+                sources[f"layers.{index}.{name}.{kind}"] = Source((pieces,))
+    return sources
+
+
+PAGE = FamilyPage(
+    ("GPTNeoXForCausalLM",),
+    read_spec,
+    find_sources,
+    prefixes=("gpt_neox.",),
+    ignored=re.compile(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
+    head="embed_out",
+)

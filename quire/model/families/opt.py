@@ -1,0 +1,56 @@
+"""OPT (2022): LayerNorm, learned positions whose table has two more rows first, biases everywhere, a tied head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quire.base.errors import UnsupportedError
+from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.model.families.blocks import read_activation, read_head_dim, repeat_layer
+from quire.model.families.config_view import ConfigView
+from quire.model.families.page import FamilyPage
+from quire.model.families.sources import Source, Sources, rename
+
+MODEL_TYPE = "opt"
+
+
+_TOP = {"embed": "embed_tokens", "final_norm": "final_layer_norm", "lm_head": "lm_head"}
+_LAYER = {
+    "attn_in": "self_attn_layer_norm",
+    "mlp_in": "final_layer_norm",
+    **{name: f"self_attn.{name}_proj" for name in "qkv"},
+    "o": "self_attn.out_proj",
+    "up": "fc1",
+    "down": "fc2",
+}
+_EPS = 1e-5
+_FIRST_POSITION = 2
+_FIXED: dict[str, bool] = {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
+
+
+def read_spec(config: ConfigView) -> ModelSpec:
+    """Return the spec of an OPT model. The one of 350 million parameters is of another kind, and refused."""
+    for key, value in _FIXED.items():
+        if config.boolean(key) is not value:
+            raise UnsupportedError(f"{key} {not value} is not supported in an 'opt' model; supported: {value}")
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if config.integer("word_embed_proj_dim") != hidden_size:
+        raise config.error("word_embed_proj_dim", config.raw("word_embed_proj_dim"), f"hidden_size ({hidden_size})")
+    has_bias, has_weight = config.boolean("enable_bias"), config.boolean("layer_norm_elementwise_affine")
+    head_dim = read_head_dim(config)
+    norm = NormSpec("layer", _EPS, has_bias=has_weight, has_weight=has_weight)
+    mlp = MlpSpec(config.integer("ffn_dim"), read_activation(config, "activation_function"), is_gated=False, has_bias=has_bias)
+    attention = AttentionSpec(num_heads, num_heads, head_dim, head_dim**-0.5, has_qkv_bias=has_bias, has_o_bias=has_bias)
+    layer = LayerSpec(attention, mlp, attn_in=norm, mlp_in=norm)
+    positions = config.integer("max_position_embeddings")
+    return repeat_layer(config, layer, norm, num_learned_positions=positions, max_positions=positions)
+
+
+def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
+    """Return where each parameter is stored."""
+    sources = rename(spec, _LAYER, _TOP)
+    rows = (_FIRST_POSITION, _FIRST_POSITION + spec.num_learned_positions)
+    return sources | {"pos.weight": Source.of("embed_positions.weight", rows)}
+
+
+PAGE = FamilyPage(("OPTForCausalLM",), read_spec, find_sources, prefixes=("model.decoder.", "decoder."))

@@ -1,0 +1,66 @@
+"""Wrappers: models of text and images whose language model is served; their images are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.base.errors import ModelFormatError, UnsupportedError
+
+_SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id")
+NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*")
+"""Names of stored tensors that only images need."""
+PREFIXES = ("model.language_model.", "language_model.")
+"""What wrappers put before the names of the language model, as transformers saves them and as older files have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model type whose config.json has the language model's in its text_config.
+
+    text_types  model types that the text_config may have; the first where it names none
+    is_tied     whether the head is the embedding where neither config says so; None: as the language model's family has it
+    """
+
+    architectures: tuple[str, ...]
+    text_types: tuple[str, ...]
+    is_tied: bool | None = None
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), ("gemma3_text",)),
+    "internvl": Wrapper(("InternVLForConditionalGeneration",), ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), True),
+    "llama4": Wrapper(("Llama4ForConditionalGeneration",), ("llama4_text",), False),
+    "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), ("mistral", "ministral3"), True),
+    "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",), False),
+}
+
+
+def is_wrapped(config: Mapping[str, object]) -> bool:
+    """Return whether a config.json is that of a wrapper."""
+    names = config.get("architectures")
+    if config.get("model_type") is None and isinstance(names, list):
+        return any(name in wrapper.architectures for wrapper in WRAPPERS.values() for name in names)
+    return config.get("model_type") in WRAPPERS
+
+
+def unwrap(config: Mapping[str, object], model_type: str) -> tuple[str, Mapping[str, object]]:
+    """Return the model type of the language model in a wrapper of type `model_type`, and the config of it.
+
+    Raises ModelFormatError or UnsupportedError.
+    """
+    wrapper, text = WRAPPERS[model_type], config.get("text_config")
+    text = {} if text is None else text
+    if not isinstance(text, dict):
+        raise ModelFormatError(f"text_config must be an object, got {text!r}")
+    text_type = text.get("model_type", wrapper.text_types[0])
+    if text_type not in wrapper.text_types:
+        raise UnsupportedError(
+            f"text_config of model_type {text_type!r} is not supported in {model_type!r}; "
+            f"supported: {', '.join(wrapper.text_types)}"
+        )
+    found = {**text, **{key: config[key] for key in _SHARED if key in config}}
+    if wrapper.is_tied is not None and found.get("tie_word_embeddings") is None:
+        found["tie_word_embeddings"] = wrapper.is_tied
+    return text_type, found

@@ -1,0 +1,112 @@
+"""Logits of dense families and of wrappers against transformers, with torch and with the native kernels."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.kernels.native import load_native
+from quire.model.build import whole_prompt_logits
+from quire.model.checkpoint import load_parameters, open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.decoder import Decoder
+from quire.model.families import WRAPPERS
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_model import native_refusal
+from tests.golden.dense_cases import WRAPPED
+from tests.golden.greedy import greedy_choices
+from tests.golden.make_checkpoints import DENSE_CASES, reference_model
+
+pytestmark = pytest.mark.golden
+
+VOCAB_SIZE, MAX_MODEL_LEN = 131, 64
+# Longer than a KV block (16), a window (11) and the original length of the scaled ropes (16, 32).
+PROMPT = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(40)).tolist()
+F32_TOLERANCE, NATIVE_TOLERANCE = 3e-5, 5e-5
+
+
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_f32_logits_are_those_of_transformers(checkpoint, case):
+    folder = checkpoint(case, "v5")
+    spec = read_model_spec(folder)
+    with torch.inference_mode():
+        want = reference_model(folder)(torch.tensor([PROMPT])).logits[0]
+    found = whole_prompt_logits(Decoder(spec, load_parameters(folder, spec), MAX_MODEL_LEN), PROMPT)
+    assert (found - want).abs().max() <= F32_TOLERANCE
+    assert native_refusal(spec, 16) is None
+    if load_native() is not None:
+        native = NativeDecoder(load_native(), spec, load_parameters(folder, spec), MAX_MODEL_LEN)
+        assert (whole_prompt_logits(native, PROMPT) - want).abs().max() <= NATIVE_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_both_config_styles_give_one_spec(checkpoint, case):
+    assert read_model_spec(checkpoint(case, "v5")) == read_model_spec(checkpoint(case, "v4"))
+
+
+@pytest.mark.parametrize("case", ["mistral3-ministral3", "qwen3-vl"])
+def test_tensors_of_images_are_skipped_with_one_line_in_the_log(checkpoint, caplog, case):
+    folder = checkpoint(case, "v5")
+    with caplog.at_level(logging.INFO, logger="quire"):
+        open_parameters(folder, read_model_spec(folder))
+    lines = [record.message for record in caplog.records if "tensors of images are skipped" in record.message]
+    assert len(lines) == 1
+    assert not lines[0].startswith(f"{folder}: 0 ")
+
+
+@pytest.mark.parametrize("case", ["mistral3-mistral", "cohere", "stablelm-parallel", "apertus", "gpt-neox", "internlm2"])
+def test_missing_tensor_is_named(checkpoint, tmp_path, case):
+    folder = shutil.copytree(checkpoint(case, "v5"), tmp_path / case)
+    file = folder / "model.safetensors"
+    whole = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    prefixes = ("language_model.model.", "language_model.", "model.", "gpt_neox.")
+    skipped = ("vision_tower", "multi_modal", "lm_head", "embed_out", "output", "beta", "eps")
+    needed = [name for name in whole if not any(part in name for part in skipped)]
+    for name in needed[:: max(1, len(needed) // 8)]:
+        file.unlink()
+        save_file({other: tensor for other, tensor in whole.items() if other != name}, file)
+        short = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+        with pytest.raises(ModelFormatError, match="missing") as caught:
+            open_parameters(folder, read_model_spec(folder))
+        assert short in str(caught.value)
+
+
+def test_a_text_that_a_wrapper_does_not_take_is_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("mistral3-mistral", "v5"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["model_type"] = "opt"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="text_config of model_type 'opt'.*mistral, ministral3"):
+        read_model_spec(folder)
+
+
+def test_every_wrapper_has_a_case():
+    assert {wrapper for wrapper, *_ in WRAPPED.values()} | {"gemma3"} == set(WRAPPERS)
+
+
+PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]
+NUM_STEPS = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_greedy_tokens_are_the_same_alone_and_preempted(checkpoint, case):
+    folder = checkpoint(case, "v5")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS, detokenize=False)
+    model = reference_model(folder)
+    llm = LLM(str(folder), skip_tokenizer_init=True, block_size=16, num_kv_blocks=12, max_num_seqs=3, max_num_batched_tokens=29)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+    llm.close()
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
+    assert alone == found

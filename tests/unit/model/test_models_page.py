@@ -1,0 +1,94 @@
+"""docs/models.md is what the code says: run this module with QUIRE_WRITE_DOCS=1 to write it anew."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import UnsupportedError
+from quire.model.device_refusal import device_refusal
+from quire.model.families import FAMILIES, WRAPPERS, find_family
+from quire.model.families.config_view import ConfigView
+from quire.model.native_model import native_refusal
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+BLOCK_SIZE = 16
+_HEAD = """# Models
+
+This page is generated from the code (`tests/unit/model/test_models_page.py`). A model is supported where `config.json` has
+one of these values of `model_type`; every other one is refused with the nearest supported type.
+
+- **CPU**: "native" means the native kernels run it. Otherwise torch runs it, more slowly; the log says why.
+- **GPU**: "yes" means it runs with `device="cuda"`.
+- **Wrappers** are models of text and images whose language model is served. Their vision tensors are skipped; images in a
+  request are refused.
+
+| model type | classes | CPU | GPU | wrappers | what it is |
+|---|---|---|---|---|---|
+"""
+
+
+def _spec(model_type):
+    """Return the spec that a family's defaults make."""
+    # Llama 4's defaults are mixtures of experts, which are refused; a config may have none.
+    values = {"moe_layers": []} if model_type == "llama4_text" else {}
+    return FAMILIES.get(model_type).read_spec(ConfigView(model_type, values, Path("config.json")))
+
+
+def _description(model_type):
+    module = next(
+        module
+        for name in (model_type, model_type.removesuffix("_text"))
+        if (module := _module(name)) is not None and model_type == module.MODEL_TYPE
+    )
+    return " ".join(module.__doc__.split("\n\n")[0].split())
+
+
+def _module(name):
+    try:
+        return importlib.import_module(f"quire.model.families.{name}")
+    except ModuleNotFoundError:
+        return None
+
+
+def _row(model_type):
+    spec, page = _spec(model_type), FAMILIES.get(model_type)
+    native, device = native_refusal(spec, BLOCK_SIZE), device_refusal(spec)
+    wrappers = ", ".join(f"`{name}`" for name, wrapper in WRAPPERS.items() if model_type in wrapper.text_types)
+    cells = (
+        f"`{model_type}`",
+        ", ".join(page.architectures),
+        "native" if native is None else f"torch: {native}",
+        "yes" if device is None else f"no: {device}",
+        wrappers or "-",
+        _description(model_type),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def models_page():
+    return _HEAD + "".join(_row(model_type) for model_type in sorted(FAMILIES))
+
+
+def test_models_page_is_what_the_code_says():
+    if os.environ.get("QUIRE_WRITE_DOCS") == "1":
+        PAGE.write_text(models_page(), encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == models_page()
+
+
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        ({"model_type": "qwen33"}, "qwen3"),
+        ({"model_type": "smollm4", "architectures": ["SmolLM4ForCausalLM"]}, "smollm3"),
+        ({"architectures": ["Olmo4ForCausalLM"]}, "olmo"),
+    ],
+)
+def test_unknown_types_are_refused_with_the_nearest_supported_one(config, nearest):
+    with pytest.raises(UnsupportedError, match="the nearest supported type is") as caught:
+        find_family(config)
+    assert f"the nearest supported type is '{nearest}" in str(caught.value)
+    assert "supported model types: " in str(caught.value)
