@@ -28,7 +28,7 @@ from quire.speculate.filled_blocks import FilledBlocks
 from quire.speculate.head_pass import HeadPass, index_tensor
 from quire.speculate.head_trees import HeadTrees
 from quire.speculate.proposer import Proposer, num_beyond_a_step
-from quire.speculate.records import TreeRecord
+from quire.speculate.acceptance import TreeRecord
 
 _is_greedy = attrgetter("sampling.is_greedy")
 MAX_PENDING = 256

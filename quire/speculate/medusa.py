@@ -16,7 +16,7 @@ from quire.model.heads.parallel_model import ParallelModel
 from quire.speculate.draft import ROOT, Draft, DraftedSequence
 from quire.speculate.features import FeatureRun, join
 from quire.speculate.proposer import Proposer
-from quire.speculate.records import TreeRecord
+from quire.speculate.acceptance import TreeRecord
 
 
 @dataclass(frozen=True, slots=True)

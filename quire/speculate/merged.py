@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence, best_draft
 from quire.speculate.proposer import Outcome, Proposer, Reads
-from quire.speculate.records import EVER_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
+from quire.speculate.acceptance import ALL_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 
 _NOTHING = Draft()
 
@@ -42,7 +42,7 @@ class MergedProposer(Proposer):
         read = [one.tap_layers for one in proposers if one.tap_layers is not None]
         self.tap_layers = max(read, key=len) if read else None
         self._reads = tuple(dict.fromkeys(what for proposer in proposers for what in proposer.reads))
-        self._ever = [proposer.record(max_tokens, EVER_FADING) for proposer in proposers]
+        self._ever = [proposer.record(max_tokens, ALL_FADING) for proposer in proposers]
 
     @property
     def reads(self) -> tuple[Reads, ...]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from quire.speculate.account import SHARE, Account, account_for, lone_account
 from quire.speculate.best_count import best_count
-from quire.speculate.records import EVER_FADING, AcceptanceRecord
+from quire.speculate.acceptance import EVER_FADING, AcceptanceRecord
 from quire.speculate.step_costs import StepCosts
 
 _Exploring = Literal["probe", "trial"] | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.speculate.pace import STEPS_TO_SETTLE_AWAKE, Pace
-from quire.speculate.records import AcceptanceRecord
+from quire.speculate.acceptance import AcceptanceRecord
 from quire.speculate.step_times import Kind
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.contracts.step import StepPlan
 from quire.kv.pool import KvPool
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.records import AcceptanceRecord
+from quire.speculate.acceptance import AcceptanceRecord
 
 Reads = Literal["layers", "final", "last"]
 """What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""

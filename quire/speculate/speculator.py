@@ -17,7 +17,7 @@ from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, count_shared, fit_draft
 from quire.speculate.pooled_pace import PooledPace
 from quire.speculate.proposer import Outcome, Proposer, Reads
-from quire.speculate.records import RECENT_FADING, AcceptanceRecord
+from quire.speculate.acceptance import RECENT_FADING, AcceptanceRecord
 from quire.speculate.typical import TypicalAcceptance
 
 MAX_DRAFT_LOGITS = 1 << 24

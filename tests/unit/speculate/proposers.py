@@ -6,7 +6,7 @@ from quire import LLM
 from quire.contracts.speculative import SpeculativeConfig
 from quire.speculate.draft import ROOT, Draft
 from quire.speculate.proposer import Proposer
-from quire.speculate.records import TreeRecord
+from quire.speculate.acceptance import TreeRecord
 from quire.speculate.speculator import Speculator
 
 

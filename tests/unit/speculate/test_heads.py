@@ -27,7 +27,7 @@ from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES
 from quire.speculate.medusa import likeliest_tree
 from quire.speculate.pace import Pace
-from quire.speculate.records import AcceptanceRecord
+from quire.speculate.acceptance import AcceptanceRecord
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
 LENGTH = 9

@@ -20,7 +20,7 @@ from quire.speculate.lookahead import LookaheadProposer
 from quire.speculate.merged import MergedProposer
 from quire.speculate.pace import Pace
 from quire.speculate.proposer import Outcome, Proposer
-from quire.speculate.records import AcceptanceRecord, TreeRecord, WholeRecord
+from quire.speculate.acceptance import AcceptanceRecord, TreeRecord, WholeRecord
 
 VOCAB = 300
 
