@@ -1,22 +1,19 @@
 """DraftController: how many tokens to draft in each step, from what drafts have gained and cost so far.
 
-Drafts are ranked by the probability that they are accepted (`AcceptanceRecord`), and the controller takes as many as make tokens
-per second highest, given measured step times (`StepCosts`). A `SpeedupBudget` bounds the loss whatever the estimates say: drafts
-that do not pay are disabled, and tried again rarely. Nothing here reads a clock, and nothing here changes a token.
+Drafts are ranked by the probability that they are accepted (`AcceptanceRecord`). The controller takes the number that yields most
+tokens per second, given measured step times (`StepCosts`). A `SpeedupBudget` bounds the loss whatever the estimates say: drafts
+that do not pay are disabled, and tried again rarely. The controller reads no clock, and it changes no token.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 from quire.speculate.acceptance import ALL_FADING, AcceptanceRecord
+from quire.speculate.step_costs import StepCosts
 
-_FEW = 4
-"""Measurements after which a time is known."""
 _SETTLING_PLAIN_STEPS, _SETTLING_DRAFT_STEPS = 10, 2
 """Steps after a change that are not measured: caches still hold what the steps before it read."""
 _PLAIN_STEPS, _PROBE_STEPS = _SETTLING_PLAIN_STEPS + 9, _SETTLING_DRAFT_STEPS + 3
@@ -50,6 +47,9 @@ class SpeedupBudget:
     debt: float = 0.0
     initial_debt: float = 0.0
     num_steps: int = 0
+    gained: float = 0.0
+    took: float = 0.0
+    balance_before: float = _TRIAL_LOSS
 
     def charge(self, took: float) -> None:
         """Add debt. Debt of the first steps ends no drafts, as nothing can be known by then."""
@@ -60,7 +60,7 @@ class SpeedupBudget:
     def credit(self, gained: float, took: float) -> bool:
         """Take in a step with drafts, `gained` tokens of a sequence in `took` plain steps; return whether drafts end."""
         self.balance += gained - took
-        self.num_steps += 1
+        self.gained, self.took, self.num_steps = self.gained + gained, self.took + took, self.num_steps + 1
         if self.debt > 0 and self.balance > _TRIAL_LOSS:
             paid = min(self.debt, self.balance - _TRIAL_LOSS)
             self.balance, self.debt = self.balance - paid, self.debt - paid
@@ -73,107 +73,14 @@ class SpeedupBudget:
         missing = (_TRIAL_LOSS - self.balance) * 2 ** max(0, self.num_failures - 1)
         self.disabled_left = min(_MAX_DISABLED_STEPS, round(missing / _LOSS_SHARE)) + round(self.debt / _LOSS_SHARE)
         self.balance, self.debt, self.initial_debt, self.num_steps = _TRIAL_LOSS, 0.0, 0.0, 0
+        self.revise(1.0)
         return True
 
-
-@dataclass(slots=True)
-class _Measured:
-    """The mean of the last logarithms of times, without the lowest and highest ones, and of the numbers of drafts."""
-
-    recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=15))
-    value: float = 0.0
-    num_drafts: float = 0.0
-    count: int = 0
-
-    def note(self, value: float, num_drafts: int = 0) -> None:
-        self.recent.append(value)
-        self.count += 1
-        self.num_drafts += (num_drafts - self.num_drafts) / len(self.recent)
-        ranked = sorted(self.recent)
-        cut = (len(ranked) - 1) // 3
-        self.value = sum(ranked[cut : len(ranked) - cut]) / (len(ranked) - 2 * cut)
-
-
-class StepCosts:
-    """Times of plain steps, and of steps with drafts in plain steps, by batch size and number of drafts.
-
-    The machine's speed is one level, which every step corrects a little. A ratio is measured only shortly after plain steps, or
-    in a probe: a machine that slows down later slows all steps alike.
-    """
-
-    def __init__(self) -> None:
-        self.level = 0.0
-        self._plain: dict[int, _Measured] = {}
-        self._ratios: dict[int, dict[int, _Measured]] = {}
-        self._lines: dict[int, list[tuple[float, float]]] = {}
-        self._catch_up_s = 0.0  # of a token
-
-    def plain_s(self, num_sequences: int) -> float | None:
-        """Return how long a plain step takes now; None where too few were measured."""
-        plain = self._plain.get(size_class(num_sequences))
-        return None if plain is None or plain.count < _FEW else math.exp(self.level + plain.value)
-
-    def note_plain(self, num_sequences: int, duration_s: float) -> None:
-        """Take in a step without drafts."""
-        value = math.log(max(duration_s, 1e-9))
-        if not self._plain:
-            self.level = value
-        plain = self._plain.setdefault(size_class(num_sequences), _Measured())
-        if plain.count < _FEW:
-            plain.note(value - self.level)
-        else:
-            self._follow(value - plain.value)
-
-    def note(self, num_sequences: int, num_drafts: int, duration_s: float, *, measures: bool) -> None:
-        """Take in a step with drafts, or with a look for some. measures: whether it tells a ratio, else it tells the speed."""
-        batch = size_class(num_sequences)
-        relative = math.log(max(duration_s, 1e-9)) - self._plain[batch].value
-        ratio = self._ratios.setdefault(batch, {}).setdefault(size_class(num_drafts), _Measured())
-        if measures or ratio.count < _FEW:
-            ratio.note(relative - self.level, num_drafts)
-            self._lines.pop(batch, None)
-        else:
-            self._follow(relative - ratio.value)
-
-    def _follow(self, level: float) -> None:
-        self.level += 0.2 * min(max(level - self.level, -0.2), 0.2)
-
-    def note_catch_up(self, num_sequences: int, extra_s: float, num_tokens: int) -> float:
-        """Take in what catching up with so many tokens took; return it in plain steps."""
-        self._catch_up_s += (extra_s / num_tokens - self._catch_up_s) * (0.2 if self._catch_up_s > 0 else 1.0)
-        return extra_s / (self.plain_s(num_sequences) or extra_s or 1.0)
-
-    def catch_up(self, num_sequences: int, num_tokens: int) -> float:
-        """Return how many plain steps it usually takes to catch up with so many tokens."""
-        return num_tokens * self._catch_up_s / (self.plain_s(num_sequences) or math.inf)
-
-    def usual(self, num_sequences: int, num_drafts: int) -> float | None:
-        """Return how many plain steps one with about as many drafts takes; None where too few were measured."""
-        known = self._ratios.get(size_class(num_sequences), {}).get(size_class(num_drafts))
-        return None if known is None or known.count < _FEW else self.ratio(num_sequences, num_drafts)
-
-    def ratio(self, num_sequences: int, num_drafts: int) -> float:
-        """Return how many plain steps one with so many drafts takes: on lines through what was measured; unknown ones are
-        believed to cost little, so that they are tried."""
-        batch = size_class(num_sequences)
-        line = self._lines.get(batch) or self._draw_line(batch)
-        for (left, low), (right, high) in pairwise(line):
-            if num_drafts <= right:
-                return low + (high - low) * (num_drafts - left) / (right - left)
-        last, ratio = line[-1]
-        slope = (ratio - 1.0) / last if last > 0 else 0.05 / num_sequences
-        return ratio + slope * (num_drafts - last)
-
-    def _draw_line(self, batch: int) -> list[tuple[float, float]]:
-        known = sorted((one.num_drafts, max(1.0, math.exp(one.value))) for one in self._ratios.get(batch, {}).values())
-        line = self._lines[batch] = known if known and known[0][0] == 0 else [(0.0, 1.0), *known]
-        return line
-
-
-def size_class(number: int) -> int:
-    """Return what stands for a number and those near it: the number without all but its first three bits."""
-    shift = max(0, number.bit_length() - 3)
-    return number >> shift << shift
+    def revise(self, slower: float) -> None:
+        """Take in that plain steps take so many times as long as was believed more and more since the last revision."""
+        if slower < 1.0:
+            self.balance = min(self.balance, self.balance_before + self.gained - self.took * (1.0 + 1.0 / slower) / 2)
+        self.gained, self.took, self.balance_before = 0.0, 0.0, self.balance
 
 
 @dataclass(slots=True)
@@ -192,8 +99,10 @@ class _ProbeTimer:
 
 
 class DraftController:
-    """Chooses the number of drafts of every sequence in the next step. The drafts of a step are chosen (`choose`) before the time
-    of the step before it is known (`note_step`)."""
+    """Chooses the number of drafts of every sequence in the next step.
+
+    The drafts of a step are chosen (`choose`) before the time of the step before it is known (`note_step`).
+    """
 
     def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
         self._max_tokens = max_tokens
@@ -318,8 +227,10 @@ class DraftController:
         self._num_accepted, self._probe, self._next_probe = 0, self._next_probe, 0
         if self._plain_left > 0:
             self._plain_left -= 1
-            if self._plain_left == 0 and abs(self._costs.level - self._level_before) > 0.15:
-                self._plain_timer.num_probes = 0  # what was believed of plain steps had gone astray
+            if self._plain_left == 0 and self._bit_length > 1:
+                change = self._costs.level - self._level_before
+                self._budget.revise(math.exp(max(change, -0.25)))
+                self._plain_timer.num_probes = 0 if abs(change) > 0.15 else self._plain_timer.num_probes
         self.skip_steps(1)
         self._num_alike -= 1
 
@@ -367,7 +278,7 @@ class DraftController:
         return [0] * num_sequences
 
     def _is_plain_due(self) -> bool:
-        return self._plain_timer.is_due(2.0 + _PLAIN_STEPS * max(0.0, 1.0 - self._took / self._gained))
+        return self._plain_timer.is_due(1.0 + _PLAIN_STEPS * max(0.0, 1.0 - self._took / self._gained))
 
     def _try(self, shares: list[list[float]]) -> list[int]:
         """Draft for some of the sequences, half as many as could be and in each third step all: it shows what drafts cost."""
@@ -396,9 +307,7 @@ class DraftController:
         return max(1, min(most, (self._best - some, self._best + some, self._best - some, most)[self._num_length_probes % 4]))
 
 
-def best_count(
-    num_sequences: int, ranked: Sequence[float], ratio: Callable[[int], float], kept: int
-) -> tuple[int, float]:
+def best_count(num_sequences: int, ranked: Sequence[float], ratio: Callable[[int], float], kept: int) -> tuple[int, float]:
     """Return the number of drafts in all that makes tokens fastest, and their rate; `kept` where no other is better by 1 %.
 
     ranked  the probability that each draft is accepted, the likeliest first

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from quire.contracts.step import StepPlan
+from quire.speculate.acceptance import ALL_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence, best_draft
 from quire.speculate.proposer import Outcome, Proposer, Reads
-from quire.speculate.acceptance import ALL_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 
 _NOTHING = Draft()
 

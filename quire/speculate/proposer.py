@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.kv.pool import KvPool
-from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.acceptance import AcceptanceRecord
+from quire.speculate.draft import Draft, DraftedSequence
 
 Reads = Literal["layers", "final", "last"]
 """What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""
@@ -53,7 +53,6 @@ class Proposer(ABC):
     observes     whether it wants to be told of every step's outcomes
     tap_layers   layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     stops_early  whether it may draft fewer tokens than it could
-    leaves_out   of these: whether it computes all that it is asked for, and leaves the doubtful out afterwards, as on a GPU
     reads_last   whether it reads only what stands at the last token of a step that a sequence keeps
 
     pools          those of its own whose blocks have the target's ids, on the CPU
@@ -65,7 +64,6 @@ class Proposer(ABC):
     tap_layers: tuple[int, ...] | None = None
     reads_last: bool = False
     stops_early: bool = False
-    leaves_out: bool = False
     pools: Sequence[KvPool] = ()
     num_caught_up: int = 0
 
