@@ -1,8 +1,8 @@
 """DraftController: how many tokens to draft in each step, from what drafts have gained and cost so far.
 
-Drafts are ranked by the probability that they are accepted (`AcceptanceRecord`). The controller takes the number that yields most
-tokens per second, given measured step times (`StepCosts`). A `SpeedupBudget` bounds the loss whatever the estimates say: drafts
-that do not pay are disabled, and tried again rarely. The controller reads no clock, and it changes no token.
+Drafts are ranked by the probability that they are accepted (`AcceptanceRecord`). The controller takes the number that yields
+most tokens per second, given measured step times (`StepCosts`). A `SpeedupBudget` bounds the loss whatever the estimates say:
+drafts that do not pay are disabled, and tried again rarely. The controller reads no clock, and it changes no token.
 """
 
 from __future__ import annotations

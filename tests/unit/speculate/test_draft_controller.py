@@ -1,4 +1,4 @@
-"""The draft controller: in a simulated world with known costs and acceptance it drafts where that pays, and next to never where it does not."""
+"""The draft controller on simulated machines: it drafts where that pays, and rarely where it does not."""
 
 import random
 from statistics import mean

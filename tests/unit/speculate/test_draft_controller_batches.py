@@ -1,4 +1,4 @@
-"""The controller of batches whose proposer has to catch up, whose number of sequences changes, and whose times were misjudged."""
+"""The draft controller with batches whose proposer has to catch up, and whose number of sequences changes."""
 
 import random
 from statistics import median

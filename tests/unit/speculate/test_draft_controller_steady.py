@@ -1,4 +1,4 @@
-"""The controller in the long run, against the best fixed number of drafts and against none, in worlds as they were measured: steps
+"""The controller in the long run, against the best fixed number of drafts and against none, on simulated machines: steps
 behind drafts find cold caches, times scatter and drift, requests come and go."""
 
 import math
@@ -16,7 +16,7 @@ REQUEST_LEN = 90
 class World:
     """One sequence at a time. share: of drafts that are accepted behind one that was; costs: by drafts, beside a plain step.
 
-    cold, deciding  how much longer the first steps with another number of drafts take, and what the controller takes in four of them
+    cold, deciding  how much longer the first steps with another number of drafts take, and what deciding takes in four of them
     """
 
     def __init__(self, share, costs, seed, cold=(), deciding=0.0):
