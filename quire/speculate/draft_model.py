@@ -59,7 +59,7 @@ class DraftModelProposer(Proposer):
     def __init__(
         self, drafter: Target | ChainDrafter, max_len: int, min_share: float = 0.0, max_catch_up: int = MAX_CATCH_UP
     ) -> None:
-        self._min_share, self.stops_early, self.leaves_out = min_share, min_share > 0, not isinstance(drafter, Target)
+        self._min_share, self.stops_early = min_share, min_share > 0
         self._drafter, self._max_len, self._max_catch_up = drafter, max_len, max_catch_up
         self._block_size = drafter.kv.spec.block_size
         self._filled = FilledBlocks(drafter.kv)

@@ -21,6 +21,7 @@ from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
 from quire.model.token_runs import BlockTable, TokenRuns, address_of
 from quire.sampling.drafting import draw_drafts
+from quire.speculate.acceptance import TreeRecord
 from quire.speculate.chain_drafter import BlockCache, ChainOrder, HeadDrafter
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.features import FeatureRun, join
@@ -28,7 +29,6 @@ from quire.speculate.filled_blocks import FilledBlocks
 from quire.speculate.head_pass import HeadPass, index_tensor
 from quire.speculate.head_trees import HeadTrees
 from quire.speculate.proposer import Proposer, num_beyond_a_step
-from quire.speculate.records import TreeRecord
 
 _is_greedy = attrgetter("sampling.is_greedy")
 MAX_PENDING = 256
@@ -79,7 +79,6 @@ class HeadProposer(Proposer):
         top_k, depth = shape.top_k, shape.depth
         self._min_share = shape.min_share if top_k == 1 else 0.0
         self.stops_early = self._min_share > 0
-        self.leaves_out = isinstance(model, HeadDrafter)
         self.aux_hidden_state_layers: tuple[int, ...] | None = head.aux_hidden_state_layers
         self._model, self._kv, self._max_len = model, kv, max_len
         self.pools = (kv,) if isinstance(kv, KvPool) else ()

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.contracts.speculative import SpeculativeConfig
+from quire.speculate.acceptance import WholeRecord
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
 from quire.speculate.proposer import Outcome, Proposer
-from quire.speculate.records import WholeRecord
 
 _MAX_FIRST_TOKENS = 4096
 """First tokens of runs that a sequence remembers."""

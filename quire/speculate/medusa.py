@@ -13,10 +13,10 @@ from quire.contracts.medusa_choices import Choices
 from quire.contracts.speculative import SpeculativeConfig
 from quire.model.heads.head_spec import ParallelHead
 from quire.model.heads.parallel_model import ParallelModel
+from quire.speculate.acceptance import TreeRecord
 from quire.speculate.draft import ROOT, Draft, DraftedSequence
 from quire.speculate.features import FeatureRun, join
 from quire.speculate.proposer import Proposer
-from quire.speculate.records import TreeRecord
 
 
 @dataclass(frozen=True, slots=True)

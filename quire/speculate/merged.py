@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from quire.contracts.step import StepPlan
+from quire.speculate.acceptance import ALL_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence, best_draft
 from quire.speculate.proposer import DraftInput, Outcome, Proposer
-from quire.speculate.records import EVER_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 
 _NOTHING = Draft()
 
@@ -42,7 +42,7 @@ class MergedProposer(Proposer):
         read = [one.aux_hidden_state_layers for one in proposers if one.aux_hidden_state_layers is not None]
         self.aux_hidden_state_layers = max(read, key=len) if read else None
         self._reads = tuple(dict.fromkeys(what for proposer in proposers for what in proposer.inputs))
-        self._ever = [proposer.record(max_tokens, EVER_FADING) for proposer in proposers]
+        self._ever = [proposer.record(max_tokens, ALL_FADING) for proposer in proposers]
 
     @property
     def inputs(self) -> tuple[DraftInput, ...]:

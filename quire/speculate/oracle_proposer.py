@@ -28,7 +28,7 @@ class OracleProposer(Proposer):
         self._random = random.Random(seed)
         if drafter is not None:
             self.wants_logits, self.aux_hidden_state_layers = drafter.wants_logits, drafter.aux_hidden_state_layers
-            self.stops_early, self.leaves_out, self.pools = drafter.stops_early, drafter.leaves_out, drafter.pools
+            self.stops_early, self.pools = drafter.stops_early, drafter.pools
 
     def _replay(self, sequence: DraftedSequence, count: int) -> Draft:
         num_done = len(sequence.token_ids) - sequence.num_prompt_tokens

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.kv.pool import KvPool
+from quire.speculate.acceptance import AcceptanceRecord
 from quire.speculate.draft import Draft, DraftedSequence
-from quire.speculate.records import AcceptanceRecord
 
 DraftInput = Literal["layers", "final", "last"]
 """What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""
@@ -54,7 +54,6 @@ class Proposer(ABC):
     aux_hidden_state_layers
                  layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     stops_early  whether it may draft fewer tokens than it could
-    leaves_out   of these: whether it computes all that it is asked for, and leaves the doubtful out afterwards, as on a GPU
     inputs_last_only   whether it reads only what stands at the last token of a step that a sequence keeps
 
     pools          those of its own whose blocks have the target's ids, on the CPU
@@ -66,7 +65,6 @@ class Proposer(ABC):
     aux_hidden_state_layers: tuple[int, ...] | None = None
     inputs_last_only: bool = False
     stops_early: bool = False
-    leaves_out: bool = False
     pools: Sequence[KvPool] = ()
     num_caught_up: int = 0
 

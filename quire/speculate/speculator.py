@@ -1,4 +1,4 @@
-"""Speculator: what the runner asks before and after a step; it owns the proposer, the pace and what is drafted."""
+"""Speculator: what the runner asks before and after a step; it owns the proposer, the draft controller and what is drafted."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.kv.pool import KvPool
+from quire.speculate.acceptance import RECENT_FADING, AcceptanceRecord
 from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
+from quire.speculate.draft_controller import DraftController
 from quire.speculate.forced import ForcedTokens, count_shared, fit_draft
-from quire.speculate.pooled_pace import PooledPace
 from quire.speculate.proposer import DraftInput, Outcome, Proposer
-from quire.speculate.records import RECENT_FADING, AcceptanceRecord
 from quire.speculate.typical import TypicalAcceptance
 
 MAX_DRAFT_LOGITS = 1 << 24
@@ -57,11 +57,10 @@ class _Followed:
 
 
 class _Made(NamedTuple):
-    """Drafts of a sequence in a step: how many the proposer was asked for and took time for, and whether the first is in."""
+    """Drafts of a sequence in a step: how many the proposer was asked for, and whether the first one is verified."""
 
     num_asked: int
-    count: int
-    is_in: bool
+    is_verified: bool
 
 
 class Speculator:
@@ -81,9 +80,8 @@ class Speculator:
         is_typical = config is not None and config.is_typical
         self.typical = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha) if is_typical else None
         self._stops_early = proposer is not None and proposer.stops_early
-        self._leaves_out = proposer is not None and proposer.leaves_out
         self._record = AcceptanceRecord if proposer is None else proposer.record
-        self._pace = PooledPace(config.max_tokens, self._record) if config is not None and config.adaptive else None
+        self._controller = DraftController(config.max_tokens, self._record) if config is not None and config.adaptive else None
         self._max_drafts = most_drafts(self._max_tokens, vocab_size) if max_drafts is None else max_drafts
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
@@ -93,10 +91,10 @@ class Speculator:
         self._turn = 0  # of sharing drafts
         self._drafted: dict[SequenceId, _Made] = {}
         self._drafts: dict[SequenceId, Draft] = {}  # all of this step
-        self._begun_s = self._deciding_s = 0.0  # of the step that runs: its start, and what the pace took in it
-        self._num_drafts, self._num_made, self._num_caught_up = 0, 0, 0
+        self._begun_s = 0.0  # start of the step that runs
+        self._num_drafts, self._num_caught_up = 0, 0
         self._decoded: Sequence[SequenceId] = ()
-        self._has_ended = False  # a step of which the pace was not told yet
+        self._has_ended = False  # a step of which the controller was not told yet
         self._nap_left = self._num_napped = 0  # steps of which it need not be told, and those of them that are over
         self._num_napping = 0  # sequences then
         self._idle_s = 0.0  # of the step that runs, see note_idle
@@ -118,8 +116,8 @@ class Speculator:
         return True
 
     def _end_nap(self) -> None:
-        if self._pace is not None and self._num_napped > 0:
-            self._pace.sleep_through(self._num_napped)
+        if self._controller is not None and self._num_napped > 0:
+            self._controller.skip_steps(self._num_napped)
         self._nap_left = self._num_napped = 0
 
     @property
@@ -158,9 +156,8 @@ class Speculator:
         now_s = time.perf_counter()
         # What is done between two steps counts too; but not that there was nothing to do.
         goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
-        self._tell_pace(now_s - self._begun_s if goes_on else None)
+        self._tell_controller(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
-        self._deciding_s = 0.0 if self._pace is None else time.perf_counter() - now_s
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
@@ -170,23 +167,22 @@ class Speculator:
         if self._proposer is not None and (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.block_copies):
             self._proposer.apply(plan)
 
-    def _tell_pace(self, duration_s: float | None) -> None:
-        """Tell the pace once of the step that ended last, if there is one; None: what it took says nothing."""
-        if self._pace is not None and self._has_ended:
-            if self._num_caught_up > 0:
-                self._pace.note_catch_up(self._num_caught_up)
+    def _tell_controller(self, duration_s: float | None) -> None:
+        """Tell the controller once of the step that ended last, if there is one; None: its time says nothing."""
+        controller = self._controller
+        if controller is not None and self._has_ended:
             if duration_s is None:
-                self._pace.pass_step(self._num_drafts)
+                controller.pass_step(self._num_drafts, self._num_caught_up)
             else:
-                if self._idle_s > 0 and self._num_drafts == 0 and self._pace.is_asleep:
+                if self._idle_s > 0 and self._num_drafts == 0 and controller.is_disabled:
                     duration_s = max(duration_s - self._idle_s, self._idle_s)
-                self._pace.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_made, self._deciding_s)
+                controller.note_step(len(self._decoded), self._num_drafts, duration_s, self._num_caught_up)
         self._has_ended, self._decoded = False, ()
 
     def leave(self) -> None:
         """Forget all sequences, and what is kept of their blocks: steps follow that it is not told of."""
         self._end_nap()
-        self._tell_pace(None)
+        self._tell_controller(None)
         for followed in self._followed.values():
             if self._proposer is not None:
                 self._proposer.release(followed.sequence)
@@ -210,8 +206,8 @@ class Speculator:
 
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
-        if self._pace is not None:
-            self._pace.note_start()
+        if self._controller is not None:
+            self._controller.note_start()
         if sequence.sampling.matcher is not None:
             self._constrained.add(sequence.sequence_id)
         if self._proposer is not None or sequence.sampling.matcher is not None:
@@ -219,7 +215,7 @@ class Speculator:
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
         """Return the drafts of the step, none of them empty."""
-        self._num_drafts = self._num_made = self._num_caught_up = 0
+        self._num_drafts = self._num_caught_up = 0
         slots = plan.num_draft_slots
         if not slots:
             if self._drafts or self._drafted:
@@ -234,8 +230,8 @@ class Speculator:
             if sequence_id in self._num_wanted:
                 wanted[sequence_id] = count = min(count, self._num_wanted[sequence_id])
                 asked.append((self._followed[sequence_id].sequence, count))
-        if self._pace is not None and self._pace.is_trying and not self._will_tell(plan, wanted):
-            self._pace.take_back_trial()
+        if self._controller is not None and self._controller.is_trial and not self._will_tell(plan, wanted):
+            self._controller.cancel_trial()
             wanted = {}
         if wanted and self._proposer is not None:
             found = dict(zip(wanted, self._proposer.propose(asked), strict=True))
@@ -244,18 +240,16 @@ class Speculator:
         for sequence_id, count in slots.items():
             draft = fitting = found.get(sequence_id, NO_DRAFT)
             num_tokens = len(draft.tokens)
-            is_in = num_tokens > 0
+            is_verified = num_tokens > 0
             if sequence_id in self._constrained:
                 sampling = self._followed[sequence_id].sequence.sampling
                 fitting = fit_draft(sampling, draft, self._forced.of(sequence_id), count)
-                is_in = is_in and fitting.tokens[:1] == draft.tokens[:1]
+                is_verified = is_verified and fitting.tokens[:1] == draft.tokens[:1]
             num_asked = wanted.get(sequence_id, 0) if self._stops_early else num_tokens
             if num_asked > 0:
-                # Those that a constraint does not take were made in vain, but made.
-                num_made = num_asked if self._leaves_out else num_tokens
-                self._drafted[sequence_id] = _Made(num_asked, num_made, is_in)
+                # Drafts that a constraint refuses were made nevertheless.
+                self._drafted[sequence_id] = _Made(num_asked, is_verified)
                 self._num_drafts += num_asked
-                self._num_made += num_made
             if fitting.tokens:
                 kept[sequence_id] = fitting
         self._drafts = kept
@@ -312,7 +306,7 @@ class Speculator:
     @property
     def inputs(self) -> tuple[DraftInput, ...]:
         """What the proposer reads of the model in this step. Nothing, while drafts are long not to be tried."""
-        if self._proposer is None or (self._pace is not None and not self._pace.is_feeding):
+        if self._proposer is None or (self._controller is not None and not self._controller.is_reading):
             return ()
         return self._proposer.inputs
 
@@ -334,51 +328,31 @@ class Speculator:
         """
         if not self._followed:
             return {}
-        if len(self._drafted) == 1 and not self._constrained:
-            wishes = self._go_on_alone(plan, paths)
-            if wishes:
-                return wishes
-        pace = self._pace
-        if pace is not None and not self._drafted and not self._constrained and pace.doze(len(paths)):
-            self._num_wanted = {}
-            if len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
-                self._nap_left, self._num_napping = pace.nap_left, len(paths)
-            return {}
+        controller = self._controller
+        is_plain = len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values())
+        if controller is not None and is_plain and not self._drafted and not self._constrained:
+            num_skippable = controller.num_skippable
+            if num_skippable > 0:
+                controller.skip_steps(1)
+                self._nap_left, self._num_napping, self._num_wanted = num_skippable - 1, len(paths), {}
+                return {}
         self._has_ended = True
-        decided_s = 0.0 if pace is None else time.perf_counter()
-        if pace is not None:
+        if controller is not None:
             for sequence_id, made in self._drafted.items():
-                if sequence_id not in paths:  # it is late, or has failed: nothing was verified
+                if sequence_id not in paths:  # its mask is pending, or it has failed: nothing was verified
                     continue
-                path = paths[sequence_id] if made.is_in else ()
-                pace.note_verified(self._followed[sequence_id].record, made.num_asked, path, made.count)
-            is_usual = self._drafts.keys() <= self._drafted.keys()  # forced tokens come and go, whatever they cost
-            if is_usual and len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
+                path = paths[sequence_id] if made.is_verified else ()
+                controller.note_verified(self._followed[sequence_id].record, made.num_asked, path)
+            # Forced tokens come and go, whatever they cost.
+            if is_plain and self._drafts.keys() <= self._drafted.keys():
                 self._decoded = list(paths)
-        is_drafting = self._proposer is not None and not (pace is not None and pace.is_asleep)
+        is_drafting = self._proposer is not None and not (controller is not None and controller.is_disabled)
         self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
-        if pace is not None:
-            self._deciding_s += time.perf_counter() - decided_s
         wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else self._num_wanted
         if not wishes:
             return {}
         self._turn += 1
         return share_drafts(wishes, self._max_drafts, self._turn)
-
-    def _go_on_alone(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
-        """As `end` for a sequence that decodes alone, has drafted, and gets as many drafts next as was decided before. Else do
-        nothing, and return nothing."""
-        ((sequence_id, made),) = self._drafted.items()
-        if self._proposer is None or sequence_id not in paths or plan.num_scheduled_tokens != {sequence_id: 1}:
-            return {}
-        followed, path = self._followed[sequence_id], paths[sequence_id]
-        count = self._proposer.num_available(followed.sequence, self._max_tokens)
-        if self._pace is not None and count > 0:
-            count = self._pace.go_on_alone(followed.record, made.num_asked, path, made.count, count)
-        if count == 0:
-            return {}
-        self._has_ended, self._decoded, self._num_wanted = True, [sequence_id], {sequence_id: count}
-        return {sequence_id: min(count, self._max_drafts)}
 
     def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the drafts that the sequences could use, those of the proposer and those that are forced."""
@@ -394,6 +368,6 @@ class Speculator:
         """Return how many drafts of the proposer to take in the next step."""
         followed = [self._followed[sequence_id] for sequence_id in advanced]
         counts = [proposer.num_available(one.sequence, self._max_tokens) for one in followed]
-        if self._pace is not None:
-            counts = self._pace.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])
+        if self._controller is not None:
+            counts = self._controller.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])
         return {sequence_id: count for sequence_id, count in zip(advanced, counts, strict=True) if count > 0}

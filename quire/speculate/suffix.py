@@ -15,10 +15,10 @@ from heapq import heappop, heappush
 
 from quire.base.ids import SequenceId
 from quire.contracts.speculative import SpeculativeConfig
+from quire.speculate.acceptance import TreeRecord
 from quire.speculate.draft import NO_DRAFT, ROOT, Draft, DraftedSequence
 from quire.speculate.occurrences import OccurrenceIndex
 from quire.speculate.proposer import Proposer
-from quire.speculate.records import TreeRecord
 
 _MAX_PLACES = 64
 _MAX_KEPT_TOKENS = 1 << 20

@@ -4,9 +4,9 @@ import random
 
 from quire import LLM
 from quire.contracts.speculative import SpeculativeConfig
+from quire.speculate.acceptance import TreeRecord
 from quire.speculate.draft import ROOT, Draft
 from quire.speculate.proposer import Proposer
-from quire.speculate.records import TreeRecord
 from quire.speculate.speculator import Speculator
 
 

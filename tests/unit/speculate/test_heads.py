@@ -25,9 +25,9 @@ from quire.model.native_steps import draft_greedily
 from quire.model.stored_tensors import open_tensors
 from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES
+from quire.speculate.acceptance import AcceptanceRecord
+from quire.speculate.draft_controller import DraftController
 from quire.speculate.medusa import likeliest_tree
-from quire.speculate.pace import Pace
-from quire.speculate.records import AcceptanceRecord
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
 LENGTH = 9
@@ -243,11 +243,11 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     folder = heads.eagle3(tmp_path / "head")
     llm = start(tiny_model, "eagle3", folder)
     speculator = llm.llm_engine._runner._speculator
-    pace = Pace(3, AcceptanceRecord)
-    speculator._pace = pace
-    pace._account.sleep_left = 1000
+    controller = DraftController(3, AcceptanceRecord)
+    speculator._controller = controller
+    controller._budget.disabled_left = 1000
     assert speculator.inputs == ()
-    pace._account.sleep_left = 10
+    controller._budget.disabled_left = 10
     assert speculator.inputs == ("layers",)
     llm.close()
 

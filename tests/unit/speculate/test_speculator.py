@@ -1,4 +1,4 @@
-"""How many drafts there are, what is drafted of constrained sequences, and what the pace learns of it."""
+"""How many drafts there are, what is drafted of constrained sequences, and what the controller learns of it."""
 
 import random
 from dataclasses import replace
@@ -12,8 +12,8 @@ from quire.contracts.speculative import SpeculativeConfig
 from quire.contracts.step import StepPlan
 from quire.speculate import speculator as speculator_module
 from quire.speculate.draft import Draft, DraftedSequence
+from quire.speculate.draft_controller import DraftController
 from quire.speculate.forced import fit_draft
-from quire.speculate.pace import Pace as RealPace
 from quire.speculate.speculator import Speculator, share_drafts
 
 
@@ -65,15 +65,14 @@ class Guess(Fake):
         return [1, 2, 3]
 
 
-class Pace:
+class Controller:
     """Lets all be drafted, and notes what it is told."""
 
-    is_asleep, is_feeding = False, True
+    is_disabled, is_reading, num_skippable = False, True, 0
 
     def __init__(self):
         self.verified, self.steps, self.passed = [], [], []
-        self.is_trying = False
-        self.num_calm = 0
+        self.is_trial = False
 
     def note_start(self):
         pass
@@ -81,27 +80,17 @@ class Pace:
     def choose(self, offers):
         return [count for _, count in offers]
 
-    def go_on_alone(self, record, num_drafts, path, num_made, most):
-        if self.num_calm == 0:
-            return 0
-        self.num_calm -= 1
-        self.verified.append((num_drafts, len(path)))
-        return min(most, 2)
-
-    def note_verified(self, record, num_drafts, path, num_made):
+    def note_verified(self, record, num_drafts, path):
         self.verified.append((num_drafts, len(path)))
 
-    def note_step(self, num_sequences, num_drafts, duration_s, num_made, deciding_s):
+    def note_step(self, num_sequences, num_drafts, duration_s, num_caught_up):
         self.steps.append((num_sequences, num_drafts))
 
-    def pass_step(self, num_drafts):
+    def pass_step(self, num_drafts, num_caught_up):
         self.passed.append(num_drafts)
 
-    def doze(self, num_sequences):
-        return False
-
-    def take_back_trial(self):
-        self.is_trying = False
+    def cancel_trial(self):
+        self.is_trial = False
 
 
 def plan(step_id, slots=None, num_prompt_tokens=0):
@@ -109,14 +98,14 @@ def plan(step_id, slots=None, num_prompt_tokens=0):
     return StepPlan(step_id, scheduled, (), num_draft_slots=slots)
 
 
-def start(sampling, pace=None):
+def start(sampling, controller=None):
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), Guess(3), 300)
-    speculator._pace = pace = pace or Pace()
+    speculator._controller = controller = controller or Controller()
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], sampling, None))
     assert speculator.propose(plan(0)) == {}
-    return speculator, pace
+    return speculator, controller
 
 
 @pytest.mark.parametrize(
@@ -128,21 +117,20 @@ def start(sampling, pace=None):
     ],
     ids=["cut", "refused", "forced otherwise"],
 )
-def test_pace_learns_of_drafts_that_a_constraint_does_not_take(sampling, drafted, path, learnt):
-    speculator, pace = start(sampling)
+def test_the_controller_learns_of_drafts_that_a_constraint_does_not_take(sampling, drafted, path, learnt):
+    speculator, controller = start(sampling)
     wishes = speculator.end(plan(0), {SequenceId(0): ()})
     assert wishes == {SequenceId(0): 3}
     speculator.begin(plan(1, wishes))
     found = speculator.propose(plan(1, wishes))
     assert found == ({SequenceId(0): Draft.chain(drafted)} if drafted else {})
     speculator.end(plan(1), {SequenceId(0): path})
-    assert pace.verified == [learnt]
+    assert controller.verified == [learnt]
     speculator.begin(plan(2))
-    assert pace.steps == [(1, 0), (1, 3)]
+    assert controller.steps == [(1, 0), (1, 3)]
 
 
-@pytest.mark.parametrize(("leaves_out", "num_paid"), [(False, 3), (True, 5)], ids=["stops", "leaves out"])
-def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_out(leaves_out, num_paid):
+def test_drafts_that_were_asked_for_count_when_doubtful_ones_are_left_out():
     class Doubting(Guess):
         stops_early = True
 
@@ -152,12 +140,8 @@ def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_
         def propose(self, wanted):
             return [Draft.chain((1, 2, 3)) for _ in wanted]
 
-    Doubting.leaves_out = leaves_out
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=5), Doubting(5), 300)
-    speculator._pace = pace = Pace()
-    told = []
-    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made, _: told.append((num_drafts, num_made))
-    pace.note_verified = lambda record, num_drafts, path, num_made: told.append((num_drafts, num_made))
+    speculator._controller = controller = Controller()
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], Sampling(is_constrained=False), None))
@@ -167,48 +151,22 @@ def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_
     assert speculator.propose(plan(1, wishes)) == {SequenceId(0): Draft.chain((1, 2, 3))}
     speculator.end(plan(1), {SequenceId(0): (0, 1)})
     speculator.begin(plan(2))
-    assert told == [(0, 0), (5, num_paid), (5, num_paid)]
+    assert (controller.steps, controller.verified) == ([(1, 0), (1, 5)], [(5, 2)])
 
 
-def test_a_sequence_alone_gets_the_drafts_that_were_decided_before():
-    speculator, pace = start(Sampling(is_constrained=False))
-    wishes, pace.num_calm = speculator.end(plan(0), {SequenceId(0): ()}), 2
-    asked = []
-    for step_id in (1, 2, 3):
-        speculator.begin(plan(step_id, wishes))
-        asked.append(wishes[SequenceId(0)])
-        speculator.propose(plan(step_id, wishes))
-        wishes = speculator.end(plan(step_id, wishes), {SequenceId(0): (0,)})
-    speculator.begin(plan(4, wishes))
-    assert asked == [3, 2, 2]
-    assert wishes == {SequenceId(0): 3}
-    assert pace.verified == [(3, 1), (2, 1), (2, 1)]
-    assert pace.steps[1:] == [(1, 3), (1, 2), (1, 2)]
-
-
-def test_a_sequence_beside_a_prompt_is_none_that_decodes_alone():
-    speculator, pace = start(Sampling(is_constrained=False))
-    wishes, pace.num_calm = speculator.end(plan(0), {SequenceId(0): ()}), 2
-    beside = plan(1, wishes, num_prompt_tokens=5)
-    speculator.begin(beside)
-    speculator.propose(beside)
-    assert speculator.end(beside, {SequenceId(0): (0,)}) == {SequenceId(0): 3}
-    assert pace.num_calm == 2
-
-
-def test_steps_with_forced_tokens_alone_tell_the_pace_nothing():
-    speculator, pace = start(Sampling((9,), (9,)))
+def test_steps_with_forced_tokens_alone_tell_the_controller_nothing():
+    speculator, controller = start(Sampling((9,), (9,)))
     speculator.end(plan(0), {SequenceId(0): ()})
     speculator._num_wanted.clear()
     speculator.begin(plan(1))
     assert speculator.propose(plan(1, {SequenceId(0): 1})) == {SequenceId(0): Draft.chain((9,))}
     speculator.end(plan(1), {SequenceId(0): (0,)})
     speculator.begin(plan(2))
-    assert (pace.verified, pace.steps, pace.passed) == ([], [(1, 0)], [0])
+    assert (controller.verified, controller.steps, controller.passed) == ([], [(1, 0)], [0])
 
 
-def test_pace_is_told_of_steps_with_prompt_tokens_when_they_tell_it_nothing():
-    speculator, pace = start(Sampling(is_constrained=False))
+def test_the_controller_is_told_of_steps_with_prompt_tokens_when_they_tell_it_nothing():
+    speculator, controller = start(Sampling(is_constrained=False))
     wishes = speculator.end(plan(0), {SequenceId(0): ()})
     for step_id in (1, 2, 3):
         step = plan(step_id, wishes, num_prompt_tokens=64)
@@ -217,23 +175,23 @@ def test_pace_is_told_of_steps_with_prompt_tokens_when_they_tell_it_nothing():
         wishes = speculator.end(step, {SequenceId(0): (0, 1)})
     speculator.begin(StepPlan(4, {}, ()))
     speculator.begin(plan(5))
-    assert (pace.steps, pace.passed) == ([(1, 0)], [3, 3, 3])
+    assert (controller.steps, controller.passed) == ([(1, 0)], [3, 3, 3])
 
 
 def test_a_sleep_ends_when_every_step_has_prompt_tokens():
-    speculator, pace = start(Sampling(is_constrained=False), RealPace(3))
-    pace._account.sleep_left = 50
+    speculator, controller = start(Sampling(is_constrained=False), DraftController(3))
+    controller._budget.disabled_left = 50
     for step_id in range(1, 60):
         step = plan(step_id, num_prompt_tokens=64)
         speculator.begin(step)
         speculator.propose(step)
         speculator.end(step, {SequenceId(0): ()})
-    assert pace.sleep_left == 0
+    assert controller.disabled_left == 0
 
 
 @pytest.mark.parametrize("disturbance", ["prompt", "forced"])
 def test_a_trial_waits_when_the_step_would_tell_nothing(disturbance):
-    speculator, pace = start(Sampling(is_constrained=False))
+    speculator, controller = start(Sampling(is_constrained=False))
     wishes = speculator.end(plan(0), {SequenceId(0): ()})
     slots = dict(wishes)
     if disturbance == "forced":
@@ -243,18 +201,18 @@ def test_a_trial_waits_when_the_step_would_tell_nothing(disturbance):
         slots[SequenceId(1)] = 1
     step = plan(1, slots, num_prompt_tokens=64 if disturbance == "prompt" else 1)
     speculator.begin(step)
-    pace.is_trying = True
+    controller.is_trial = True
     assert speculator.propose(step) == ({} if disturbance == "prompt" else {SequenceId(1): Draft.chain((9,))})
-    assert not pace.is_trying
+    assert not controller.is_trial
     speculator.end(step, {SequenceId(0): ()} | ({SequenceId(1): (0,)} if disturbance == "forced" else {}))
     speculator.begin(plan(2, wishes))
-    pace.is_trying = True
+    controller.is_trial = True
     assert speculator.propose(plan(2, wishes)) == {SequenceId(0): Draft.chain((1, 2, 3))}
-    assert pace.is_trying
+    assert controller.is_trial
 
 
 def test_nothing_is_left_of_a_sequence_when_the_speculator_leaves():
-    speculator, pace = start(Sampling((9,), (9,)))
+    speculator, controller = start(Sampling((9,), (9,)))
     wishes = speculator.end(plan(0), {SequenceId(0): ()})
     speculator.begin(plan(1, wishes))
     assert speculator.propose(plan(1, wishes))
@@ -263,16 +221,16 @@ def test_nothing_is_left_of_a_sequence_when_the_speculator_leaves():
     assert speculator._forced.of(SequenceId(0)) == ()
     assert not any((speculator._drafts, speculator._drafted, speculator._followed, speculator.wants_logits))
     speculator.begin(plan(2))
-    assert (pace.steps, pace.passed) == ([(1, 0)], [3])
+    assert (controller.steps, controller.passed) == ([(1, 0)], [3])
 
 
 def asleep(num_steps):
-    """Return a speculator that sleeps for long, and its pace."""
-    speculator, pace = start(Sampling(is_constrained=False), RealPace(3))
+    """Return a speculator that sleeps for long, and its controller."""
+    speculator, controller = start(Sampling(is_constrained=False), DraftController(3))
     speculator.end(plan(0), {SequenceId(0): ()})
-    pace._turn_to(1)
-    pace._account.sleep_left, pace._was_awake = num_steps, False
-    return speculator, pace
+    controller._turn_to(1)
+    controller._budget.disabled_left, controller._is_active = num_steps, False
+    return speculator, controller
 
 
 def run(speculator, step):
@@ -286,11 +244,11 @@ def run(speculator, step):
 
 
 def test_most_steps_of_a_long_sleep_are_napped_through_and_all_are_counted():
-    speculator, pace = asleep(1001)
+    speculator, controller = asleep(1001)
     napped = [run(speculator, plan(step)) for step in range(1, 961)]
     assert sum(napped[:800]) > 0.9 * 800
     assert not any(napped[-8:])  # before it wakes it looks how fast the machine is
-    assert 0 <= 1001 - pace.sleep_left - 960 <= 1  # the last step may be told of only when the next begins
+    assert 0 <= 1001 - controller.disabled_left - 960 <= 1  # the last step may be told of only when the next begins
 
 
 @pytest.mark.parametrize(
@@ -304,14 +262,14 @@ def test_most_steps_of_a_long_sleep_are_napped_through_and_all_are_counted():
     ids=lambda change: next(iter(change)),
 )
 def test_a_nap_ends_when_more_happens_than_decoding(change):
-    speculator, pace = asleep(1024)
+    speculator, controller = asleep(1024)
     napped = [run(speculator, plan(step)) for step in range(1, 11)]
     assert napped == [False, *[True] * 9]
-    left = pace.sleep_left
+    left = controller.disabled_left
     step = replace(plan(11), **change)
     assert not speculator.naps(step)
     speculator.begin(step)
-    assert pace.sleep_left == left - sum(napped)
+    assert controller.disabled_left == left - sum(napped)
     assert not speculator.naps(plan(12))
 
 
@@ -337,14 +295,16 @@ def test_nothing_is_asked_for_when_nothing_could_be_drafted():
 def test_what_a_device_waited_for_is_no_part_of_a_plain_step_while_drafts_sleep(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(speculator_module.time, "perf_counter", lambda: now[0])
-    speculator, pace = start(Sampling(is_constrained=False))
+    speculator, controller = start(Sampling(is_constrained=False))
     durations = []
     speculator.end(plan(0), {SequenceId(0): ()})
-    pace.note_step = lambda num_sequences, num_drafts, duration_s, num_made, _: durations.append(duration_s)
-    pace.is_asleep = True
-    for step_id, (idle_s, took_s, is_asleep) in enumerate([(3.0, 10.0, True), (7.0, 10.0, True), (3.0, 10.0, False)], start=1):
+    controller.note_step = lambda num_sequences, num_drafts, duration_s, _: durations.append(duration_s)
+    controller.is_disabled = True
+    for step_id, (idle_s, took_s, is_disabled) in enumerate(
+        [(3.0, 10.0, True), (7.0, 10.0, True), (3.0, 10.0, False)], start=1
+    ):
         speculator.begin(plan(step_id))
-        pace.is_asleep = is_asleep
+        controller.is_disabled = is_disabled
         speculator.propose(plan(step_id))
         speculator.note_idle(idle_s)
         now[0] += took_s
@@ -395,7 +355,7 @@ def test_all_get_drafts_in_turn_when_there_are_fewer_than_sequences(wanted):
 
 def test_no_sequence_goes_without_drafts_when_others_could_take_all():
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), Guess(3), 300, max_drafts=4)
-    speculator._pace = None
+    speculator._controller = None
     plans = [StepPlan(step, {SequenceId(key): 1 for key in range(2)}, ()) for step in range(2)]
     speculator.begin(plans[0])
     for key in range(2):

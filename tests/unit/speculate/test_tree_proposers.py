@@ -14,13 +14,13 @@ from quire.contracts.request import Request
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kernels.native import load_native
 from quire.sampling.row_state import SamplingRow
+from quire.speculate.acceptance import AcceptanceRecord, TreeRecord, WholeRecord
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
+from quire.speculate.draft_controller import DraftController
 from quire.speculate.forced import fit_draft
 from quire.speculate.lookahead import LookaheadProposer
 from quire.speculate.merged import MergedProposer
-from quire.speculate.pace import Pace
 from quire.speculate.proposer import Outcome, Proposer
-from quire.speculate.records import AcceptanceRecord, TreeRecord, WholeRecord
 
 VOCAB = 300
 
@@ -190,19 +190,19 @@ def test_records_of_trees_fall_from_the_start_on():
 def test_a_tree_is_drafted_where_it_pays_and_nearly_never_elsewhere(record, gain, cost):
     """A tree of ten tokens, of which `gain` are accepted on average, each of which makes a step longer by `cost`."""
     rng = random.Random(0)
-    pace = Pace(10, record)
+    controller = DraftController(10, record)
     one = record(10, 0.95)
     count, tokens, seconds = 0, 0, 0.0
     for step in range(4000):
         num_accepted = sum(rng.random() < gain / 3 for _ in range(3)) if count >= 10 or record is not WholeRecord else 0
         num_accepted = min(num_accepted, count)
         if count:
-            pace.note_verified(one, count, range(num_accepted))
+            controller.note_verified(one, count, range(num_accepted))
         duration = 1.0 + cost * count
-        pace.note_step(1, count, duration * rng.uniform(0.95, 1.05))
+        controller.note_step(1, count, duration * rng.uniform(0.95, 1.05))
         if step >= 2000:
             tokens, seconds = tokens + 1 + num_accepted, seconds + duration
-        count = 0 if pace.is_asleep else pace.choose([(one, 10)])[0]
+        count = 0 if controller.is_disabled else controller.choose([(one, 10)])[0]
     best = max(1.0, (1 + gain) / (1 + 10 * cost))
     assert tokens / seconds > (0.97 if best == 1.0 else 0.9 * best)
 

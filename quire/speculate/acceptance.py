@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-RECENT_FADING, EVER_FADING = 0.98, 0.995
+RECENT_FADING, ALL_FADING = 0.98, 0.995
 """What is left of the past after a draft: in the record of one sequence, and in that of all there ever were."""
 _PRIOR_WEIGHT = 12.0
 
 
 class AcceptanceRecord:
-    """How often the draft at each depth was accepted, where the one before it was; the past fades.
-
-    num_trials  drafts after which it is decided whether they pay
-    """
-
-    num_trials = 6
+    """How often the draft at each depth was accepted, where the one before it was: moving averages."""
 
     def __init__(self, max_tokens: int, fading: float) -> None:
         self._fading = fading
@@ -80,12 +75,7 @@ class TreeRecord(AcceptanceRecord):
 
 
 class WholeRecord(AcceptanceRecord):
-    """How many tokens of drafts were accepted, of which a part is worth nothing: every token counts as the average one.
-
-    Such drafts get better while they are made, so that more of them are tried.
-    """
-
-    num_trials = 12
+    """How many tokens of drafts were accepted, of which a part is worth nothing: every token counts as the average one."""
 
     def note(self, num_drafts: int, path: Sequence[int]) -> None:
         """Count a draft of num_drafts tokens of which those with the indices `path` were accepted."""
