@@ -158,8 +158,16 @@ def make_engine_page() -> str:
         "`chat` and other commands. An unknown keyword or a value that is not allowed is refused with a `ConfigError` that "
         "names the field."
     )
-    engine = ["## Engine", "", *_table(("keyword", "option", "default", "meaning"), _field_rows(EngineConfig, option_of, help_of))]
-    drafts = ["## Speculative decoding", "", "The fields of `speculative_config` (JSON on the command line), `SpeculativeConfig`:"]
+    engine = [
+        "## Engine",
+        "",
+        *_table(("keyword", "option", "default", "meaning"), _field_rows(EngineConfig, option_of, help_of)),
+    ]
+    drafts = [
+        "## Speculative decoding",
+        "",
+        "The fields of `speculative_config` (JSON on the command line), `SpeculativeConfig`:",
+    ]
     drafts += ["", *_table(("field", "default", "meaning"), _field_rows(SpeculativeConfig))]
     return _page("Engine options", text, engine, drafts)
 
