@@ -114,7 +114,8 @@ def test_readme_is_short_and_has_one_test_command():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     section = text.split("## Test", 1)[1].split("## Use", 1)[0]
-    assert [line for line in section.splitlines() if line.startswith("    ")][0].endswith("pytest -n 2 --dist loadfile")
+    command = next(line for line in section.splitlines() if line.startswith("    "))
+    assert command.endswith("pytest -n 2 --dist loadfile")
 
 
 def test_column_tables_of_docstrings_become_rows():

@@ -224,8 +224,8 @@ def make_routes_page() -> str:
         for endpoint in found
     ]
     text = (
-        "Every route of `quire serve`; the types of bodies are in `quire/api`. `GET /openapi.json` of a running server describes "
-        "bodies, answers, events and errors in full. The web page at `/` has routes of its own, which are not an interface."
+        "Every route of `quire serve`; the types of bodies are in `quire/api`. `GET /openapi.json` of a running server "
+        "describes bodies, answers, events and errors in full. The web page at `/` has routes of its own, which are not an interface."
     )
     return _page("Routes", text, _table(("route", "what it does", "body", "streams"), rows))
 
@@ -249,8 +249,8 @@ def make_metrics_page() -> str:
         rows.append((_code(name), kind, labels, instrument.text + buckets))
     text = (
         "`GET /metrics` in the text format of Prometheus. Every metric has the labels `model_name` and `engine` too, and those "
-        "of `--metric-labels`. A histogram is exported as `_bucket`, `_sum` and `_count`. With `/metrics?compat=vllm` the prefix "
-        "is `vllm:`. How to use them: [Metrics and monitoring](../guides/monitoring.md)."
+        "of `--metric-labels`. A histogram is exported as `_bucket`, `_sum` and `_count`. With `/metrics?compat=vllm` the "
+        "prefix is `vllm:`. How to use them: [Metrics and monitoring](../guides/monitoring.md)."
     )
     return _page("Metrics", text, _table(("metric", "type", "labels", "meaning"), rows))
 

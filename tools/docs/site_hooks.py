@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
 _PAGES = {"CONTRIBUTING.md": "contributing/index.md", "README.md": "index.md"}
@@ -33,7 +33,8 @@ def on_files(files: Files, config: Any) -> Files:
                 wanted.add(target)
     for path in sorted(wanted):
         if (ROOT / path).is_file():
-            files.append(File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path)))
+            file = File.generated(config, f"files/{path}", abs_src_path=str(ROOT / path), inclusion=InclusionLevel.NOT_IN_NAV)
+            files.append(file)
     return files
 
 
