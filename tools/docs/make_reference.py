@@ -225,7 +225,8 @@ def make_routes_page() -> str:
     ]
     text = (
         "Every route of `quire serve`; the types of bodies are in `quire/api`. `GET /openapi.json` of a running server "
-        "describes bodies, answers, events and errors in full. The web page at `/` has routes of its own, which are not an interface."
+        "describes bodies, answers, events and errors in full. The web page at `/` has "
+        "routes of its own, which are not an interface."
     )
     return _page("Routes", text, _table(("route", "what it does", "body", "streams"), rows))
 
