@@ -32,7 +32,7 @@ class QuantizationPolicy:
     int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
     has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
     min_columns      weights with fewer columns are narrow: their few values carry more
-    narrow_linears   of narrow projections; None: as the others. Narrow embeddings and heads get int8
+    narrow_linears   of narrow projections; None: as the others. DenseOrQuantized embeddings and heads get int8
     narrow_int8      names of projections that get int8 where they are narrow
     """
 
