@@ -83,6 +83,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="what each of them gets, in parts; None: equal",
     )
     group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        metavar="N",
+        help="replicas that divide the requests, each with the whole model: more of them at a time; serve and batch run",
+    )
+    group.add_argument(
+        "--data-parallel-threads",
+        type=_thread_counts,
+        metavar="2,1",
+        help="threads of each replica; None: --num-threads divided",
+    )
+    group.add_argument(
+        "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: what is free"
+    )
+    group.add_argument(
         "--speculative-config",
         "--speculative",
         metavar="JSON",
@@ -99,6 +115,14 @@ def _shares(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between them, such as 2,1, got {text!r}") from None
+
+
+def _thread_counts(text: str) -> tuple[int, ...]:
+    """Return the integers of a list with commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 2,1, got {text!r}") from None
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.output import OutputKind, OutputStream
+from quire.engine.replica_setup import replica_setups
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
@@ -87,7 +88,12 @@ class LLMEngine:
         if isinstance(model, EngineConfig) and options:
             raise ConfigError("give options or an EngineConfig, not both")
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
-        config = settle_drafts(config)
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size is {config.data_parallel_size}, but this runs one engine: replicas work with LLM, `quire "
+                "serve` and `quire batch run`; elsewhere leave data_parallel_size at 1"
+            )
+        config = settle_drafts(replica_setups(config)[0].config)
         with shared_reads():
             # One of its own may be anything: it is read before the weights, which take long.
             has_own = config.tokenizer is not None and not config.skip_tokenizer_init
