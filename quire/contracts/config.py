@@ -234,8 +234,8 @@ class EngineConfig:
             object.__setattr__(self, "data_parallel_threads", tuple(threads))
         if size > 1 and isinstance(self.device, str) and self.device.startswith("cuda:"):
             raise ConfigError(
-                f"device is {self.device!r}, one GPU, but data_parallel_size is {size} and every replica needs a GPU of its own: "
-                "choose device='cuda', and the GPUs by CUDA_VISIBLE_DEVICES"
+                f"device is {self.device!r}, one GPU, but data_parallel_size is {size} and every replica needs a GPU of its "
+                "own: choose device='cuda', and the GPUs by CUDA_VISIBLE_DEVICES"
             )
 
     def _check_device(self) -> None:
