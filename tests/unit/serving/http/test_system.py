@@ -20,7 +20,7 @@ KEYS = (ApiKey("a", hash_key("k")),)
 def ask(headers, state="restarting", error=ERROR, **options):
     async def go():
         async with running([endpoint("/health", health, method="GET", is_open=True)], **options) as (port, context):
-            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error)
+            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error, replicas=(None,))
             return parse(await exchange(port, f"GET /health HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode()))
 
     status, _, body = asyncio.run(go())

@@ -18,6 +18,7 @@ from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_
 from quire.serving.link.messages import AttentionKind, ChoiceDelta, RequestDelta, StepOutputs, StepReport
 from quire.serving.metrics.definitions import LENGTH_BUCKETS
 from quire.serving.metrics.engine_load import EngineLoad, step_work
+from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
 from quire.serving.metrics.loop_lag import watch_loop
 from quire.serving.metrics.server_metrics import ServerMetrics
@@ -277,7 +278,7 @@ def test_totals_go_on_growing_when_the_engine_starts_again():
 
 def test_restarts_are_those_of_the_engines_client_when_it_never_gets_ready():
     num_restarts = 0
-    metrics = ServerMetrics(ServerConfig(), "demo", num_restarts=lambda: num_restarts)
+    metrics = ServerMetrics(ServerConfig(), "demo", engines=[EngineSource(num_restarts=lambda: num_restarts)])
     metrics.engine_state("restarting")  # it died; whether it is started again is not decided
     assert samples(metrics)[("quire:engine_restarts_total",)] == 0
     num_restarts = 4
@@ -286,7 +287,7 @@ def test_restarts_are_those_of_the_engines_client_when_it_never_gets_ready():
 
 @pytest.mark.parametrize(("age_s", "shown"), [(math.inf, None), (None, None), (0.5, 0.5)])
 def test_heartbeat_has_an_age_only_when_there_is_an_engine(age_s, shown):
-    metrics = ServerMetrics(ServerConfig(), "demo", heartbeat_age_s=lambda: age_s)
+    metrics = ServerMetrics(ServerConfig(), "demo", engines=[EngineSource(heartbeat_age_s=lambda: age_s)])
     assert samples(metrics).get(("quire:engine_heartbeat_age_seconds",)) == shown
 
 
@@ -351,7 +352,7 @@ def test_shares_are_exported_only_when_peaks_are_known():
     metrics, _ = make_metrics()
     assert ("quire:mfu",) not in samples(metrics)
     assert ("quire:achieved_flops_per_second",) in samples(metrics)
-    metrics.load.peak_flops_per_s = 1e9
+    metrics.engines[0].load.peak_flops_per_s = 1e9
     assert ("quire:mfu",) in samples(metrics)
 
 

@@ -34,7 +34,7 @@ def get(path, *headers, keys=(), served=None):
     api_keys = tuple(ApiKey(name, hash_key(name)) for name in keys)
 
     async def go():
-        async with running(page_endpoints(feed), api_keys=api_keys) as (port, context):
+        async with running(page_endpoints([feed]), api_keys=api_keys) as (port, context):
             context.served = served
             request = "\r\n".join([f"GET {path} HTTP/1.1", "host: localhost", *headers, "", ""]).encode()
             return await exchange(port, request)
