@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    config = options.engine_config(args)
+    config = options.engine_config(args, takes_replicas=True)
     from quire.engine.inspect import check_weights, inspect_model, rank_memories
     from quire.engine.replica_setup import replica_setups
 

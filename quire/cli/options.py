@@ -132,9 +132,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="model_option", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that the options describe. Raises ConfigError."""
+def engine_config(args: argparse.Namespace, *, takes_replicas: bool = False) -> EngineConfig:
+    """Return the configuration that the options describe. Raises ConfigError, also for replicas where there is one engine."""
     model = getattr(args, "model_option", args.model)
+    if not takes_replicas and args.data_parallel_size != 1:
+        raise ConfigError(
+            f"--data-parallel-size is {args.data_parallel_size}, but this command runs one engine: replicas are for `quire serve`, "
+            "`quire batch run` and LLM; measure them with `quire bench serve` against a server"
+        )
     return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_DEFAULTS})
 
 

@@ -19,7 +19,7 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult
-from quire.engine.compiling import CompilingRequests
+from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
@@ -31,7 +31,7 @@ from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_loop import StepLoop
 from quire.engine.scheduling.step_record import StepRecord
-from quire.grammar.compiler import Compilation, GrammarCompiler, Use
+from quire.grammar.compiler import Compilation, GrammarCompiler
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -216,15 +216,8 @@ class LLMEngine:
         params = request.params
         if (params.constraint is None and not params.bad_words) or request.grammar is not None:
             return None
-        return self.grammars.start(params.constraint, tuple(params.bad_words or ()), self._use_of(request))
-
-    def _use_of(self, request: Request) -> Use:
-        params, constraint = request.params, request.params.constraint
-        max_tokens = None
-        if self.config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
-            room = self.scheduler.config.max_model_len - len(request.prompt_token_ids)
-            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Use(request.prompt_token_ids if params.bad_words else (), max_tokens)
+        use = grammar_use(request, self.config, self.scheduler.config.max_model_len)
+        return self.grammars.start(params.constraint, tuple(params.bad_words or ()), use)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""

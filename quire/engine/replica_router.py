@@ -143,14 +143,18 @@ class ReplicaRouter:
         """Return the replica that has a request; None for one that has ended."""
         return self._owners.get(request_id)
 
+    def has_room(self, replica: int, request: Request) -> bool:
+        """Return whether a replica runs a request at once, or has it as one of the next few."""
+        return self._replicas[replica].has_room(request.params.num_sequences, request.is_background)
+
     def choose(self, request: Request, candidates: Sequence[int]) -> Route:
         """Return where a request waits least, among at least one candidate; those without room only where none has any.
 
         Where several are equal, the one with fewer sequences, then with fewer known prefixes, so that caches fill evenly.
         """
-        params, num_tokens, is_background = request.params, len(request.prompt_token_ids), request.is_background
+        num_tokens, is_background = len(request.prompt_token_ids), request.is_background
         keys = self._keys_of(request)
-        roomy = [index for index in candidates if self._replicas[index].has_room(params.num_sequences, is_background)]
+        roomy = [index for index in candidates if self.has_room(index, request)]
         num_steps = 0.0 if request.pooling is not None else self._expected(request)
 
         def rank(index: int) -> tuple[float, int, int, int]:
