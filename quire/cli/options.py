@@ -137,8 +137,8 @@ def engine_config(args: argparse.Namespace, *, takes_replicas: bool = False) -> 
     model = getattr(args, "model_option", args.model)
     if not takes_replicas and args.data_parallel_size != 1:
         raise ConfigError(
-            f"--data-parallel-size is {args.data_parallel_size}, but this command runs one engine: replicas are for `quire serve`, "
-            "`quire batch run` and LLM; measure them with `quire bench serve` against a server"
+            f"--data-parallel-size is {args.data_parallel_size}, but this command runs one engine: replicas are for `quire "
+            "serve`, `quire batch run` and LLM; measure them with `quire bench serve` against a server"
         )
     return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_DEFAULTS})
 

@@ -23,7 +23,7 @@ from quire.engine.compiling import grammar_use
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.output import OutputStream
-from quire.engine.replica_process import Loaded, LoadFailed, send_start
+from quire.engine.replica_messages import Loaded, LoadFailed, send_start
 from quire.engine.replica_router import ReplicaRouter
 from quire.engine.replica_setup import ReplicaSetup, replica_setups
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
@@ -94,7 +94,7 @@ class ReplicaEngine:
         setups = replica_setups(config)
         self.config = setups[0].config
         self.interrupts = Interrupts()
-        self._num_indices = itertools.count()
+        self._indices, self._places = itertools.count(), itertools.count()
         self._waiting: list[tuple[int, int, Request]] = []
         self._outputs: list[EngineOutput] = []
         self._request_ids: set[str] = set()
@@ -121,7 +121,7 @@ class ReplicaEngine:
     def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
         """Tokenise and validate; raises RequestError."""
         params = self.default_sampling_params() if params is None else params
-        return self._factory.make(request_id, next(self._num_indices), prompt, params)
+        return self._factory.make(request_id, next(self._indices), prompt, params)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams, changed by `overrides`."""
@@ -150,7 +150,7 @@ class ReplicaEngine:
             raise UnsupportedError(f"replicas return the last output of a request only, not {output_kind!r}")
         # As in one engine: the policy is that of a replica's scheduler, and this queue before it has to agree.
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
-        heapq.heappush(self._waiting, (priority, next(self._num_indices), request))
+        heapq.heappush(self._waiting, (priority, next(self._places), request))
         self._request_ids.add(request.request_id)
 
     def has_unfinished_requests(self) -> bool:

@@ -1,8 +1,4 @@
-"""A replica's process for offline runs: `python -m quire.engine.replica_process FD`, with a connection to the one who started it.
-
-Both ends are of one user and one program, over a socket pair that nobody else can open, so what crosses is pickled: requests as
-they are made, outputs as LLM returns them.
-"""
+"""A replica's process for LLM: `python -m quire.engine.replica_process FD`, with a connection to who started it."""
 
 from __future__ import annotations
 
@@ -12,43 +8,16 @@ import queue
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from quire.base.errors import QuireError, RequestError
 from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
-from quire.contracts.config import EngineConfig, SchedulerConfig
-from quire.contracts.memory import ModelReport
-from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
-from quire.contracts.request import Request
+from quire.engine.replica_messages import Command, Loaded, LoadFailed
 
 if TYPE_CHECKING:  # it loads torch, after the first message
     from quire.engine.llm_engine import LLMEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The first message of a replica: what it has loaded."""
-
-    report: ModelReport
-    limits: SchedulerConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    """The first message of a replica that could not be loaded; error: None for one that is a bug."""
-
-    error: QuireError | None
-    message: str
-
-
-Output = RequestOutput | EmbeddingRequestOutput | tuple[str, RequestError]
-"""The last output of a request; or its id, and why it was refused."""
-
-Command = Request | str
-"""A request, or the id of one to be aborted."""
 
 
 def main(connection: Connection) -> int:
@@ -61,7 +30,7 @@ def main(connection: Connection) -> int:
 
     try:
         engine = LLMEngine(config)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - who started this process says it
         known = error if isinstance(error, QuireError) else None
         connection.send(LoadFailed(known, f"{type(error).__name__}: {error}"))
         return 1
@@ -105,11 +74,6 @@ def _obey(engine: LLMEngine, command: Command) -> tuple[str, RequestError] | Non
     except RequestError as error:
         return command.request_id, error
     return None
-
-
-def send_start(connection: Connection, config: EngineConfig) -> None:
-    """Tell a process what to run, and how much to log."""
-    connection.send((config, logging.getLogger("quire").getEffectiveLevel()))
 
 
 if __name__ == "__main__":
