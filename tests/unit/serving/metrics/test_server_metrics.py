@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
@@ -444,3 +444,36 @@ def test_loop_lag_is_what_a_blocking_call_took_when_it_blocks():
 
 async def _sleep(seconds):
     await asyncio.sleep(seconds)
+
+
+def test_engine_metrics_have_a_label_for_each_replica_where_there_are_several():
+    sources = [EngineSource(heartbeat_age_s=lambda age_s=age_s: age_s, num_restarts=lambda: 1) for age_s in (0.5, math.inf)]
+    metrics = ServerMetrics(ServerConfig(), "demo", engines=sources)
+    for index in (0, 1):
+        metrics.engine_state("ready", index)
+        metrics.engine_ready(make_info(num_kv_blocks=100 + index), index)
+    metrics.step(StepOutputs([], report(totals=(2, 10, 5))))
+    metrics.step(StepOutputs([], report(totals=(1, 4, 4)), replica=1))
+    metrics.step(StepOutputs([], report(totals=(1, 8, 6)), replica=1))
+    metrics.engine_state("restarting", 1)
+    text = metrics.render()[0].decode()
+
+    def value(name, **labels):
+        lines = [line for line in text.splitlines() if line.startswith(f"quire:{name}{{")]
+        found = [line for line in lines if all(f'{key}="{label}"' in line for key, label in labels.items())]
+        return [float(line.rpartition(" ")[2]) for line in found]
+
+    assert [value("prefix_cache_hits_total", replica=index) for index in (0, 1)] == [[5], [6]]
+    assert [value("num_preemptions_total", replica=index) for index in (0, 1)] == [[2], [1]]
+    assert [value("engine_step_seconds_count", replica=index) for index in (0, 1)] == [[1], [2]]
+    assert [value("engine_state", replica=index, state="ready") for index in (0, 1)] == [[1], [0]]
+    assert [value("engine_heartbeat_age_seconds", replica=index) for index in (0, 1)] == [[0.5], []]
+    assert value("engine_restarts_total") == [1, 1]
+    assert value("cache_config_info", replica=1, num_kv_blocks=101) == [1]
+    assert value("num_requests_waiting", replica=0) == []
+    assert len(value("num_requests_waiting")) == 1
+
+
+def test_a_label_of_the_user_cannot_be_that_of_replicas():
+    with pytest.raises(ConfigError, match="replica"):
+        ServerConfig(metric_labels={"replica": "x"})
