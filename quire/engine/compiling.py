@@ -7,7 +7,7 @@ import threading
 from quire.base.ids import RequestId
 from quire.contracts.config import EngineConfig
 from quire.contracts.request import Request
-from quire.grammar.compiler import Compilation, Use
+from quire.grammar.compiler import Compilation, GrammarContext
 
 
 class CompilingRequests:
@@ -42,11 +42,11 @@ class CompilingRequests:
         return self._waiting.pop(RequestId(request_id), None) is not None
 
 
-def grammar_use(request: Request, config: EngineConfig, max_model_len: int) -> Use:
+def grammar_use(request: Request, config: EngineConfig, max_model_len: int) -> GrammarContext:
     """Return what of a request its grammar depends on, besides the constraint."""
     params, constraint = request.params, request.params.constraint
     max_tokens = None
     if config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
         room = max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    return Use(request.prompt_token_ids if params.bad_words else (), max_tokens)
+    return GrammarContext(request.prompt_token_ids if params.bad_words else (), max_tokens)

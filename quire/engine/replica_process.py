@@ -44,7 +44,7 @@ def main(connection: Connection) -> int:
                 command = commands.get()
                 if command is None:
                     return 0
-                refusal = _obey(engine, command)
+                refusal = _handle_command(engine, command)
                 if refusal is not None:
                     connection.send(refusal)
                 is_idle = not engine.has_unfinished_requests()
@@ -65,7 +65,7 @@ def _read(connection: Connection, commands: queue.SimpleQueue[Command | None]) -
         commands.put(None)
 
 
-def _obey(engine: LLMEngine, command: Command) -> tuple[str, RequestError] | None:
+def _handle_command(engine: LLMEngine, command: Command) -> tuple[str, RequestError] | None:
     if isinstance(command, str):
         engine.abort_request(command)
         return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.serving.link.messages import EngineInfo, StepReport
+from quire.serving.engine_client.messages import EngineInfo, StepReport
 from quire.serving.metrics.definitions import Definitions, GaugeSources
 from quire.serving.metrics.engine_load import EngineLoad, step_work
 
