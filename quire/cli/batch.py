@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Run the file; 0 when every line has an answer, 1 when some failed."""
-    engine_config = options.engine_config(args)
+    engine_config = options.engine_config(args, takes_replicas=True)
     try:
         from quire.serving.batch.offline import BatchFiles
         from quire.serving.batch.offline_main import run_batch_file

@@ -31,12 +31,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
-    config = options.engine_config(args)
+    config = options.engine_config(args, takes_replicas=True)
     from quire.engine.inspect import check_weights, inspect_model, rank_memories
+    from quire.engine.replica_setup import replica_setups
 
+    num_replicas, config = config.data_parallel_size, replica_setups(config)[0].config
     report = inspect_model(config)
     has_weights = check_weights(report)
     print("\n".join(describe(report, args.parameters)))
+    if num_replicas > 1:
+        print(f"\nreplicas    {num_replicas}: each has these weights, this KV cache and {config.num_threads} threads")
     if config.tensor_parallel_size > 1:
         print("\n".join(_rank_lines(rank_memories(config, report))))
     if not has_weights:

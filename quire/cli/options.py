@@ -83,6 +83,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="what each of them gets, in parts; None: equal",
     )
     group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        metavar="N",
+        help="replicas that divide the requests, each with the whole model: more of them at a time; serve and batch run",
+    )
+    group.add_argument(
+        "--data-parallel-threads",
+        type=_thread_counts,
+        metavar="2,1",
+        help="threads of each replica; None: --num-threads divided",
+    )
+    group.add_argument(
+        "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: what is free"
+    )
+    group.add_argument(
         "--speculative-config",
         "--speculative",
         metavar="JSON",
@@ -101,6 +117,14 @@ def _shares(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between them, such as 2,1, got {text!r}") from None
 
 
+def _thread_counts(text: str) -> tuple[int, ...]:
+    """Return the integers of a list with commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 2,1, got {text!r}") from None
+
+
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add the model as an argument of its own, which may also be given as --model."""
     where = "folder, hub id, or a bundled model: demo, demo-draft, demo-moe"
@@ -108,9 +132,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="model_option", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that the options describe. Raises ConfigError."""
+def engine_config(args: argparse.Namespace, *, takes_replicas: bool = False) -> EngineConfig:
+    """Return the configuration that the options describe. Raises ConfigError, also for replicas where there is one engine."""
     model = getattr(args, "model_option", args.model)
+    if not takes_replicas and args.data_parallel_size != 1:
+        raise ConfigError(
+            f"--data-parallel-size is {args.data_parallel_size}, but this command runs one engine: replicas are for `quire "
+            "serve`, `quire batch run` and LLM; measure them with `quire bench serve` against a server"
+        )
     return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_DEFAULTS})
 
 

@@ -126,7 +126,7 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a graceful end."""
-    engine_config = options.engine_config(args)
+    engine_config = options.engine_config(args, takes_replicas=True)
     try:
         from quire.serving.http.main import serve
     except ModuleNotFoundError as error:

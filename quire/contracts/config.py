@@ -115,6 +115,12 @@ class EngineConfig:
     tensor_parallel_size    processes of this host that share the model: each has a part of every weight and of the KV cache,
                             and num_threads divided by their number. The same tokens at any number. On a CPU
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
+    data_parallel_size      replicas: engines of this host that share nothing and divide the requests. Each has a process,
+                            weights and a KV pool of its own, and a GPU of its own where GPUs are used. num_threads and the
+                            memory are divided among them; max_num_seqs, num_kv_blocks, kv_cache_memory_bytes and all else
+                            are those of each replica
+    data_parallel_threads   threads of each replica, in place of num_threads: (2, 1); None: num_threads, or the cores, divided
+    host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
     """
 
     model: str
@@ -148,12 +154,17 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     tensor_parallel_size: int = 1
     tensor_parallel_shares: tuple[float, ...] | None = None
+    data_parallel_size: int = 1
+    data_parallel_threads: tuple[int, ...] | None = None
+    host_memory_bytes: int | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
         """How the model is divided among ranks."""
         return ParallelConfig(
-            tensor_parallel_size=self.tensor_parallel_size, tensor_parallel_shares=self.tensor_parallel_shares
+            tensor_parallel_size=self.tensor_parallel_size,
+            tensor_parallel_shares=self.tensor_parallel_shares,
+            data_parallel_size=self.data_parallel_size,
         )
 
     def __post_init__(self) -> None:
@@ -173,10 +184,12 @@ class EngineConfig:
             "kv_cache_memory_bytes",
             "num_threads",
             "block_size",
+            "host_memory_bytes",
         ):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
         check_num_threads("num_threads", self.num_threads)
+        self._check_replicas()
         _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
         for name in ("tokenizer", "revision", "tile_table"):
             value = getattr(self, name)
@@ -204,6 +217,26 @@ class EngineConfig:
             _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")
+
+    def _check_replicas(self) -> None:
+        threads, size = self.data_parallel_threads, self.data_parallel_size
+        if threads is not None:
+            allowed = f"None or a sequence of {size} integers >= 1, one for each replica (data_parallel_size)"
+            is_sequence = isinstance(threads, tuple | list) and len(threads) == size and all(_is_int(one, 1) for one in threads)
+            _require(is_sequence, "data_parallel_threads", threads, allowed)
+            if self.num_threads is not None:
+                raise ConfigError(
+                    f"num_threads ({self.num_threads}) and data_parallel_threads ({threads!r}) both say how many threads the "
+                    "replicas have: give one of them"
+                )
+            for number in threads:
+                check_num_threads("data_parallel_threads", number)
+            object.__setattr__(self, "data_parallel_threads", tuple(threads))
+        if size > 1 and isinstance(self.device, str) and self.device.startswith("cuda:"):
+            raise ConfigError(
+                f"device is {self.device!r}, one GPU, but data_parallel_size is {size} and every replica needs a GPU of its "
+                "own: choose device='cuda', and the GPUs by CUDA_VISIBLE_DEVICES"
+            )
 
     def _check_device(self) -> None:
         is_known = isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None

@@ -1,12 +1,13 @@
-"""CompilingRequests: requests that wait for their constraints to be compiled, outside of the scheduler."""
+"""CompilingRequests: requests that wait for their constraints to be compiled, outside of the scheduler; grammar_use."""
 
 from __future__ import annotations
 
 import threading
 
 from quire.base.ids import RequestId
+from quire.contracts.config import EngineConfig
 from quire.contracts.request import Request
-from quire.grammar.compiler import Compilation
+from quire.grammar.compiler import Compilation, GrammarContext
 
 
 class CompilingRequests:
@@ -39,3 +40,13 @@ class CompilingRequests:
     def remove(self, request_id: str) -> bool:
         """Forget a request; return whether it waited here. What it waits for is compiled all the same: others may want it."""
         return self._waiting.pop(RequestId(request_id), None) is not None
+
+
+def grammar_use(request: Request, config: EngineConfig, max_model_len: int) -> GrammarContext:
+    """Return what of a request its grammar depends on, besides the constraint."""
+    params, constraint = request.params, request.params.constraint
+    max_tokens = None
+    if config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
+        room = max_model_len - len(request.prompt_token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    return GrammarContext(request.prompt_token_ids if params.bad_words else (), max_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from quire.base.errors import RequestError
+from quire.base.errors import ConfigError, RequestError
 from quire.base.ids import RequestId
 from quire.base.logging import get_logger, show_log
 from quire.contracts.config import EngineConfig
@@ -15,7 +15,9 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.beam_search import search_beams
+from quire.engine.config import make_config
 from quire.engine.llm_engine import EngineOutput, LLMEngine
+from quire.engine.replica_engine import ReplicaEngine
 from quire.engine.request_factory import PromptLike
 from quire.text.tokenizer import Tokenizer
 
@@ -25,7 +27,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
-    """A model, ready to generate; everything runs in this process.
+    """A model, ready to generate; everything runs in this process, unless it is shared by ranks or run as replicas.
 
     model    a local folder, a hub id, or a bundled model (demo, demo-draft, demo-moe); or a whole EngineConfig
     options  the fields of EngineConfig: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
@@ -34,7 +36,10 @@ class LLM:
 
     def __init__(self, model: str | EngineConfig, **options: Any) -> None:
         show_log()
-        self.llm_engine = LLMEngine(model, **options)
+        if isinstance(model, EngineConfig) and options:
+            raise ConfigError("give options or an EngineConfig, not both")
+        config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
+        self.llm_engine = ReplicaEngine(config) if config.data_parallel_size > 1 else LLMEngine(config)
         self._num_requests = 0
 
     def generate(
@@ -99,9 +104,18 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Return for every prompt the beam_width best continuations, best first."""
+        """Return for every prompt the beam_width best continuations, best first.
+
+        Of replicas only without structured_outputs: hypotheses have their grammars in this process.
+        """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be a BeamSearchParams, got {type(params).__name__}", "params")
+        if isinstance(self.llm_engine, ReplicaEngine) and params.structured_outputs is not None:
+            raise RequestError(
+                "beam search with structured_outputs needs data_parallel_size 1: replicas do not know the grammars of its "
+                "hypotheses",
+                "structured_outputs",
+            )
         asked = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, structured_outputs=params.structured_outputs)
         requests = [self._make(prompt, asked) for prompt in _as_prompts(prompts)]
         return search_beams(self, _with_grammars(self.llm_engine, requests), params)
@@ -162,7 +176,7 @@ class LLM:
         return request
 
 
-def _with_grammars(engine: LLMEngine, requests: list[Request]) -> list[Request]:
+def _with_grammars(engine: LLMEngine | ReplicaEngine, requests: list[Request]) -> list[Request]:
     """Return the requests with their constraints compiled. Raises RequestError for the first that cannot be."""
     compilations = [engine.start_compilation(request) for request in requests]
     return [

@@ -19,18 +19,19 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult
-from quire.engine.compiling import CompilingRequests
+from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.output import OutputKind, OutputStream
+from quire.engine.replica_setup import replica_setups
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_loop import StepLoop
 from quire.engine.scheduling.step_record import StepRecord
-from quire.grammar.compiler import Compilation, GrammarCompiler, GrammarContext
+from quire.grammar.compiler import Compilation, GrammarCompiler
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -87,7 +88,12 @@ class LLMEngine:
         if isinstance(model, EngineConfig) and options:
             raise ConfigError("give options or an EngineConfig, not both")
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
-        config = settle_drafts(config)
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size is {config.data_parallel_size}, but this runs one engine: replicas work with LLM, `quire "
+                "serve` and `quire batch run`; elsewhere leave data_parallel_size at 1"
+            )
+        config = settle_drafts(replica_setups(config)[0].config)
         with shared_reads():
             # One of its own may be anything: it is read before the weights, which take long.
             has_own = config.tokenizer is not None and not config.skip_tokenizer_init
@@ -210,15 +216,8 @@ class LLMEngine:
         params = request.params
         if (params.constraint is None and not params.bad_words) or request.grammar is not None:
             return None
-        return self.grammars.start(params.constraint, tuple(params.bad_words or ()), self._use_of(request))
-
-    def _use_of(self, request: Request) -> GrammarContext:
-        params, constraint = request.params, request.params.constraint
-        max_tokens = None
-        if self.config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
-            room = self.scheduler.config.max_model_len - len(request.prompt_token_ids)
-            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return GrammarContext(request.prompt_token_ids if params.bad_words else (), max_tokens)
+        use = grammar_use(request, self.config, self.scheduler.config.max_model_len)
+        return self.grammars.start(params.constraint, tuple(params.bad_words or ()), use)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""

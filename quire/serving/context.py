@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.serving.batch.service import BatchService
     from quire.serving.core.served_model import ServedModel
     from quire.serving.engine_client.client import EngineClient
+    from quire.serving.engine_client.fleet import EngineFleet
     from quire.serving.metrics.server_metrics import ServerMetrics
     from quire.serving.responses.store import ResponseStore
 
@@ -37,7 +38,7 @@ class ServerContext:
 
     config: ServerConfig
     gateway: Gateway
-    client: EngineClient
+    client: EngineClient | EngineFleet
     authenticator: Authenticator
     metrics: ServerMetrics
     served: ServedModel | None = None

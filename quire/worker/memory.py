@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
+from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
@@ -55,24 +55,6 @@ def max_num_batched_tokens(config: EngineConfig, device: str = "cpu") -> int:
     """Return the token budget of a step; device: ModelReport.device."""
     default = _DEFAULT_BATCHED_TOKENS_OF_GPU if device.startswith("cuda") else _DEFAULT_BATCHED_TOKENS
     return config.max_num_batched_tokens or max(default, config.max_num_seqs)
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that this process can still take: the system's, or the container's where that is less."""
-    available = _meminfo_available()
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and usage.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(usage.read_text())))
-    return available
-
-
-def _meminfo_available() -> int:
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, num_batched_tokens: int) -> int:
@@ -145,6 +127,8 @@ def plan_memory(
     """
     kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec))
     available = available_memory_bytes()
+    if config.host_memory_bytes is not None:
+        available = min(available, config.host_memory_bytes)
     given = given_blocks(config, kv)
     wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
     most = max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given

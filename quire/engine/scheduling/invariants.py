@@ -6,8 +6,9 @@ from collections import Counter
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId
+from quire.contracts.block_keys import block_key, root_key
 from quire.engine.scheduling.kv_allocator import content_root
-from quire.engine.scheduling.prefix_index import PrefixEntry, block_key, root_key
+from quire.engine.scheduling.prefix_index import PrefixEntry
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, SequenceId
+from quire.contracts.block_keys import block_key, root_key
 from quire.engine.scheduling.block_pool import BlockPool
-from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex, block_key, root_key
+from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex
 from quire.engine.scheduling.sequence import Sequence
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 

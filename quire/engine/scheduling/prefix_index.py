@@ -10,23 +10,10 @@ block. Hence block ids never change under a sequence and block tables only grow 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from quire.base.ids import BlockId
-
-
-def root_key(root: str) -> int:
-    """Return the key from which the chains under `root` start; the same in every process."""
-    return int.from_bytes(blake2b(root.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-def block_key(parent_key: int, token_ids: tuple[int, ...]) -> int:
-    """Return the 64-bit key of a full block that follows the block of parent_key; the same in every process."""
-    content = parent_key.to_bytes(8) + array("q", token_ids).tobytes()
-    return int.from_bytes(blake2b(content, digest_size=8).digest())
 
 
 @dataclass(frozen=True, slots=True)

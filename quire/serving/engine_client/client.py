@@ -51,7 +51,8 @@ class EngineClient:
     """Starts an engine in a process of its own, and again when it ends, and carries requests to it.
 
     Belongs to one event loop, that of the main thread. Listeners are called in it, on_step and on_kv with every StepOutputs and
-    KvReport, on_state with the new state; one that raises is logged and harms nobody.
+    KvReport, on_state with the new state, on_end with the id of a request that is unfinished no more, and whether the engine
+    ended it; of the first three one that raises is logged and harms nobody.
     """
 
     def __init__(self, config: EngineConfig, options: LinkOptions | None = None) -> None:
@@ -66,6 +67,12 @@ class EngineClient:
         self.on_step: list[Callable[[StepOutputs], None]] = []
         self.on_kv: list[Callable[[KvReport], None]] = []
         self.on_state: list[Callable[[EngineState], None]] = []
+        self.on_end: list[Callable[[str, bool], None]] = []
+
+    @property
+    def replicas(self) -> tuple[EngineClient, ...]:
+        """The clients of the engines: itself."""
+        return (self,)
 
     @property
     def state(self) -> EngineState:
@@ -220,8 +227,10 @@ class EngineClient:
         request_id = delta.request_id
         subscription = self._subscriptions.get(request_id)
         if delta.finished:
-            self._subscriptions.pop(request_id, None)
             self._aborts.pop(request_id, None)
+            if self._subscriptions.pop(request_id, None) is not None:
+                for listener in self.on_end:
+                    listener(request_id, True)
         if subscription is not None:
             subscription.deliver(delta, now)
 
@@ -250,6 +259,8 @@ class EngineClient:
     def _fail(self, request_ids: Iterable[str], error: ApiError) -> None:
         for request_id in list(request_ids):
             self._subscriptions.pop(request_id).fail(error)
+            for listener in self.on_end:
+                listener(request_id, False)
 
     def _send_abort(self, request_id: str) -> None:
         try:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,9 @@ class EngineProcess:
         command: tuple[str, ...] = ENGINE_COMMAND,
         log_level: str = "INFO",
         log_format: str = "text",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """environment: variables in addition to those of this process."""
         self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
         session = secrets.token_bytes(SESSION_BYTES)
@@ -68,7 +70,8 @@ class EngineProcess:
                 log_format=log_format,
             )
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log_format == "json" else {}
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment_with_quire(), bufsize=0, **pipes)
+            variables = {**environment_with_quire(), **(environment or {})}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables, bufsize=0, **pipes)
         except BaseException:
             self._release()
             raise

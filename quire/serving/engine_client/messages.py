@@ -375,10 +375,14 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):
-    """All that one step has to say. `report` is None for outputs without a step (refused or aborted requests)."""
+    """All that one step has to say. `report` is None for outputs without a step (refused or aborted requests).
+
+    replica  whose step it was; set by the server, which knows
+    """
 
     deltas: list[RequestDelta]
     report: StepReport | None = None
+    replica: int = 0
 
 
 class KvReport(msgspec.Struct, frozen=True, tag="kv"):

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -43,6 +44,8 @@ class LinkOptions:
     command         the process
     log_level       of the process, which logs to standard error
     log_format      likewise, of ServerConfig
+    environment     variables that the process gets in addition
+    name            of the engine in the log, where there are several
     """
 
     slow_reader_bytes: int = 256 << 10
@@ -57,6 +60,8 @@ class LinkOptions:
     command: tuple[str, ...] = ENGINE_COMMAND
     log_level: str = "INFO"
     log_format: str = "text"
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    name: str = "the engine"
 
     @classmethod
     def of(cls, config: ServerConfig) -> LinkOptions:
@@ -180,7 +185,9 @@ class Supervisor:
         self._start_deadline_s = time.monotonic() + self._options.start_timeout_s
         try:
             options = self._options
-            engine = EngineProcess(self._config, self._on_frame, options.command, options.log_level, options.log_format)
+            engine = EngineProcess(
+                self._config, self._on_frame, options.command, options.log_level, options.log_format, options.environment
+            )
         except ConfigError as error:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)
         except (OSError, zmq.ZMQError) as error:
@@ -227,7 +234,8 @@ class Supervisor:
     def _note_end(self, end: _End) -> None:
         """Tell everybody at once, before the process is cleared away."""
         # What ends the first start is raised there, and said by whoever called.
-        logger.log(logging.DEBUG if self._is_starting else logging.ERROR, "%s", end.error)
+        level = logging.DEBUG if self._is_starting else logging.ERROR
+        logger.log(level, "%s ended: %s", self._options.name, end.error)
         self.last_error = end.error
         if self.state == "ready":
             self._set_state("restarting")
@@ -244,7 +252,7 @@ class Supervisor:
             return None
         self._set_state("restarting")
         self.num_restarts += 1
-        logger.warning("the engine is started again in %.1f s", delay_s)
+        logger.warning("%s is started again in %.1f s", self._options.name, delay_s)
         return delay_s
 
     @property

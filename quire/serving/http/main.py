@@ -26,11 +26,13 @@ from quire.serving.context import ServerContext
 from quire.serving.core.served_model import load_served_model
 from quire.serving.endpoint import Endpoint
 from quire.serving.engine_client.client import EngineClient
+from quire.serving.engine_client.fleet import open_engine
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.http.app import make_app
 from quire.serving.http.auth import Authenticator
 from quire.serving.http.lifecycle import Lifecycle, bind
 from quire.serving.http.system import make_endpoints
+from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.log_format import log_ended, setup_log_format
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
@@ -58,11 +60,9 @@ class Server:
     @classmethod
     def of(cls, config: ServerConfig, engine_config: EngineConfig) -> Server:
         """Put the parts together; nothing is started."""
-        client = EngineClient(engine_config, LinkOptions.of(config))
+        client = open_engine(engine_config, LinkOptions.of(config))
         name = config.served_model_names[0] if config.served_model_names else engine_config.model
-        metrics = ServerMetrics(
-            config, name, heartbeat_age_s=lambda: client.heartbeat_age_s, num_restarts=lambda: client.num_restarts
-        )
+        metrics = ServerMetrics(config, name, engines=[_source_of(replica) for replica in client.replicas])
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(
@@ -107,8 +107,21 @@ class Server:
 
     def _page_endpoints(self) -> tuple[Endpoint, ...]:
         context = self.context
-        view = EngineView(context.client, self.gateway, context.metrics, lambda: context.phase)
-        return page_endpoints(EngineFeed(context.client, view))
+        replicas = context.client.replicas
+
+        def states() -> list[str]:
+            return [one.state for one in replicas] if len(replicas) > 1 else []
+
+        views = [EngineView(one, self.gateway, context.metrics, lambda: context.phase, replicas=states) for one in replicas]
+        return page_endpoints([EngineFeed(one, view) for one, view in zip(replicas, views, strict=True)])
+
+
+def _source_of(replica: EngineClient) -> EngineSource:
+    return EngineSource(
+        heartbeat_age_s=lambda: replica.heartbeat_age_s,
+        num_restarts=lambda: replica.num_restarts,
+        num_unfinished=lambda: replica.num_unfinished,
+    )
 
 
 def check_data_dir(folder: Path | None) -> None:

@@ -12,6 +12,7 @@ import quire
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
+from quire.serving.engine_client.client import EngineClient
 from quire.serving.errors import invalid
 from quire.serving.http.openapi import document
 from quire.serving.public_error import show_error
@@ -21,11 +22,22 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
     return Ready(msgspec.json.encode(body), status, headers or {})
 
 
+class ReplicaHealth(msgspec.Struct):
+    """Where one of several engines stands; error: why it ended the last time, left out for those who may not know."""
+
+    replica: int
+    engine: str
+    heartbeat_age_s: float | None
+    num_restarts: int
+    error: str | msgspec.UnsetType | None = msgspec.UNSET
+
+
 class Health(msgspec.Struct):
-    """Whether the engine lives; the last two are left out for those who may not know.
+    """Whether the engine lives, of several at least one; the errors are left out for those who may not know.
 
     error       why it does not live; None where no reason is known, left out while it lives
     last_error  why it ended the last time, while it lives again; None where it never ended, left out while it does not live
+    replicas    each engine, where there are several
     """
 
     status: Literal["ok", "unhealthy"]
@@ -34,6 +46,7 @@ class Health(msgspec.Struct):
     heartbeat_age_s: float | None
     error: str | msgspec.UnsetType | None = msgspec.UNSET
     last_error: str | msgspec.UnsetType | None = msgspec.UNSET
+    replicas: list[ReplicaHealth] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Readiness(msgspec.Struct, omit_defaults=True):
@@ -53,14 +66,16 @@ async def health(context: ServerContext, call: Call) -> Answer:
     """Whether the engine lives and moves; where it does not, and to those with a key, in the engine's own words."""
     client = context.client
     is_alive = client.state == "ready" and client.heartbeat_age_s < context.config.watchdog_timeout_s
-    age_s = client.heartbeat_age_s
     body = Health(
         status="ok" if is_alive else "unhealthy",
         phase=context.phase,
         engine=client.state,
-        heartbeat_age_s=round(age_s, 3) if math.isfinite(age_s) else None,
+        heartbeat_age_s=_rounded(client.heartbeat_age_s),
     )
-    if context.authenticator.knows(call.request.headers):
+    may_know = context.authenticator.knows(call.request.headers)
+    if len(client.replicas) > 1:
+        body.replicas = [_replica_health(number, one, may_know) for number, one in enumerate(client.replicas)]
+    if may_know:
         error = context.failure or client.last_error
         shown = None if error is None else show_error(error)
         if is_alive:
@@ -68,6 +83,17 @@ async def health(context: ServerContext, call: Call) -> Answer:
         else:
             body.error = shown
     return _json(body, 200 if is_alive else 503)
+
+
+def _replica_health(number: int, replica: EngineClient, may_know: bool) -> ReplicaHealth:
+    body = ReplicaHealth(number, replica.state, _rounded(replica.heartbeat_age_s), replica.num_restarts)
+    if may_know:
+        body.error = None if replica.last_error is None else show_error(replica.last_error)
+    return body
+
+
+def _rounded(seconds: float) -> float | None:
+    return round(seconds, 3) if math.isfinite(seconds) else None
 
 
 async def ready(context: ServerContext, call: Call) -> Answer:

@@ -2,11 +2,12 @@
 
 The names and buckets are those that dashboards for this kind of server know, after the prefix; buckets are added where theirs
 are too coarse for a small model. All carry the labels model_name and engine, and none is labelled with what a client wrote.
+Those of an engine carry the label replica, too, where a server has several: its number, from 0 on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.serving.metrics.instruments import Counter, Gauge, Histogram, Instrument
@@ -36,7 +37,7 @@ LENGTH_BUCKETS = (*(step * 10**power for power in range(6) for step in (1, 2, 5)
 
 @dataclass(frozen=True, slots=True)
 class GaugeSources:
-    """What gauges read at every collection; None from a source leaves the sample out."""
+    """What gauges of an engine read at every collection; None from a source leaves the sample out."""
 
     heartbeat_age_s: Callable[[], float | None]
     flops_per_s: Callable[[], float | None]
@@ -46,10 +47,16 @@ class GaugeSources:
 
 
 class Definitions:
-    """The instruments of one server, by attribute; `all` in the order of their definition."""
+    """The instruments of one server, by attribute; `all` in the order of their definition.
 
-    def __init__(self, labels: dict[str, str], sources: GaugeSources) -> None:
+    sources    of each engine
+    of_engine  those that have no other label than that of an engine
+    """
+
+    def __init__(self, labels: dict[str, str], sources: Sequence[GaugeSources]) -> None:
         self._labels = labels
+        self.replica_labels = ("replica",) if len(sources) > 1 else ()
+        self.of_engine: list[Instrument] = []
         self.all: list[Instrument] = []
         self._define_engine()
         self._define_tokens()
@@ -64,10 +71,30 @@ class Definitions:
         self.all.append(made)
         return made
 
-    def _gauge(self, name: str, text: str, *labels: str, read: Callable[[], float | None] | None = None) -> Gauge:
-        made = Gauge(PREFIX + name, text, self._labels, labels, read)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        made = Gauge(PREFIX + name, text, self._labels, labels)
         self.all.append(made)
         return made
+
+    def _engine_gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        made = self._gauge(name, text, *self.replica_labels, *labels)
+        self.of_engine += () if labels else (made,)
+        return made
+
+    def _engine_counter(self, name: str, text: str, *labels: str) -> Counter:
+        made = self._counter(name, text, *self.replica_labels, *labels)
+        self.of_engine += () if labels else (made,)
+        return made
+
+    def _engine_histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        made = self._histogram(name, text, bounds, *self.replica_labels)
+        self.of_engine.append(made)
+        return made
+
+    def _read_gauge(self, name: str, text: str, reads: Sequence[Callable[[], float | None]]) -> None:
+        values = [(str(index),) if self.replica_labels else () for index in range(len(reads))]
+        reads_of = list(zip(values, reads, strict=True))
+        self.all.append(Gauge(PREFIX + name, text, self._labels, self.replica_labels, reads_of))
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
         made = Histogram(PREFIX + name, text, self._labels, bounds, labels)
@@ -75,16 +102,16 @@ class Definitions:
         return made
 
     def _define_engine(self) -> None:
-        gauge, counter = self._gauge, self._counter
+        gauge, counter = self._engine_gauge, self._engine_counter
         self.running = gauge("num_requests_running", "Sequences that the engine computes, after its last step.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait: in the server's queue and in the engine's.")
-        self.waiting_by_reason = gauge(
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait: in the server's queue and in the engine's.")
+        self.waiting_by_reason = self._gauge(
             "num_requests_waiting_by_reason",
             "Requests that wait: capacity, for room in the engine; deferred, of class batch until nothing else waits.",
             "reason",
         )
-        self.queued = gauge("queue_requests", "Requests in the server's queue by class.", "class")
-        self.queued_tokens = gauge("queue_prompt_tokens", "Prompt tokens in the server's queue by class.", "class")
+        self.queued = self._gauge("queue_requests", "Requests in the server's queue by class.", "class")
+        self.queued_tokens = self._gauge("queue_prompt_tokens", "Prompt tokens in the server's queue by class.", "class")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; reusable prefixes count as free.")
         self.cache_config = gauge(
             "cache_config_info",
@@ -109,10 +136,10 @@ class Definitions:
         self.accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in their draft, from 0 on.", "position"
         )
-        self.iteration_tokens = self._histogram(
+        self.iteration_tokens = self._engine_histogram(
             "iteration_tokens_total", "Tokens computed per step, of prompts and decoding.", ITERATION_BUCKETS
         )
-        self.step_seconds = self._histogram("engine_step_seconds", "Duration of one step, in the engine.", STEP_BUCKETS)
+        self.step_seconds = self._engine_histogram("engine_step_seconds", "Duration of one step, in the engine.", STEP_BUCKETS)
 
     def _define_tokens(self) -> None:
         self.prompt_tokens = self._counter(
@@ -223,22 +250,36 @@ class Definitions:
             "event_loop_lag_seconds", "How much later than asked for the server's event loop came round.", LAG_BUCKETS
         )
 
-    def _define_load(self, sources: GaugeSources) -> None:
-        gauge = self._gauge
-        self.flops = self._counter(
+    def _define_load(self, sources: Sequence[GaugeSources]) -> None:
+        counter, read_gauge = self._engine_counter, self._read_gauge
+        self.flops = counter(
             "estimated_flops_per_gpu",
             "Floating point operations: two per active parameter and token, and of attention what is sure; rather too low.",
         )
-        self.read_bytes = self._counter(
+        self.read_bytes = counter(
             "estimated_read_bytes_per_gpu", "Bytes read: the active weights once a step, and the keys and values attended to."
         )
-        self.written_bytes = self._counter("estimated_write_bytes_per_gpu", "Bytes of keys and values written.")
-        gauge(
+        self.written_bytes = counter("estimated_write_bytes_per_gpu", "Bytes of keys and values written.")
+        read_gauge(
             "engine_heartbeat_age_seconds",
             "Since the engine's loop last gave a sign of life; none without an engine.",
-            read=sources.heartbeat_age_s,
+            [source.heartbeat_age_s for source in sources],
         )
-        gauge("achieved_flops_per_second", "The same operations per second of step time, lately.", read=sources.flops_per_s)
-        gauge("achieved_bytes_per_second", "Bytes read per second of step time, lately.", read=sources.bytes_per_s)
-        gauge("mfu", "Share of the machine's peak operations per second, where that is known.", read=sources.mfu)
-        gauge("mbu", "Share of the machine's peak bytes per second, where that is known.", read=sources.mbu)
+        read_gauge(
+            "achieved_flops_per_second",
+            "The same operations per second of step time, lately.",
+            [source.flops_per_s for source in sources],
+        )
+        read_gauge(
+            "achieved_bytes_per_second",
+            "Bytes read per second of step time, lately.",
+            [source.bytes_per_s for source in sources],
+        )
+        read_gauge(
+            "mfu",
+            "Share of the machine's peak operations per second, where that is known.",
+            [source.mfu for source in sources],
+        )
+        read_gauge(
+            "mbu", "Share of the machine's peak bytes per second, where that is known.", [source.mbu for source in sources]
+        )

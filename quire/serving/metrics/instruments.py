@@ -104,7 +104,10 @@ class Counter(_Family[Cell]):
 
 
 class Gauge(_Family[Cell]):
-    """A number that goes up and down. With `read` it is asked for at every collection instead of set."""
+    """A number that goes up and down. With `reads` it is asked for at every collection instead of set.
+
+    reads  (values of the labels, what to ask), one for each sample; None from one leaves its sample out
+    """
 
     def __init__(
         self,
@@ -112,24 +115,27 @@ class Gauge(_Family[Cell]):
         text: str,
         constant: dict[str, str],
         labels: Sequence[str] = (),
-        read: Callable[[], float | None] | None = None,
+        reads: Sequence[tuple[tuple[str, ...], Callable[[], float | None]]] = (),
     ) -> None:
         super().__init__(name, text, constant, labels, Cell)
-        self.read = read
+        self.reads = tuple(reads)
 
-    def only(self, *values: str) -> None:
-        """Set the cell of these label values to 1 and all others to 0."""
-        for cell in self.cells.values():
-            cell.value = 0.0
+    def only(self, *values: str, num_fixed: int = 0) -> None:
+        """Set the cell of these label values to 1, and all others with the same first num_fixed values to 0."""
+        fixed = (*self._constant, *values[:num_fixed])
+        for others, cell in self.cells.items():
+            if others[: len(fixed)] == fixed:
+                cell.value = 0.0
         self.labels(*values).value = 1.0
 
     def collect(self) -> Metric:
-        """Return the family for the exposition; no sample where `read` returns None."""
+        """Return the family for the exposition."""
         family = GaugeMetricFamily(self.name, self.text, labels=self.label_names)
-        if self.read is not None:
-            value = self.read()
-            if value is not None:
-                family.add_metric(self._constant, value)
+        if self.reads:
+            for values, read in self.reads:
+                value = read()
+                if value is not None:
+                    family.add_metric((*self._constant, *values), value)
             return family
         for values, cell in self.cells.items():
             family.add_metric(values, cell.value)

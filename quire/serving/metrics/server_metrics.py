@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.api.unsupported_params import WITHOUT_EFFECT
 from quire.serving.config import ServerConfig
-from quire.serving.engine_client.messages import EngineInfo, RequestDelta, StepOutputs, StepReport
+from quire.serving.engine_client.messages import EngineInfo, RequestDelta, StepOutputs
 from quire.serving.errors import BODY_ROOM_CODE, OVERLOADED_STATUS, ApiError
 from quire.serving.interfaces import AbortReason, Job
-from quire.serving.metrics.definitions import PREFIX, Definitions, GaugeSources
-from quire.serving.metrics.engine_load import EngineLoad, step_work
+from quire.serving.metrics.definitions import PREFIX, Definitions
+from quire.serving.metrics.engine_load import EngineLoad
+from quire.serving.metrics.engine_metrics import EngineMetrics, EngineSource
 from quire.serving.metrics.instruments import InstrumentCollector
 from quire.serving.metrics.request_record import RequestRecord
 
@@ -51,8 +51,7 @@ class ServerMetrics:
 
     on_end      called with every record that has ended: spans and the log
     on_collect  called before every rendering, to set gauges
-
-    The age of the heartbeat may be None or infinite where there is no engine; it then has no sample.
+    engines     of each engine
     """
 
     def __init__(
@@ -61,27 +60,25 @@ class ServerMetrics:
         model_name: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        heartbeat_age_s: Callable[[], float | None] = lambda: None,
-        num_restarts: Callable[[], int] = lambda: 0,
+        engines: Sequence[EngineSource] = (EngineSource(),),
         known_ignored_params: Collection[str] = KNOWN_IGNORED_PARAMS,
     ) -> None:
         self._config = config
         self._clock = clock
-        self._num_restarts = num_restarts
         self._known_ignored_params = known_ignored_params
-        self.load = EngineLoad(clock)
-        load = self.load
-        sources = GaugeSources(lambda: _finite(heartbeat_age_s()), load.flops_per_s, load.bytes_per_s, load.mfu, load.mbu)
+        loads = [EngineLoad(clock) for _ in engines]
         labels = {"model_name": model_name, "engine": "0", **config.metric_labels}
+        sources = [source.gauge_sources(load) for source, load in zip(engines, loads, strict=True)]
         self.defined = Definitions(labels, sources)
+        self.engines = [
+            EngineMetrics(self.defined, (str(index),) if len(engines) > 1 else (), source, load)
+            for index, (source, load) in enumerate(zip(engines, loads, strict=True))
+        ]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(InstrumentCollector(self.defined.all))
         self.records: dict[str, RequestRecord] = {}
         self.on_end: list[Callable[[RequestRecord], None]] = []
         self.on_collect: list[Callable[[], None]] = []
-        self._info: EngineInfo | None = None
-        self._totals: list[int] = []
-        self.num_engine_waiting = 0
         self._cell_tokens = self.defined.generation_tokens.labels()
         self._cell_gaps = self.defined.inter_token.labels()
 
@@ -151,7 +148,7 @@ class ServerMetrics:
         if num_tokens:
             self._cell_tokens.value += num_tokens
         if outputs.report is not None:
-            self._take_report(outputs.report)
+            self.engines[outputs.replica].report(outputs.report)
 
     def _take_tokens(self, record: RequestRecord, delta: RequestDelta) -> int:
         """Count the new tokens of a request and return how many they are."""
@@ -261,56 +258,20 @@ class ServerMetrics:
         )
         return record.has_ended_well and all(limit is None or (t is not None and t <= limit) for limit, t in measured)
 
-    # The engine.
+    # The engines.
 
-    def engine_state(self, state: str) -> None:
-        """Note the state of the engine process."""
-        defined = self.defined
-        defined.engine_state.only(state)
-        if state != "ready":
-            self._totals = []
-            self.num_engine_waiting = 0
-            for gauge in (defined.running, defined.kv_usage, defined.batch_prefill, defined.batch_decode):
-                gauge.labels().set(0)
+    @property
+    def num_engine_waiting(self) -> int:
+        """Return how many sequences wait in the engines."""
+        return sum(engine.num_waiting for engine in self.engines)
 
-    def engine_ready(self, info: EngineInfo) -> None:
-        """Note what the loaded engine is."""
-        self._info = info
-        self.load.peak_bytes_per_s, self.load.peak_flops_per_s = info.peak_bytes_per_s, info.peak_flops_per_s
-        shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.kv_cache_dtype)
-        self.defined.cache_config.only(*shape)
+    def engine_state(self, state: str, replica: int = 0) -> None:
+        """Note the state of an engine process."""
+        self.engines[replica].state(state)
 
-    def _take_report(self, report: StepReport) -> None:
-        defined = self.defined
-        num_tokens = report.num_prefill_tokens + report.num_decode_tokens
-        defined.running.labels().value = report.num_running
-        self.num_engine_waiting = report.num_waiting
-        defined.batch_prefill.labels().value = report.num_prefill_tokens
-        defined.batch_decode.labels().value = report.num_decode_tokens
-        defined.iteration_tokens.labels().observe(num_tokens)
-        defined.step_seconds.labels().observe(report.duration_s)
-        self._take_totals(report)
-        if self._info is None:
-            return
-        defined.kv_usage.labels().value = 1 - report.num_free_blocks / max(self._info.num_kv_blocks, 1)
-        work = step_work(self._info, report)
-        self.load.observe(work, report)
-        defined.flops.labels().add(work.flops)
-        defined.read_bytes.labels().add(work.read_bytes)
-        defined.written_bytes.labels().add(work.written_bytes)
-
-    def _take_totals(self, report: StepReport) -> None:
-        defined, accepted = self.defined, report.total_accepted_per_pos
-        totals = [report.total_preemptions, report.total_prefix_queries, report.total_prefix_hits]
-        cells = [defined.preemptions.labels(), defined.prefix_queries.labels(), defined.prefix_hits.labels()]
-        if report.total_drafts:
-            totals += [report.total_drafts, report.total_draft_tokens, sum(accepted), *accepted]
-            cells += [defined.drafts.labels(), defined.draft_tokens.labels(), defined.accepted_tokens.labels()]
-            cells += [defined.accepted_per_pos.labels(str(position)) for position in range(len(accepted))]
-        self._totals += [0] * (len(totals) - len(self._totals))
-        for cell, new, old in zip(cells, totals, self._totals, strict=False):
-            cell.add(max(new - old, 0))
-        self._totals = totals
+    def engine_ready(self, info: EngineInfo, replica: int = 0) -> None:
+        """Note what a loaded engine is."""
+        self.engines[replica].ready(info)
 
     # The rest of the server.
 
@@ -340,12 +301,9 @@ class ServerMetrics:
         """Return the exposition and its content type; with compat "vllm" under that prefix. Raises ApiError for any other."""
         if compat not in (None, "vllm"):
             raise ApiError(400, "compat must be 'vllm' or left out", code="invalid_value", param="compat")
-        self.defined.restarts.labels().set(self._num_restarts())
+        for engine in self.engines:
+            engine.write_restarts()
         for hook in self.on_collect:
             hook()
         text = generate_latest(self.registry)
         return (text if compat is None else _LINE_START.sub(rb"\1" + compat.encode() + b":", text)), CONTENT_TYPE_LATEST
-
-
-def _finite(seconds: float | None) -> float | None:
-    return None if seconds is None or math.isinf(seconds) else seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -77,10 +78,14 @@ async def get_tokens(context: ServerContext, call: Call) -> Answer:
     return Ready(msgspec.json.encode(facts), headers=NO_STORE)
 
 
-def page_endpoints(feed: EngineFeed) -> tuple[Endpoint, ...]:
-    """Return the routes of the page."""
+def page_endpoints(feeds: Sequence[EngineFeed]) -> tuple[Endpoint, ...]:
+    """Return the routes of the page; feeds: of each engine."""
 
     async def get_events(context: ServerContext, call: Call) -> Answer:
+        replica = call.query.get("replica", "0")
+        if not (replica.isascii() and replica.isdigit() and len(replica) < 6 and int(replica) < len(feeds)):
+            raise invalid(f"replica must be an integer from 0 to {len(feeds) - 1}, got {replica[:20]!r}", "replica")
+        feed = feeds[int(replica)]
         hz = call.query.get("hz", str(FAST_HZ))
         if hz not in (str(FAST_HZ), str(SLOW_HZ)):
             raise invalid(f"hz must be {FAST_HZ} or {SLOW_HZ}, got {hz[:20]!r}", "hz")
@@ -104,13 +109,16 @@ def page_endpoints(feed: EngineFeed) -> tuple[Endpoint, ...]:
     )
     return (
         *files,
-        _guarded("/ui/events", get_events, "What the engine does, as server-sent events", query=(_HZ,), is_streaming=True),
+        _guarded(
+            "/ui/events", get_events, "What the engine does, as server-sent events", query=(_HZ, _REPLICA), is_streaming=True
+        ),
         _guarded("/ui/model", get_model_facts, "What the page needs of the model", answer=ModelFacts),
         _guarded("/ui/tokens", get_tokens, "The text and the bytes of tokens", query=(_IDS,), answer=list[TokenFacts]),
     )
 
 
 _HZ = {"name": "hz", "in": "query", "required": False, "schema": {"type": "integer", "enum": [SLOW_HZ, FAST_HZ]}}
+_REPLICA = {"name": "replica", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0}}
 _IDS = {"name": "ids", "in": "query", "required": True, "schema": {"type": "string", "pattern": r"^[0-9]+(,[0-9]+)*$"}}
 
 

@@ -60,7 +60,8 @@ class Mark:
 class EngineView:
     """Listens between start and stop. What it is told is kept as it is until a frame is asked for.
 
-    phase  of the server
+    phase     of the server
+    replicas  the states of all engines, of which this is one; none where it is the only one
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class EngineView:
         requests: WatchedRequests,
         phase: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
+        replicas: Callable[[], list[str]] = list,
     ) -> None:
+        self._replicas = replicas
         self._engine = engine
         self._queue = queue
         self._requests = requests
@@ -119,7 +122,7 @@ class EngineView:
         queue = self._queue.snapshot()
         if queue != self._last_queue:
             self._last_queue, self._queue_version = queue, self._version
-        state = (self._engine.state, self._phase(), self._engine.info)
+        state = (self._engine.state, self._phase(), self._engine.info, self._replicas())
         if state != self._last_state:
             self._last_state, self._state_version = state, self._version
 
@@ -145,6 +148,7 @@ class EngineView:
             kv=kv_cells(self._kv, self._table.number_of) if has_kv and self._kv is not None else None,
             requests=rows,
             steps=steps,
+            replicas=self._replicas() if self._state_version > version else [],
         )
 
     def snapshot(self, after_step: int, is_admin: bool) -> Frame:

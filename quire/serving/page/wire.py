@@ -90,7 +90,10 @@ class EngineShape(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is new; in a snapshot, all there is. A request or a queue that did not change is absent."""
+    """What is new; in a snapshot, all there is. A request or a queue that did not change is absent.
+
+    replicas  the state of each engine, where there are several; in a snapshot, and where one changed
+    """
 
     now_ms: float
     engine: str
@@ -100,3 +103,4 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     kv: KvCells | None = None
     requests: list[RequestRow] = []
     steps: list[StepRow] = []
+    replicas: list[str] = []

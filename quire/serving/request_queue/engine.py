@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.contracts.request import Request
@@ -34,8 +34,23 @@ class Subscription(Protocol):
         ...
 
 
+class Replica(Protocol):
+    """One engine process."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+
+
 class Engine(Protocol):
-    """The client of the engine process. Its listeners are called on the event loop."""
+    """The client of the engine process, or of several. Its listeners are called on the event loop."""
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """Return the engine processes, in the order of their numbers."""
+        ...
 
     @property
     def state(self) -> EngineState:

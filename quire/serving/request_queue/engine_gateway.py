@@ -235,11 +235,14 @@ class EngineGateway:
             self._dispatch()
 
     def _on_state(self, state: EngineState) -> None:
-        self._metrics.engine_state(state)
+        for index, replica in enumerate(self._engine.replicas):
+            self._metrics.engine_state(replica.state, index)
+            if replica.state == "ready" and replica.info is not None:
+                self._metrics.engine_ready(replica.info, index)
         info = self._engine.info
-        if state == "ready" and info is not None:
+        if state == "ready" and info is not None:  # of several engines one may be: what others had ends by its subscription
             self._admission.max_num_seqs = info.max_num_seqs
-            self._metrics.engine_ready(info)
+            self._dispatch()
             return
         error = self._unavailable()
         for stream in list(self._queued.values()):
@@ -337,12 +340,8 @@ class EngineGateway:
         for priority, backlog in backlogs.items():
             defined.queued.labels(priority).set(backlog.num_requests)
             defined.queued_tokens.labels(priority).set(backlog.num_prompt_tokens)
-        # The engine reports with its steps: after an abort of the last request there is none.
-        running = defined.running.labels()
-        running.set(min(running.value, self._admission.num_taken_sequences))
-        if not self._running:
-            self._metrics.num_engine_waiting = 0
-            defined.kv_usage.labels().set(0)
+        for engine in self._metrics.engines:
+            engine.write_gauges(self._admission.num_taken_sequences if self._running else 0)
         # Those of class "batch" wait first in the engine, too.
         in_engine = min(self._metrics.num_engine_waiting, self._admission.num_taken_batch_sequences)
         num_deferred = backlogs["batch"].num_requests + in_engine

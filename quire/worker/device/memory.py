@@ -12,6 +12,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
+from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
@@ -23,7 +24,7 @@ from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
-from quire.worker.memory import MAX_DEFAULT_BLOCKS, available_memory_bytes, given_blocks, max_num_batched_tokens
+from quire.worker.memory import MAX_DEFAULT_BLOCKS, given_blocks, max_num_batched_tokens
 
 HOW_TO_SAVE = (
     "lower max_num_batched_tokens, max_num_seqs or max_model_len, or gpu_memory_utilization where others use the device too; "
@@ -103,11 +104,18 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The memory of the machine, where the interpreter runs the kernels: half of it, as the rest is not ours."""
+    """The memory of the machine, where the interpreter runs the kernels: half of it, as the rest is not ours.
+
+    limit_bytes  of the machine's memory, what an engine may plan with; None: all
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
 
     def free_and_total(self) -> tuple[int, int]:
         """See DeviceMemory."""
-        available = available_memory_bytes() // 2
+        available = available_memory_bytes()
+        available = min(available, self._limit_bytes or available) // 2
         return available, available
 
     def allocated(self) -> int:
@@ -243,7 +251,7 @@ def estimate_memory(
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
-    memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory()
+    memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory(config.host_memory_bytes)
     num_rows = config.max_num_seqs + min(most_drafts_on_device(config, spec.vocab_size), num_tokens - 1)
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     return plan_device_memory(config, kv, usage, max_model_len, has_own_memory=device.type == "cuda")

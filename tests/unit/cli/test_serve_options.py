@@ -48,7 +48,7 @@ def test_label_is_refused_when_it_cannot_be_one(label):
 
 
 def test_labels_of_all_metrics_are_refused_as_names_of_others():
-    defined = Definitions({}, GaugeSources(*[lambda: None for _ in range(5)]))
+    defined = Definitions({}, [GaugeSources(*[lambda: None for _ in range(5)])] * 2)
     names = {name for metric in defined.all for name in metric.label_names}
     assert len(names) > 10
     for name in names:

@@ -63,6 +63,7 @@ export class EngineView {
     this.isShown = false;
     this.cursor = null;
     this.perBar = 1;
+    this.replica = 0;
     this.draw = perFrame(() => this.drawNow());
     this.build(root);
     new ResizeObserver(() => this.draw()).observe(root);
@@ -74,11 +75,14 @@ export class EngineView {
   build(root) {
     this.state = h("p", { class: "engine-state", role: "status" }, "Not connected");
     this.pause = button("Pause", () => this.togglePause(), { class: "quiet", "aria-pressed": "false" });
+    this.replicas = h("select", { id: newId("replica") });
+    this.replicas.addEventListener("change", () => this.showReplica(Number(this.replicas.value)));
+    this.replicaPick = h("span", { class: "replicas", hidden: "" }, h("label", { for: this.replicas.id }, "Replica "), this.replicas);
     this.figures = new Map(FIGURES.map(([name]) => [name, h("dd")]));
     const figures = h("dl", { class: "figures" }, FIGURES.map(([name, label, , unit]) => h("div", {}, h("dt", {}, label), this.figures.get(name), h("dd", { class: "unit" }, unit))));
     this.cards = {};
     const cards = h("div", { class: "cards" }, this.stepCard(), this.kvCard(), this.queueCard(), this.rateCard(), this.ttftCard(), this.timelineCard());
-    root.append(h("div", { class: "row engine-head" }, this.state, this.pause), figures, cards);
+    root.append(h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), figures, cards);
   }
 
   card(name, title, canvas, twin, { legend = [], note = null, wide = false, control = null } = {}) {
@@ -198,6 +202,23 @@ export class EngineView {
     this.follow(this.stopper.signal);
   }
 
+  // Another engine: what is known of the one before is forgotten, as both count their steps from the beginning.
+  showReplica(replica) {
+    this.replica = replica;
+    this.cursor = null;
+    this.model.clear();
+    this.restart();
+    this.draw();
+  }
+
+  // The states of all engines, where there are several.
+  listReplicas(states) {
+    if (!states?.length) return;
+    this.replicaPick.hidden = false;
+    replace(this.replicas, states.map((state, index) => h("option", { value: String(index) }, `${index} (${state})`)));
+    this.replicas.value = String(this.replica);
+  }
+
   async follow(signal) {
     while (!signal.aborted) {
       try {
@@ -215,11 +236,12 @@ export class EngineView {
   async listen(signal) {
     const hz = wantsCalm() || document.hidden ? 1 : 10;
     const headers = this.model.lastStep >= 0 ? { "last-event-id": String(this.model.lastStep) } : {};
-    const response = await send(`/ui/events?hz=${hz}`, { signal, headers });
+    const response = await send(`/ui/events?hz=${hz}&replica=${this.replica}`, { signal, headers });
     for await (const { event, data } of events(response)) {
       const frame = JSON.parse(data);
       if (frame.error) throw new Problem(frame.error.message);
       this.model.apply(frame, event === "snapshot");
+      this.listReplicas(frame.replicas);
       this.draw();
       if (event === "snapshot") this.showTables();
     }

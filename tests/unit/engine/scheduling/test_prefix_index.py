@@ -1,5 +1,6 @@
 from quire.base.ids import BlockId
-from quire.engine.scheduling.prefix_index import BlockContent, PrefixIndex, block_key, root_key
+from quire.contracts.block_keys import block_key, root_key
+from quire.engine.scheduling.prefix_index import BlockContent, PrefixIndex
 
 
 def chain(*blocks, root=""):

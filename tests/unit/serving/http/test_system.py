@@ -20,7 +20,7 @@ KEYS = (ApiKey("a", hash_key("k")),)
 def ask(headers, state="restarting", error=ERROR, **options):
     async def go():
         async with running([endpoint("/health", health, method="GET", is_open=True)], **options) as (port, context):
-            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error)
+            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error, replicas=(None,))
             return parse(await exchange(port, f"GET /health HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode()))
 
     status, _, body = asyncio.run(go())
@@ -51,3 +51,22 @@ def test_error_is_the_last_one_by_its_name_when_the_engine_has_recovered(error, 
     assert "error" not in body
     _, body = ask("", state="ready", error=error, api_keys=KEYS)
     assert not {"error", "last_error"} & body.keys()
+
+
+def test_health_lists_the_replicas_and_is_well_while_one_is_ready():
+    dead = SimpleNamespace(state="restarting", heartbeat_age_s=float("inf"), last_error=ERROR, num_restarts=2)
+    live = SimpleNamespace(state="ready", heartbeat_age_s=0.5, last_error=None, num_restarts=0)
+
+    async def go(keys):
+        async with running([endpoint("/health", health, method="GET", is_open=True)], api_keys=keys) as (port, context):
+            context.client = SimpleNamespace(state="ready", heartbeat_age_s=0.5, last_error=ERROR, replicas=(live, dead))
+            return parse(await exchange(port, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"))
+
+    status, _, body = asyncio.run(go(()))
+    assert status == 200
+    assert json.loads(body)["replicas"] == [
+        {"replica": 0, "engine": "ready", "heartbeat_age_s": 0.5, "num_restarts": 0, "error": None},
+        {"replica": 1, "engine": "restarting", "heartbeat_age_s": None, "num_restarts": 2, "error": SHOWN},
+    ]
+    _, _, body = asyncio.run(go(KEYS))
+    assert all("error" not in row for row in json.loads(body)["replicas"])

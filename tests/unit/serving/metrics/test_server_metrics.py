@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
@@ -18,6 +18,7 @@ from quire.serving.engine_client.messages import AttentionKind, ChoiceDelta, Req
 from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited, shutting_down
 from quire.serving.metrics.definitions import LENGTH_BUCKETS
 from quire.serving.metrics.engine_load import EngineLoad, step_work
+from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
 from quire.serving.metrics.loop_lag import watch_loop
 from quire.serving.metrics.server_metrics import ServerMetrics
@@ -277,7 +278,7 @@ def test_totals_go_on_growing_when_the_engine_starts_again():
 
 def test_restarts_are_those_of_the_engines_client_when_it_never_gets_ready():
     num_restarts = 0
-    metrics = ServerMetrics(ServerConfig(), "demo", num_restarts=lambda: num_restarts)
+    metrics = ServerMetrics(ServerConfig(), "demo", engines=[EngineSource(num_restarts=lambda: num_restarts)])
     metrics.engine_state("restarting")  # it died; whether it is started again is not decided
     assert samples(metrics)[("quire:engine_restarts_total",)] == 0
     num_restarts = 4
@@ -286,7 +287,7 @@ def test_restarts_are_those_of_the_engines_client_when_it_never_gets_ready():
 
 @pytest.mark.parametrize(("age_s", "shown"), [(math.inf, None), (None, None), (0.5, 0.5)])
 def test_heartbeat_has_an_age_only_when_there_is_an_engine(age_s, shown):
-    metrics = ServerMetrics(ServerConfig(), "demo", heartbeat_age_s=lambda: age_s)
+    metrics = ServerMetrics(ServerConfig(), "demo", engines=[EngineSource(heartbeat_age_s=lambda: age_s)])
     assert samples(metrics).get(("quire:engine_heartbeat_age_seconds",)) == shown
 
 
@@ -351,7 +352,7 @@ def test_shares_are_exported_only_when_peaks_are_known():
     metrics, _ = make_metrics()
     assert ("quire:mfu",) not in samples(metrics)
     assert ("quire:achieved_flops_per_second",) in samples(metrics)
-    metrics.load.peak_flops_per_s = 1e9
+    metrics.engines[0].load.peak_flops_per_s = 1e9
     assert ("quire:mfu",) in samples(metrics)
 
 
@@ -443,3 +444,36 @@ def test_loop_lag_is_what_a_blocking_call_took_when_it_blocks():
 
 async def _sleep(seconds):
     await asyncio.sleep(seconds)
+
+
+def test_engine_metrics_have_a_label_for_each_replica_where_there_are_several():
+    sources = [EngineSource(heartbeat_age_s=lambda age_s=age_s: age_s, num_restarts=lambda: 1) for age_s in (0.5, math.inf)]
+    metrics = ServerMetrics(ServerConfig(), "demo", engines=sources)
+    for index in (0, 1):
+        metrics.engine_state("ready", index)
+        metrics.engine_ready(make_info(num_kv_blocks=100 + index), index)
+    metrics.step(StepOutputs([], report(totals=(2, 10, 5))))
+    metrics.step(StepOutputs([], report(totals=(1, 4, 4)), replica=1))
+    metrics.step(StepOutputs([], report(totals=(1, 8, 6)), replica=1))
+    metrics.engine_state("restarting", 1)
+    text = metrics.render()[0].decode()
+
+    def value(name, **labels):
+        lines = [line for line in text.splitlines() if line.startswith(f"quire:{name}{{")]
+        found = [line for line in lines if all(f'{key}="{label}"' in line for key, label in labels.items())]
+        return [float(line.rpartition(" ")[2]) for line in found]
+
+    assert [value("prefix_cache_hits_total", replica=index) for index in (0, 1)] == [[5], [6]]
+    assert [value("num_preemptions_total", replica=index) for index in (0, 1)] == [[2], [1]]
+    assert [value("engine_step_seconds_count", replica=index) for index in (0, 1)] == [[1], [2]]
+    assert [value("engine_state", replica=index, state="ready") for index in (0, 1)] == [[1], [0]]
+    assert [value("engine_heartbeat_age_seconds", replica=index) for index in (0, 1)] == [[0.5], []]
+    assert value("engine_restarts_total") == [1, 1]
+    assert value("cache_config_info", replica=1, num_kv_blocks=101) == [1]
+    assert value("num_requests_waiting", replica=0) == []
+    assert len(value("num_requests_waiting")) == 1
+
+
+def test_a_label_of_the_user_cannot_be_that_of_replicas():
+    with pytest.raises(ConfigError, match="replica"):
+        ServerConfig(metric_labels={"replica": "x"})

@@ -34,7 +34,7 @@ def get(path, *headers, keys=(), served=None):
     api_keys = tuple(ApiKey(name, hash_key(name)) for name in keys)
 
     async def go():
-        async with running(page_endpoints(feed), api_keys=api_keys) as (port, context):
+        async with running(page_endpoints([feed]), api_keys=api_keys) as (port, context):
             context.served = served
             request = "\r\n".join([f"GET {path} HTTP/1.1", "host: localhost", *headers, "", ""]).encode()
             return await exchange(port, request)
@@ -144,3 +144,10 @@ def test_feed_refuses_a_bad_rate_or_step(path, header):
 
 def test_static_folder_has_only_files_of_known_kinds():
     assert {path.name for path in FOLDER.iterdir()} == {file.name for file in read_static_files()}
+
+
+@pytest.mark.parametrize("replica", ["1", "-1", "x", "", "9" * 9])
+def test_events_of_a_replica_that_is_not_there_are_refused(replica):
+    status, _, body = get(f"/ui/events?replica={replica}")
+    assert status == 400
+    assert b"replica must be an integer from 0 to 0" in body

@@ -4,8 +4,9 @@ import json
 import secrets
 
 from quire.serving.page.static_files import FOLDER
+from quire.serving.page.view import EngineView
 from quire.serving.page.wire import RequestRow, StepRow
-from tests.unit.serving.page.setting import run, take
+from tests.unit.serving.page.setting import Setting, run, take
 
 
 def test_ids_are_random_and_prompts_absent_unless_the_viewer_is_admin():
@@ -176,3 +177,17 @@ def test_page_reads_as_many_columns_as_rows_have():
 
     assert num_columns("STEP") == len(StepRow.__struct_fields__)
     assert num_columns("REQUEST") == len(RequestRow.__struct_fields__)
+
+
+def test_states_of_all_replicas_are_told_at_first_and_when_one_changes():
+    states = ["ready", "ready"]
+    s = Setting()
+    view = EngineView(s.engine, s, s.metrics, lambda: "serving", clock=lambda: s.clock_s, replicas=lambda: list(states))
+    view.start()
+    assert view.snapshot(-1, False).replicas == ["ready", "ready"]
+    mark = view.mark()
+    view.update()
+    assert view.frame(mark, False) is None
+    states[1] = "restarting"
+    view.update()
+    assert view.frame(mark, False).replicas == ["ready", "restarting"]

@@ -28,7 +28,7 @@ class Server:
         link = LinkOptions(first_delay_s=0.02, log_level="WARNING", slow_reader_bytes=2000, slow_reader_s=0.6)
         self.client = EngineClient(EngineConfig(model="demo", **OPTIONS), link)
         self.admission = AdmissionControl(config, clock=time.monotonic, random=random.Random(0).random)
-        self.metrics = ServerMetrics(config, "demo", heartbeat_age_s=lambda: self.client.heartbeat_age_s)
+        self.metrics = ServerMetrics(config, "demo")
         self.gateway = EngineGateway(self.client, self.admission, self.metrics)
 
     def open(self, name, max_tokens=12, **job):
@@ -81,7 +81,7 @@ def test_all_are_served_and_counted_when_more_come_than_run(loop, server):
         await until(lambda: server.admission.is_empty)
         text = server.metrics.render()[0].decode()
         assert 'quire:num_requests_running{engine="0",model_name="demo"} 0.0' in text
-        assert server.metrics.load.flops_per_s() > 0
+        assert server.metrics.engines[0].load.flops_per_s() > 0
 
     loop.run(scenario())
 

@@ -1,0 +1,24 @@
+"""The memory of the machine, or of the container, that is still free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that this process can still take: the system's, or the container's where that is less."""
+    available = _meminfo_available()
+    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and usage.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(usage.read_text())))
+    return available
+
+
+def _meminfo_available() -> int:
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

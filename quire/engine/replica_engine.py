@@ -1,0 +1,303 @@
+"""ReplicaEngine: several engine processes with the face that LLM needs of one LLMEngine."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from quire.base.environment import environment_with_quire
+from quire.base.errors import ConfigError, InvariantError, ModelFormatError, RequestError, UnsupportedError, WorkerError
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
+from quire.contracts.pooling_params import PoolingParams
+from quire.contracts.request import Request
+from quire.contracts.sampling_params import SamplingParams
+from quire.engine.compiling import grammar_use
+from quire.engine.embedding_output import EmbeddingStream
+from quire.engine.interrupts import Interrupts
+from quire.engine.output import OutputStream
+from quire.engine.replica_messages import Loaded, LoadFailed, send_start
+from quire.engine.replica_router import ReplicaRouter
+from quire.engine.replica_setup import ReplicaSetup, replica_setups
+from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
+from quire.engine.scheduling.admission import check_servable
+from quire.grammar.compiler import Compilation, GrammarCompiler
+from quire.grammar.vocabulary import Vocabulary, read_vocabulary
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = get_logger(__name__)
+
+EngineOutput = RequestOutput | EmbeddingRequestOutput
+
+_COMMAND = (sys.executable, "-P", "-m", "quire.engine.replica_process")
+_MAX_RESTARTS = 3
+_WAIT_S = 0.1
+_STOP_S = 5.0
+_KINDS = (ConfigError, ModelFormatError, UnsupportedError)
+
+
+class _Replica:
+    """One engine process; `loaded` is None while it loads, and `process` after it was given up."""
+
+    def __init__(self, setup: ReplicaSetup) -> None:
+        self._setup = setup
+        self.requests: dict[str, Request] = {}
+        self.loaded: Loaded | None = None
+        self.num_restarts = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            variables = {**environment_with_quire(), **self._setup.environment}
+            command = (*_COMMAND, str(theirs.fileno()))
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables, pass_fds=(theirs.fileno(),))
+        self.connection = Connection(ours.detach())
+        self.loaded = None
+        self.is_gone = False
+        send_start(self.connection, self._setup.config)
+
+    def send(self, command: Request | str) -> None:
+        """Send a command; that a process has ended is found where its outputs are read."""
+        try:
+            self.connection.send(command)
+        except OSError as error:
+            logger.debug("a command was not taken: %s", error)
+
+    def close(self) -> None:
+        """Let the process end, or end it after a while."""
+        self.is_gone = True
+        self.connection.close()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class ReplicaEngine:
+    """Starts a process for each replica and hands each request to the one where it waits least, as soon as that has room.
+
+    A replica that ends costs the requests that it had: they end with an error. It is started again, a few times.
+    Raises what a replica fails with while it loads.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        setups = replica_setups(config)
+        self.config = setups[0].config
+        self.interrupts = Interrupts()
+        self._indices, self._places = itertools.count(), itertools.count()
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._outputs: list[EngineOutput] = []
+        self._request_ids: set[str] = set()
+        self._is_closed = False
+        self._router = ReplicaRouter([float(setup.config.num_threads or 1) for setup in setups])
+        self._replicas: list[_Replica] = []
+        try:
+            self._replicas += [_Replica(setup) for setup in setups]
+            loaded = [self._wait_loaded(index) for index in range(len(setups))]
+            self.report, self._limits = loaded[0].report, loaded[0].limits
+            has_tokenizer = not config.skip_tokenizer_init
+            self.tokenizer: Tokenizer | None = load_tokenizer(self.report.tokenizer_folder) if has_tokenizer else None
+        except BaseException:
+            self._close_replicas()
+            raise
+        self._factory = RequestFactory(RequestRules.of(self.report.spec, self.config), self.tokenizer)
+        self.grammars = GrammarCompiler(self._read_vocabulary)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the replicas' processes."""
+        return [replica.process.pid for replica in self._replicas]
+
+    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
+        """Tokenise and validate; raises RequestError."""
+        params = self.default_sampling_params() if params is None else params
+        return self._factory.make(request_id, next(self._indices), prompt, params)
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Return the checkpoint's recommended SamplingParams, changed by `overrides`."""
+        return SamplingParams(**{**self.report.generation_defaults, **overrides})
+
+    def check_servable(self, request: Request) -> None:
+        """Raise RequestError, with the numbers, when a request can never fit into a replica."""
+        check_servable(request, self._limits)
+
+    def start_compilation(self, request: Request) -> Compilation | None:
+        """Begin to compile what limits the output of a request, which shows whether it can be; None where nothing does.
+
+        The replica that runs it compiles it for itself.
+        """
+        params = request.params
+        if params.constraint is None and not params.bad_words:
+            return None
+        use = grammar_use(request, self.config, self._limits.max_model_len)
+        return self.grammars.start(params.constraint, tuple(params.bad_words or ()), use)
+
+    def submit(self, request: Request, output_kind: str = "final") -> None:
+        """Queue a request. Raises WorkerError for a closed engine."""
+        if self._is_closed:
+            raise WorkerError("the engine has been closed")
+        if output_kind != "final":
+            raise UnsupportedError(f"replicas return the last output of a request only, not {output_kind!r}")
+        # As in one engine: the policy is that of a replica's scheduler, and this queue before it has to agree.
+        priority = request.priority if self.config.scheduling_policy == "priority" else 0
+        heapq.heappush(self._waiting, (priority, next(self._places), request))
+        self._request_ids.add(request.request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step has anything left to do."""
+        return bool(self._request_ids)
+
+    def step(self) -> list[EngineOutput]:
+        """Hand out what replicas have room for, wait for outputs for a moment, and return those that have come.
+
+        Raises WorkerError where no replica is left.
+        """
+        with self.interrupts.deferred():
+            self._dispatch()
+        ready = [] if self._outputs else wait([one.connection for one in self._replicas if not one.is_gone], _WAIT_S)
+        with self.interrupts.deferred():
+            for index, replica in enumerate(self._replicas):
+                if replica.connection in ready:
+                    self._receive(index)
+        outputs, self._outputs = self._outputs, []
+        self._request_ids -= {output.request_id for output in outputs}
+        return outputs
+
+    def abort_request(self, request_id: str) -> None:
+        """Forget a request, and end it where it runs."""
+        if request_id not in self._request_ids:
+            return
+        self._request_ids.discard(request_id)
+        self._waiting = [entry for entry in self._waiting if entry[2].request_id != request_id]
+        heapq.heapify(self._waiting)
+        for replica in self._replicas:
+            if replica.requests.pop(request_id, None) is not None:
+                replica.send(request_id)
+        self._router.end(request_id, is_complete=False)
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
+
+    def close(self) -> None:
+        """End all processes. May be called again."""
+        self._waiting.clear()
+        self._request_ids.clear()
+        if not self._is_closed:
+            self._is_closed = True
+            self.grammars.close()
+            self._close_replicas()
+
+    def _close_replicas(self) -> None:
+        for replica in self._replicas:  # all begin to end before one is waited for
+            if not replica.is_gone:
+                replica.connection.close()
+        for replica in self._replicas:
+            replica.close()
+
+    def _wait_loaded(self, index: int) -> Loaded:
+        replica = self._replicas[index]
+        try:
+            message = replica.connection.recv()
+        except (EOFError, OSError):
+            status = replica.process.wait()
+            message = LoadFailed(None, f"its process ended with status {status} while it loaded the model")
+        if isinstance(message, LoadFailed):
+            kind = next((kind for kind in _KINDS if isinstance(message.error, kind)), WorkerError)
+            said = message.message if message.error is None else str(message.error)
+            raise kind(f"replica {index} of {len(self._replicas)}: {said}")
+        self._take_loaded(index, message)
+        return message
+
+    def _take_loaded(self, index: int, loaded: Loaded) -> None:
+        self._replicas[index].loaded = loaded
+        limits = loaded.limits
+        self._router.open(
+            index,
+            max_num_seqs=limits.max_num_seqs,
+            block_size=limits.block_size,
+            num_kv_blocks=limits.num_kv_blocks if limits.enable_prefix_caching else 0,
+        )
+
+    def _dispatch(self) -> None:
+        """Send the requests that wait to replicas that have room."""
+        while self._waiting:
+            request = self._waiting[0][2]
+            loaded = [index for index, one in enumerate(self._replicas) if one.loaded is not None and not one.is_gone]
+            if not loaded and all(one.is_gone for one in self._replicas):
+                raise WorkerError(f"all {len(self._replicas)} replicas have ended; the log says why")
+            roomy = [index for index in loaded if self._router.has_room(index, request)]
+            if not roomy:
+                return
+            heapq.heappop(self._waiting)
+            route = self._router.choose(request, roomy)
+            self._router.add(request, route)
+            self._replicas[route.replica].requests[request.request_id] = request
+            self._replicas[route.replica].send(_as_sent(request))
+
+    def _receive(self, index: int) -> None:
+        """Take in what a replica has sent, or that it has ended."""
+        replica = self._replicas[index]
+        try:
+            while not replica.is_gone and replica.connection.poll():
+                self._take(index, replica.connection.recv())
+        except (EOFError, OSError):
+            self._on_end(index, f"its process ended with status {replica.process.wait()}")
+
+    def _take(self, index: int, message: object) -> None:
+        if isinstance(message, Loaded):
+            self._take_loaded(index, message)
+            return
+        if isinstance(message, LoadFailed):
+            self._on_end(index, message.message)
+            return
+        replica = self._replicas[index]
+        if isinstance(message, RequestOutput | EmbeddingRequestOutput):
+            request_id, output = message.request_id, message
+            if isinstance(message, RequestOutput):
+                self._router.note_output(request_id, sum(len(choice.token_ids) for choice in message.outputs))
+        else:
+            request_id, error = message  # type: ignore[misc]
+            request = replica.requests.get(request_id)
+            output = None if request is None else self._failed(request, str(error), error.param)
+        if replica.requests.pop(request_id, None) is not None and output is not None:  # else it was aborted
+            self._router.end(request_id)
+            self._outputs.append(output)
+
+    def _on_end(self, index: int, reason: str) -> None:
+        """End the requests of a replica, and start it again."""
+        replica = self._replicas[index]
+        logger.error("replica %d ended: %s; %d requests are lost", index, reason, len(replica.requests))
+        self._router.close(index)
+        lost = list(replica.requests.values())
+        replica.requests.clear()
+        self._outputs += [self._failed(request, f"replica {index} ended: {reason}") for request in lost]
+        replica.close()
+        if replica.num_restarts < _MAX_RESTARTS:
+            replica.num_restarts += 1
+            replica.start()
+
+    def _failed(self, request: Request, error: str, param: str | None = None) -> EngineOutput:
+        stream = EmbeddingStream(request) if request.pooling is not None else OutputStream(request, self.tokenizer, "final")
+        stream.fail(error, param)
+        output = stream.take()
+        if output is None:
+            raise InvariantError(f"request {request.request_id} has failed and has no last output")
+        return output
+
+    def _read_vocabulary(self) -> Vocabulary:
+        if self.tokenizer is None:
+            raise RequestError("constraints on outputs need a tokenizer, and the model has none", "structured_outputs")
+        return read_vocabulary(self.tokenizer, self.report.spec.vocab_size)
+
+
+def _as_sent(request: Request) -> Request:
+    """Return a request without its compiled grammar, which belongs to this process."""
+    return request if request.grammar is None else replace(request, grammar=None)

@@ -1,0 +1,96 @@
+"""replica_setups: what each replica of a host gets of its threads, memory and GPUs. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass, replace
+
+from quire.base.errors import ConfigError
+from quire.base.gpus import VARIABLE, visible_gpus
+from quire.base.host_memory import available_memory_bytes
+from quire.base.logging import get_logger
+from quire.base.threads import num_usable_cores
+from quire.contracts.config import EngineConfig
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSetup:
+    """One replica.
+
+    config       its own: one replica, with its part of what is divided
+    environment  variables that its process gets in addition
+    """
+
+    config: EngineConfig
+    environment: dict[str, str]
+
+
+def replica_setups(config: EngineConfig) -> list[ReplicaSetup]:
+    """Divide threads, memory and GPUs among the replicas that a configuration asks for. Raises ConfigError.
+
+    A configuration of one replica is returned as it is.
+    """
+    size = config.data_parallel_size
+    if size == 1:
+        threads = config.num_threads if config.data_parallel_threads is None else config.data_parallel_threads[0]
+        return [ReplicaSetup(replace(config, num_threads=threads, data_parallel_threads=None), {})]
+    threads_of, gpus_of = _divide_threads(config), _divide_gpus(config)
+    num_bytes = (config.host_memory_bytes or available_memory_bytes()) // size
+    return [
+        ReplicaSetup(
+            replace(
+                config,
+                data_parallel_size=1,
+                data_parallel_threads=None,
+                num_threads=num_threads,
+                host_memory_bytes=max(1, num_bytes),
+            ),
+            environment,
+        )
+        for num_threads, environment in zip(threads_of, gpus_of, strict=True)
+    ]
+
+
+def _divide_threads(config: EngineConfig) -> tuple[int, ...]:
+    """Return the threads of each replica: given, or together num_threads or the cores, at least one each."""
+    if config.data_parallel_threads is not None:
+        return config.data_parallel_threads
+    size, num_cores = config.data_parallel_size, num_usable_cores()
+    total = config.num_threads or num_cores
+    num_processes = size * config.tensor_parallel_size
+    if num_processes > total:
+        logger.warning(
+            "%d replicas of %d ranks have one thread each, more than the %d threads that were asked for (%d cores can be used)",
+            size,
+            config.tensor_parallel_size,
+            total,
+            num_cores,
+        )
+    most = _omp_threads() if config.num_threads is None else None
+    each = [max(1, (index + 1) * total // size - index * total // size) for index in range(size)]
+    return tuple(min(number, most or number) for number in each)
+
+
+def _omp_threads() -> int | None:
+    """Return OMP_NUM_THREADS, which torch would heed in each process; None where it is not a number."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _divide_gpus(config: EngineConfig) -> list[dict[str, str]]:
+    """Return the environment of each replica, which shows it its own GPUs alone; empty where the CPU runs the model."""
+    size, num_ranks = config.data_parallel_size, config.parallel.world_size
+    can_use = config.device == "cuda" or (config.device == "auto" and importlib.util.find_spec("triton") is not None)
+    gpus = visible_gpus() if can_use else ()
+    if not gpus and config.device != "cuda":
+        return [{} for _ in range(size)]
+    if len(gpus) < size * num_ranks:
+        shown = f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none"
+        raise ConfigError(
+            f"data_parallel_size is {size}, and every replica needs {num_ranks} GPU{'s' * (num_ranks > 1)} of its own, but the "
+            f"visible GPUs are {shown}: lower data_parallel_size, show more in {VARIABLE}, or choose device='cpu'"
+        )
+    return [{VARIABLE: ",".join(gpus[index * num_ranks : (index + 1) * num_ranks])} for index in range(size)]
