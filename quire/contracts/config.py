@@ -60,9 +60,17 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
     rope_switch_len: int | None = None
+    num_pipeline_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "num_kv_blocks",
+            "num_pipeline_stages",
+        ):
             value = getattr(self, name)
             _require(_is_int(value, 1), name, value, "an integer >= 1")
         threshold = self.long_prefill_token_threshold
