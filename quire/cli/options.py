@@ -83,6 +83,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="what each of them gets, in parts; None: equal",
     )
     group.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=int,
+        metavar="N",
+        help="processes that have a range of the layers each, with the same tokens",
+    )
+    group.add_argument(
+        "--pipeline-layers",
+        type=_counts,
+        metavar="10,18",
+        help="how many layers each of them has; None: so that all take about the same time",
+    )
+    group.add_argument(
         "--speculative-config",
         "--speculative",
         metavar="JSON",
@@ -91,6 +104,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "and demo-mtp draft for the bundled demo model",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Return the integers of a list with commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 10,18; got {text!r}") from None
 
 
 def _shares(text: str) -> tuple[float, ...]:

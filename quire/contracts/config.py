@@ -49,6 +49,7 @@ class SchedulerConfig:
     max_model_len           tokens of one sequence, prompt and output together
     policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
     rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
+    num_pipeline_stages     steps that may be in flight at once, each of other sequences
     """
 
     max_num_seqs: int
@@ -123,6 +124,10 @@ class EngineConfig:
     tensor_parallel_size    processes of this host that share the model: each has a part of every weight and of the KV cache,
                             and num_threads divided by their number. The same tokens at any number. On a CPU
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
+    pipeline_parallel_size  processes of this host that each have a range of the layers (a stage) with its KV cache, and
+                            num_threads divided by their number; they compute steps of different sequences at the same time.
+                            The same tokens at any number. On a CPU
+    pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
     """
 
     model: str
@@ -156,16 +161,23 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     tensor_parallel_size: int = 1
     tensor_parallel_shares: tuple[float, ...] | None = None
+    pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
         """How the model is divided among ranks."""
         return ParallelConfig(
-            tensor_parallel_size=self.tensor_parallel_size, tensor_parallel_shares=self.tensor_parallel_shares
+            tensor_parallel_size=self.tensor_parallel_size,
+            tensor_parallel_shares=self.tensor_parallel_shares,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            pipeline_layers=self.pipeline_layers,
         )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensor_parallel_shares", self.parallel.tensor_parallel_shares)
+        parallel = self.parallel
+        object.__setattr__(self, "tensor_parallel_shares", parallel.tensor_parallel_shares)
+        object.__setattr__(self, "pipeline_layers", parallel.pipeline_layers)
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")

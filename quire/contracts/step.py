@@ -149,3 +149,17 @@ class AheadRunner(Runner, Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step, behind one that is not collected at most; plans come in order, see execute. Raises WorkerError."""
         ...
+
+
+@runtime_checkable
+class PipelinedRunner(Runner, Protocol):
+    """A runner that computes several steps at once, each of other sequences; see Scheduler.schedule_pipelined.
+
+    num_stages  steps that may be launched and not collected
+    """
+
+    num_stages: int
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step after num_stages - 1 that are not collected at most; plans come in order. Raises WorkerError."""
+        ...

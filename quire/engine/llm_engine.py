@@ -117,6 +117,7 @@ class LLMEngine:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
                 rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
+                num_pipeline_stages=config.pipeline_parallel_size,
             )
         )
         _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)

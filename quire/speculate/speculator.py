@@ -64,6 +64,16 @@ class _Made(NamedTuple):
     is_in: bool
 
 
+class StepDrafts(NamedTuple):
+    """What a Speculator keeps from the start of a step to its end."""
+
+    drafted: dict[SequenceId, _Made]
+    drafts: dict[SequenceId, Draft]
+    num_drafts: int
+    num_made: int
+    num_caught_up: int
+
+
 class Speculator:
     """Follows the worker's sequences. begin and end enclose every step but those that it naps through.
 
@@ -164,6 +174,7 @@ class Speculator:
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
+            self._num_wanted.pop(sequence_id, None)
             followed = self._followed.pop(sequence_id, None)
             if followed is not None and self._proposer is not None:
                 self._proposer.release(followed.sequence)
@@ -325,6 +336,16 @@ class Speculator:
                 told.append((self._followed[sequence_id].sequence, first, count))
             self._proposer.feed(what, told, features)
 
+    def suspend(self) -> StepDrafts:
+        """Put aside what belongs to the step that has begun, so that a step of other sequences may begin before it ends."""
+        kept = StepDrafts(self._drafted, self._drafts, self._num_drafts, self._num_made, self._num_caught_up)
+        self._drafted, self._drafts = {}, {}
+        return kept
+
+    def resume(self, step: StepDrafts) -> None:
+        """Go on with a step that was put aside; it ends next."""
+        self._drafted, self._drafts, self._num_drafts, self._num_made, self._num_caught_up = step
+
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
 
@@ -338,7 +359,7 @@ class Speculator:
                 return wishes
         pace = self._pace
         if pace is not None and not self._drafted and not self._constrained and pace.doze(len(paths)):
-            self._num_wanted = {}
+            self._note_wanted(plan, {})
             if len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._nap_left, self._num_napping = pace.nap_left, len(paths)
             return {}
@@ -354,14 +375,21 @@ class Speculator:
             if is_usual and len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values()):
                 self._decoded = list(paths)
         is_drafting = self._proposer is not None and not (pace is not None and pace.is_asleep)
-        self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
+        wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
+        self._note_wanted(plan, wanted)
         if pace is not None:
             self._deciding_s += time.perf_counter() - decided_s
-        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else self._num_wanted
+        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else wanted
         if not wishes:
             return {}
         self._turn += 1
         return share_drafts(wishes, self._max_drafts, self._turn)
+
+    def _note_wanted(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> None:
+        """Replace the drafts that the sequences of a step want next; sequences of other steps in flight keep theirs."""
+        for sequence_id in plan.num_scheduled_tokens:
+            self._num_wanted.pop(sequence_id, None)
+        self._num_wanted.update(wanted)
 
     def _go_on_alone(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """As `end` for a sequence that decodes alone, has drafted, and gets as many drafts next as was decided before. Else do
@@ -375,7 +403,8 @@ class Speculator:
             count = self._pace.go_on_alone(followed.record, made.num_asked, path, made.count, count)
         if count == 0:
             return {}
-        self._has_ended, self._decoded, self._num_wanted = True, [sequence_id], {sequence_id: count}
+        self._has_ended, self._decoded = True, [sequence_id]
+        self._note_wanted(plan, {sequence_id: count})
         return {sequence_id: min(count, self._max_drafts)}
 
     def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
