@@ -17,12 +17,19 @@ from quire.parallel.startup import StartupBoard, StartupReporter
 from quire.worker import parallel_worker, pipeline_worker
 
 
+_MAINS = {
+    "quire.worker.parallel_worker": parallel_worker.main,
+    "quire.worker.pipeline_worker": pipeline_worker.main,
+}
+
+
 class ThreadWorkers:
     """Stands in for SpawnedWorkers."""
 
     def __init__(self, module, size, config, options):
-        self._main = {"quire.worker.parallel_worker": parallel_worker, "quire.worker.pipeline_worker": pipeline_worker}[module].main
-        areas = {**options.areas, **ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
+        self._main = _MAINS[module]
+        areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
+        areas |= options.areas
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)

@@ -54,7 +54,8 @@ class NativeDecoder:
     quantize       applied to every weight by its name just before it is packed, to an expert's on its own
     group          the tensor-parallel ranks of which this is one; None: it has the whole model. Every rank must make the same
                    calls of `run`, `step` and `logits_at`, of which rank 0 alone gets results
-    rope_switch_len  see ModelSpec.rope_switch_len; of the whole model where spec has a part of its layers, 0: none. None: spec's
+    rope_switch_len  where spec has a part of the layers only, that of the whole model (see ModelSpec.rope_switch_len), 0: none.
+                   None: that of spec
     """
 
     def __init__(

@@ -118,7 +118,6 @@ class NativeModelBuilder:
         """Pack all weights and complete the plan. Raises InvariantError when parameters are left that nothing reads."""
         if self._stage is not None:
             return self._build_stage(self._stage)
-        spec, plan = self._spec, self._plan
         embedding = self._parameters["embed.weight"]
         vocabulary = None if self._shard is None else self._shard.vocabulary
         whole = self._pack_whole_vocabulary() if self._has_whole_vocabulary else None

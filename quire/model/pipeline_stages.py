@@ -113,7 +113,9 @@ def divide_layers(costs: Sequence[float], num_stages: int, head_cost: float) -> 
         for end in [num_layers] if is_last else range(stage + 1, num_layers):
             extra = head_cost if is_last else 0.0
             candidates = [
-                (max(cost, sums[end] - sums[start] + extra), (*ends, end)) for start, (cost, ends) in best.items() if start < end
+                (max(cost, sums[end] - sums[start] + extra), (*ends, end))
+                for start, (cost, ends) in best.items()
+                if start < end
             ]
             if candidates:
                 after[end] = min(candidates)

@@ -24,9 +24,9 @@ from quire.parallel.launch import SpawnedWorkers
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import Reads
 from quire.worker.parallel_messages import Call, Changes, Encoded, StepCall, encode_changes, encode_rows
-from quire.worker.pipeline_stage import StageConfig
 from quire.worker.pipeline_memory import PipelineMemory, StageClock
 from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
+from quire.worker.pipeline_stage import StageConfig
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
 
 logger = get_logger(__name__)
@@ -183,15 +183,10 @@ class PipelineExecutor:
         if not self._is_closed:
             self._is_closed = True
             if self._num_taken > 0:
-                logger.info("%s", self.describe_idle())
+                logger.info("%s", self.clock.times.describe())
         self._workers.close()
         if self._pages is not None:
             self._pages.close()
-
-    def describe_idle(self) -> str:
-        """Return a line about the share of the time, with steps in flight, in which each stage did not compute."""
-        shares = (f"stage {index} {share:.1%}" for index, share in enumerate(self.clock.idle_shares()))
-        return f"pipeline stages were idle {', '.join(shares)} of {self.clock.active_s:.2f} s with steps in flight"
 
     def _ask(self, call: StageCall, slot: int, places: Sequence[int], width: int) -> Tensor:
         """Return what the last stage has computed for places in a slot: valid until it is asked again."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.step import StageTimes
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 
@@ -102,16 +103,13 @@ class PipelineMemory:
         """Add to the time that a stage has computed; by that stage only."""
         self._busy[stage, 0] += seconds
 
-    def busy_s(self) -> list[float]:
+    def busy_s(self) -> tuple[float, ...]:
         """Return how long each stage has computed."""
-        return [float(seconds) for seconds in self._busy[:, 0]]
+        return tuple(self._busy[:, 0].tolist())
 
 
 class StageClock:
-    """How much of the time in which steps were in flight each stage was idle; kept by the leader.
-
-    num_in_flight is told at every change.
-    """
+    """Knows for how long steps were in flight, and how long each stage has computed meanwhile; kept by the leader."""
 
     def __init__(self, memory: PipelineMemory) -> None:
         self._memory = memory
@@ -128,13 +126,7 @@ class StageClock:
             self._began_s = None
 
     @property
-    def active_s(self) -> float:
-        """Seconds in which at least one step was in flight."""
-        return self._active_s + (0.0 if self._began_s is None else time.perf_counter() - self._began_s)
-
-    def idle_shares(self) -> list[float]:
-        """Return for each stage the share of that time in which it did not compute, 0 to 1; 0 before the first step."""
-        active_s = self.active_s
-        if active_s == 0.0:
-            return [0.0 for _ in self._memory.busy_s()]
-        return [min(1.0, max(0.0, 1.0 - busy_s / active_s)) for busy_s in self._memory.busy_s()]
+    def times(self) -> StageTimes:
+        """The times so far."""
+        since_s = 0.0 if self._began_s is None else time.perf_counter() - self._began_s
+        return StageTimes(self._memory.busy_s(), self._active_s + since_s)

@@ -36,8 +36,8 @@ def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
         )
     if report.device != "cpu":
         raise ConfigError(
-            f"pipeline_parallel_size is {size}, but the model runs on {report.device}: pipeline stages run on CPUs only; choose "
-            "device='cpu' or pipeline_parallel_size=1"
+            f"pipeline_parallel_size is {size}, but the model runs on {report.device}: pipeline stages run on CPUs only; "
+            "choose device='cpu' or pipeline_parallel_size=1"
         )
     native_extension()  # raises UnsupportedError
     refusal = native_refusal(report.spec, cpu_block_size(config))

@@ -22,9 +22,9 @@ from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.ring import RingMessage
 from quire.worker.parallel_messages import StepCall, decode_changes, decode_step
-from quire.worker.pipeline_stage import StageConfig, build_stage
 from quire.worker.pipeline_memory import PipelineMemory
 from quire.worker.pipeline_messages import StageCall, request_slot, step_number
+from quire.worker.pipeline_stage import StageConfig, build_stage
 
 
 def main(context: WorkerContext) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.base.errors import InvariantError
-from quire.contracts.step import LaunchedStep, StepPlan, StepResult
+from quire.contracts.step import LaunchedStep, StageTimes, StepPlan, StepResult
 from quire.speculate.speculator import Speculator, StepDrafts
 from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.step_driver import RunningStep, StepDriver, _EmptyStep
@@ -12,8 +12,8 @@ from quire.worker.step_driver import RunningStep, StepDriver, _EmptyStep
 class PipelinedStepDriver(StepDriver):
     """Implements contracts.step.PipelinedRunner.
 
-    Steps are collected in the order in which they were launched. No sequence is in two of them, so that rows, masks and drafts of
-    one step do not depend on those of another.
+    Steps are collected in the order in which they were launched. No sequence is in two of them, so that rows, masks and drafts
+    of one step do not depend on those of another.
     """
 
     def __init__(self, executor: PipelineExecutor, speculator: Speculator | None = None) -> None:
@@ -43,13 +43,9 @@ class PipelinedStepDriver(StepDriver):
         return super().collect(running)
 
     @property
-    def idle_shares(self) -> list[float]:
-        """The share of the time with steps in flight in which each stage was idle, 0 to 1."""
-        return self._pipeline.clock.idle_shares()
-
-    def describe_idle(self) -> str:
-        """Return a line about idle_shares."""
-        return self._pipeline.describe_idle()
+    def stage_times(self) -> StageTimes:
+        """See EngineRunner."""
+        return self._pipeline.clock.times
 
     @property
     def worker_pids(self) -> dict[int, int]:

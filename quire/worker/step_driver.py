@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.memory import ModelReport
-from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.contracts.step import Runner, StageTimes, StepPlan, StepResult
 from quire.sampling.sampler import Sampled, sample
 from quire.speculate.proposer import Reads
 from quire.speculate.speculator import Speculator
@@ -56,6 +56,11 @@ class EngineRunner(Runner, Protocol):
 
     def check_health(self) -> None:
         """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended."""
+        ...
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """How long each pipeline stage has computed; None without stages."""
         ...
 
 
@@ -364,6 +369,11 @@ class StepDriver:
     def check_health(self) -> None:
         """See EngineRunner."""
         self._executor.check_health()
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """See EngineRunner."""
+        return None
 
     def close(self) -> None:
         """Release the weights and the KV pool."""

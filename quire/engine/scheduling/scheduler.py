@@ -315,7 +315,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         step = self.in_flight.last_with(sequence.sequence_id)
         if step is not None:
-            raise InvariantError(f"sequence {sequence.sequence_id} is preempted while step {step.step_id}, which has it, is in flight")
+            raise InvariantError(
+                f"sequence {sequence.sequence_id} is preempted while step {step.step_id}, which has it, is in flight"
+            )
         self._drop_kv(sequence)
         sequence.num_preemptions += 1
         self._num_preemptions += 1

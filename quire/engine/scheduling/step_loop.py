@@ -81,8 +81,9 @@ class StepLoop:
         return self._ahead is not None
 
     def run(self) -> None:
-        """Commit one step, and leave at most one in flight, or one less than there are pipeline stages; do nothing where there is
-        nothing to do.
+        """Commit one step, and leave at most one in flight, or one less than there are pipeline stages.
+
+        Does nothing where there is nothing to do.
 
         What is raised inside of the runner, and is no Exception, is raised when the books are right: the steps that it met are
         failed, and committed now or by the next calls. So is DeviceLostError, as no step that follows would be better off.

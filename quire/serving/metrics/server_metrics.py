@@ -81,6 +81,7 @@ class ServerMetrics:
         self.on_collect: list[Callable[[], None]] = []
         self._info: EngineInfo | None = None
         self._totals: list[int] = []
+        self._stage_totals: list[float] = []
         self.num_engine_waiting = 0
         self._cell_tokens = self.defined.generation_tokens.labels()
         self._cell_gaps = self.defined.inter_token.labels()
@@ -268,7 +269,7 @@ class ServerMetrics:
         defined = self.defined
         defined.engine_state.only(state)
         if state != "ready":
-            self._totals = []
+            self._totals, self._stage_totals = [], []
             self.num_engine_waiting = 0
             for gauge in (defined.running, defined.kv_usage, defined.batch_prefill, defined.batch_decode):
                 gauge.labels().set(0)
@@ -311,6 +312,17 @@ class ServerMetrics:
         for cell, new, old in zip(cells, totals, self._totals, strict=False):
             cell.add(max(new - old, 0))
         self._totals = totals
+        if report.total_stage_busy_s:
+            self._take_stages(report)
+
+    def _take_stages(self, report: StepReport) -> None:
+        defined, busy_s = self.defined, report.total_stage_busy_s
+        totals = [report.total_active_s, *busy_s]
+        cells = [defined.stages_active.labels(), *(defined.stage_busy.labels(str(stage)) for stage in range(len(busy_s)))]
+        self._stage_totals += [0.0] * (len(totals) - len(self._stage_totals))
+        for cell, new, old in zip(cells, totals, self._stage_totals, strict=True):
+            cell.add(max(new - old, 0.0))
+        self._stage_totals = totals
 
     # The rest of the server.
 

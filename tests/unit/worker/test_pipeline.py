@@ -91,7 +91,9 @@ def test_outputs_are_those_of_one_process(size):
         assert _outputs(stages, **params) == expected, name
         assert _outputs(stages, **params) == expected, f"{name} over cached prefixes"
     assert max(counts) == size
-    pooled = [llm.embed(PROMPTS, PoolingParams(pooling=kind), use_tqdm=False) for llm in (one, stages) for kind in ("mean", "last")]
+    pooled = [
+        llm.embed(PROMPTS, PoolingParams(pooling=kind), use_tqdm=False) for llm in (one, stages) for kind in ("mean", "last")
+    ]
     vectors = [[o.outputs.embedding for o in outputs] for outputs in pooled]
     assert vectors[:2] == vectors[2:]
     beams = [llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in (one, stages)]
@@ -172,7 +174,9 @@ def test_stages_may_have_different_numbers_of_layers():
 
 def test_an_aborted_request_leaves_the_steps_in_flight_right():
     one, stages = _engine(), _engine(2, max_num_seqs=3)
-    expected = [o.outputs[0].token_ids for o in one.generate(PROMPTS, SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)]
+    expected = [
+        o.outputs[0].token_ids for o in one.generate(PROMPTS, SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)
+    ]
     engine = stages.llm_engine
     ended = {}
     for name, prompt in enumerate(PROMPTS):
@@ -208,9 +212,13 @@ def test_each_stage_holds_its_own_layers_only(thread_workers):
 def test_the_idle_share_of_each_stage_is_measured():
     stages = _engine(2)
     _outputs(stages)
-    driver = stages.llm_engine._runner
-    assert all(0 <= share < 1 for share in driver.idle_shares)
-    assert driver.describe_idle().startswith("pipeline stages were idle stage 0 ")
+    before = stages.llm_engine.stage_times
+    _outputs(stages, PROMPTS[:1])
+    times = stages.llm_engine.stage_times.since(before)
+    assert all(0 < busy_s < times.active_s for busy_s in times.busy_s)
+    assert all(0 < share < 1 for share in times.idle_shares)
+    assert times.describe().startswith("pipeline stages were idle stage 0 ")
+    assert before.active_s < stages.llm_engine.stage_times.active_s
     stages.close()
 
 

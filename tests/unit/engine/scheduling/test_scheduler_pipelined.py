@@ -113,7 +113,9 @@ def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=Fal
         driver.worker.failing_launches = lambda: accidents.random() < share
         driver.worker.failing_collections = lambda: accidents.random() < share
         if not max_drafts:
-            driver.worker.spoil = lambda result, plan: fail_some(accidents, result, plan) if accidents.random() < share else result
+            driver.worker.spoil = lambda result, plan: (
+                fail_some(accidents, result, plan) if accidents.random() < share else result
+            )
     for _ in range(num_events):
         if rng.random() < add_share and len(names) < 30:
             names.append(len(names))
