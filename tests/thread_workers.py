@@ -16,7 +16,6 @@ from quire.parallel.shm_communicator import ShmCommunicator
 from quire.parallel.startup import StartupBoard, StartupReporter
 from quire.worker import parallel_worker, pipeline_worker
 
-
 _MAINS = {
     "quire.worker.parallel_worker": parallel_worker.main,
     "quire.worker.pipeline_worker": pipeline_worker.main,
