@@ -62,7 +62,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="plan a step while the one before runs; None: on a GPU, where alone it is possible",
+        help="plan a step while the one before runs; None: on a GPU and with pipeline stages, where it is possible",
     )
     backends = ("auto", "triton", "flashinfer", "flash_attn")
     group.add_argument("--attention-backend", choices=backends, help="who attends to prompts on a GPU; auto: our kernels")

@@ -111,7 +111,8 @@ class EngineConfig:
                             code on the CPU, for tests
     gpu_memory_utilization  share of a GPU's memory that may be taken, what others take included
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
-    async_scheduling        plan and launch a step while the one before still runs, on a GPU alone; None: where that is possible
+    async_scheduling        plan and launch a step while the one before still runs, on a GPU or with pipeline stages;
+                            None: where that is possible
     attention_backend       "auto" and "triton": our kernels; "flashinfer" and "flash_attn": these libraries, where they are
                             installed, for the steps of a GPU that are launched one by one, those with prompts above all
     tile_table              a file of `quire tune`, with the tiles of a GPU's kernels; None: that of the environment variable

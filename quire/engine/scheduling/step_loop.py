@@ -44,8 +44,8 @@ class StepLoop:
     """Makes the steps of one scheduler and one runner.
 
     With an AheadRunner, and is_ahead, the next step is planned and launched before the one that runs is collected, wherever the
-    runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first. With a PipelinedRunner as many
-    steps are in flight as it has stages, wherever there are other sequences for them.
+    runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first. With a PipelinedRunner, and
+    is_ahead, as many steps are in flight as it has stages, wherever there are other sequences for them.
 
     commit   takes in plan and result, in the order of the plans; of a step that failed as a whole, a result of errors
     windows  that records of steps tell apart, see describe_plan
@@ -61,7 +61,7 @@ class StepLoop:
     ) -> None:
         self._scheduler, self._runner, self._commit = scheduler, runner, commit
         # With pipeline stages no step follows the sequences of one in flight.
-        self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
+        self._pipelined = runner if is_ahead and isinstance(runner, PipelinedRunner) else None
         self._ahead = runner if self._pipelined is None and is_ahead and isinstance(runner, AheadRunner) else None
         self._launcher = self._pipelined or self._ahead
         self._steps: list[_Step] = []  # in flight, oldest first

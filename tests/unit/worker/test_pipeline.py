@@ -10,6 +10,7 @@ from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, Structur
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
+from quire.model import native_model
 from quire.worker import pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.pipeline_plan import check_pipeline, stage_memories
@@ -158,6 +159,26 @@ def test_outputs_are_those_of_one_process_with_every_option(options):
         assert _outputs(stages, **KINDS[name]) == _outputs(one, **KINDS[name]), name
     if "num_kv_blocks" in options:
         assert stages.llm_engine.scheduler.num_preemptions > 0
+    one.close()
+    stages.close()
+
+
+@pytest.mark.parametrize("params", ["greedy", "sampled"])
+def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_process(monkeypatch, params):
+    for name in ("_SCREENED_FROM", "_SHORT_FROM"):
+        monkeypatch.setattr(native_model, name, 1)
+    one, stages = _engine(), _engine(2)
+    assert stages.llm_engine.report.spared_weight_bytes == one.llm_engine.report.spared_weight_bytes > 0
+    assert _outputs(stages, **KINDS[params]) == _outputs(one, **KINDS[params])
+    one.close()
+    stages.close()
+
+
+def test_one_step_is_in_flight_without_async_scheduling():
+    one, stages = _engine(), _engine(2, async_scheduling=False)
+    counts = _most_in_flight(stages)
+    assert _outputs(stages, **KINDS["sampled"]) == _outputs(one, **KINDS["sampled"])
+    assert set(counts) <= {1}
     one.close()
     stages.close()
 
