@@ -99,8 +99,8 @@ def measure_throughput(
 
 def _run(llm: LLM, workload: Workload, first: int, model: str, show_progress: bool) -> Throughput:
     """Return the figures of one run, beside what the machine can do right before it."""
-    report = llm.llm_engine.report
-    machine = measure_peaks(report)
+    report, config = llm.llm_engine.report, llm.llm_engine.config
+    machine = measure_peaks(report, num_threads=config.num_threads if config.pipeline_parallel_size > 1 else None)
     prompts = workload.prompts(report.spec, first=first)
     steps_before, stages_before = llm.llm_engine.stats.num_steps, llm.llm_engine.stage_times
     begin = time.perf_counter()

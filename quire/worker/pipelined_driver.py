@@ -6,7 +6,7 @@ from quire.base.errors import InvariantError
 from quire.contracts.step import LaunchedStep, StageTimes, StepPlan, StepResult
 from quire.speculate.speculator import Speculator, StepDrafts
 from quire.worker.pipeline_executor import PipelineExecutor
-from quire.worker.step_driver import RunningStep, StepDriver, _EmptyStep
+from quire.worker.step_driver import EmptyStep, RunningStep, StepDriver
 
 
 class PipelinedStepDriver(StepDriver):
@@ -35,7 +35,7 @@ class PipelinedStepDriver(StepDriver):
         self._in_flight[plan.step_id] = self._speculator.suspend() if running.is_followed else None
         return running
 
-    def collect(self, running: RunningStep | _EmptyStep) -> StepResult:
+    def collect(self, running: RunningStep | EmptyStep) -> StepResult:
         """Finish a step; see contracts.step.LaunchedStep."""
         drafts = self._in_flight.pop(running.plan.step_id)
         if drafts is not None:
