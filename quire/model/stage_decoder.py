@@ -14,7 +14,7 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import NativeModelBuilder
 from quire.model.pipeline_stages import PipelineStage
 from quire.model.token_runs import TokenRuns
-from quire.quant.parameters import Narrow, Parameter, StoredParameter
+from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
 
 def row_floats(native: ModuleType, hidden_size: int) -> int:
@@ -57,13 +57,13 @@ class StageDecoder(NativeDecoder):
         spec: ModelSpec,
         parameters: dict[str, Parameter | StoredParameter],
         max_model_len: int,
-        quantize: Callable[[str, Tensor], Narrow] | None = None,
+        quantize: Callable[[str, Tensor], DenseOrQuantized] | None = None,
     ) -> None:
         self.stage = stage
         own = stage.select(parameters, spec.is_tied or _is_tied(parameters))
         parameters.clear()
 
-        def quantize_own(name: str, weight: Tensor) -> Narrow:
+        def quantize_own(name: str, weight: Tensor) -> DenseOrQuantized:
             assert quantize is not None
             return quantize(stage.whole_name(name), weight)
 

@@ -22,7 +22,7 @@ from quire.kv.pool import KvPool
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
 from quire.sampling.sampler import Draw
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_messages import Call, Changes, Encoded, StepCall, encode_changes, encode_rows
 from quire.worker.pipeline_memory import PipelineMemory, StageClock
 from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
@@ -111,7 +111,7 @@ class PipelineExecutor:
         keeps_logits: bool,
         hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
-        reads: Sequence[Reads],
+        reads: Sequence[DraftInput],
     ) -> SentStep:
         """See StepExecutor."""
         if reads:
@@ -155,7 +155,7 @@ class PipelineExecutor:
 
         return read
 
-    def features(self, what: Reads, rows: Sequence[int]) -> Tensor:
+    def features(self, what: DraftInput, rows: Sequence[int]) -> Tensor:
         """See StepExecutor: refused."""
         raise InvariantError(f"drafts read {what}, which pipeline stages do not hand out")
 
