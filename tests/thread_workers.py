@@ -1,4 +1,4 @@
-"""Tensor-parallel workers as threads of this process: an engine of several ranks starts in milliseconds.
+"""Tensor-parallel workers, or pipeline stages, as threads of this process: an engine of several ranks starts in milliseconds.
 
 The leader, the messages, the shared memory and the barriers are those of processes; only the processes are missing.
 """
@@ -14,15 +14,21 @@ from quire.parallel.ring import RingReader, RingWriter, ring_areas
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
 from quire.parallel.startup import StartupBoard, StartupReporter
-from quire.worker import parallel_worker
+from quire.worker import parallel_worker, pipeline_worker
+
+_MAINS = {
+    "quire.worker.parallel_worker": parallel_worker.main,
+    "quire.worker.pipeline_worker": pipeline_worker.main,
+}
 
 
 class ThreadWorkers:
     """Stands in for SpawnedWorkers."""
 
     def __init__(self, module, size, config, options):
-        assert module == "quire.worker.parallel_worker"
+        self._main = _MAINS[module]
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
+        areas |= options.areas
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)
@@ -50,7 +56,7 @@ class ThreadWorkers:
             store_port=None,
         )
         try:
-            parallel_worker.main(context)
+            self._main(context)
         except GroupClosedError:
             return
         except Exception as error:  # noqa: BLE001 - told by close

@@ -22,6 +22,7 @@ class Throughput:
     """The figures of one run, the median of several; times in seconds.
 
     mfu, mbu  shares of rates measured just before the run
+    stage_idle_shares  of each pipeline stage, the share of the run in which it did not compute; None without stages
     """
 
     elapsed_time: float
@@ -43,6 +44,7 @@ class Throughput:
     seed: int
     output_tokens_per_second_of_runs: list[float]
     provenance: Provenance
+    stage_idle_shares: tuple[float, ...] | None = None
 
     def describe(self) -> str:
         """Return the figures as lines for people."""
@@ -58,8 +60,13 @@ class Throughput:
                 f"Elapsed: {self.elapsed_time:.2f} s, {self.num_steps} steps",
                 f"Roofline: MFU {self.mfu:.3f} of {self.machine_flops_per_second / 1e9:.0f} GFLOP/s, weights' MBU "
                 f"{self.mbu:.3f} of {self.machine_bytes_per_second / 1e9:.1f} GB/s",
+                *([] if self.stage_idle_shares is None else [self._describe_stages()]),
             )
         )
+
+    def _describe_stages(self) -> str:
+        shares = (f"stage {index} {share:.1%}" for index, share in enumerate(self.stage_idle_shares or ()))
+        return f"Idle: {', '.join(shares)}"
 
     def to_json(self) -> str:
         """Return the figures as JSON."""
@@ -92,14 +99,14 @@ def measure_throughput(
 
 def _run(llm: LLM, workload: Workload, first: int, model: str, show_progress: bool) -> Throughput:
     """Return the figures of one run, beside what the machine can do right before it."""
-    report = llm.llm_engine.report
-    machine = measure_peaks(report)
+    report, config = llm.llm_engine.report, llm.llm_engine.config
+    machine = measure_peaks(report, num_threads=config.num_threads if config.pipeline_parallel_size > 1 else None)
     prompts = workload.prompts(report.spec, first=first)
-    steps_before = llm.llm_engine.stats.num_steps
+    steps_before, stages_before = llm.llm_engine.stats.num_steps, llm.llm_engine.stage_times
     begin = time.perf_counter()
     outputs = llm.generate(prompts, workload.sampling_params(), use_tqdm=show_progress)
     elapsed = time.perf_counter() - begin
-    num_steps = llm.llm_engine.stats.num_steps - steps_before
+    num_steps, stages = llm.llm_engine.stats.num_steps - steps_before, llm.llm_engine.stage_times
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     return Throughput(
@@ -122,4 +129,5 @@ def _run(llm: LLM, workload: Workload, first: int, model: str, show_progress: bo
         seed=workload.seed,
         output_tokens_per_second_of_runs=[num_output / elapsed],
         provenance=find_provenance(),
+        stage_idle_shares=None if stages is None or stages_before is None else stages.since(stages_before).idle_shares,
     )

@@ -14,7 +14,7 @@ from quire.contracts.memory import format_bytes
 if TYPE_CHECKING:
     from quire.contracts.memory import ModelReport
     from quire.contracts.model_spec import LayerSpec, ModelSpec
-    from quire.engine.inspect import RankMemory
+    from quire.engine.inspect import RankMemory, StageMemory
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     config = options.engine_config(args, takes_replicas=True)
-    from quire.engine.inspect import check_weights, inspect_model, rank_memories
+    from quire.engine.inspect import check_weights, inspect_model, rank_memories, stage_memories
     from quire.engine.replica_setup import replica_setups
 
     num_replicas, config = config.data_parallel_size, replica_setups(config)[0].config
@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nreplicas    {num_replicas}: each has these weights, this KV cache and {config.num_threads} threads")
     if config.tensor_parallel_size > 1:
         print("\n".join(_rank_lines(rank_memories(config, report))))
+    if config.pipeline_parallel_size > 1:
+        print("\n".join(_stage_lines(stage_memories(config, report))))
     if not has_weights:
         print("\nno weights are stored there, so that they could not be checked")
     return 0
@@ -76,6 +78,17 @@ def _rank_lines(ranks: list[RankMemory]) -> list[str]:
             f"rank {rank:<6} weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}; heads "
             f"{heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}"
         )
+    return lines
+
+
+def _stage_lines(stages: list[StageMemory]) -> list[str]:
+    lines = [""]
+    for memory in stages:
+        stage = memory.stage
+        parts = ["the embedding"] * stage.is_first + ["the LM head"] * stage.is_last
+        has = f"layers {stage.start} to {stage.stop - 1}" + "".join(f" and {part}" for part in parts)
+        sizes = f"weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}"
+        lines.append(f"stage {stage.index:<5} {sizes}; {has}")
     return lines
 
 

@@ -62,7 +62,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="plan a step while the one before runs; None: on a GPU, where alone it is possible",
+        help="plan a step while the one before runs; None: on a GPU and with pipeline stages, where it is possible",
     )
     backends = ("auto", "triton", "flashinfer", "flash_attn")
     group.add_argument("--attention-backend", choices=backends, help="who attends to prompts on a GPU; auto: our kernels")
@@ -99,6 +99,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: what is free"
     )
     group.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=int,
+        metavar="N",
+        help="processes that have a range of the layers each, with the same tokens",
+    )
+    group.add_argument(
+        "--pipeline-layers",
+        type=_counts,
+        metavar="10,18",
+        help="how many layers each of them has; None: so that all take about the same time",
+    )
+    group.add_argument(
         "--speculative-config",
         "--speculative",
         metavar="JSON",
@@ -107,6 +120,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "and demo-mtp draft for the bundled demo model",
     )
     parser.set_defaults(**_ENGINE_DEFAULTS)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Return the integers of a list with commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 10,18; got {text!r}") from None
 
 
 def _shares(text: str) -> tuple[float, ...]:

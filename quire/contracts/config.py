@@ -49,6 +49,7 @@ class SchedulerConfig:
     max_model_len           tokens of one sequence, prompt and output together
     policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
     rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
+    num_pipeline_stages     steps that may be in flight at once, each of other sequences
     """
 
     max_num_seqs: int
@@ -60,9 +61,17 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
     rope_switch_len: int | None = None
+    num_pipeline_stages: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_kv_blocks"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "num_kv_blocks",
+            "num_pipeline_stages",
+        ):
             value = getattr(self, name)
             _require(_is_int(value, 1), name, value, "an integer >= 1")
         threshold = self.long_prefill_token_threshold
@@ -102,7 +111,8 @@ class EngineConfig:
                             code on the CPU, for tests
     gpu_memory_utilization  share of a GPU's memory that may be taken, what others take included
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
-    async_scheduling        plan and launch a step while the one before still runs, on a GPU alone; None: where that is possible
+    async_scheduling        plan and launch a step while the one before still runs, on a GPU or with pipeline stages;
+                            None: where that is possible
     attention_backend       "auto" and "triton": our kernels; "flashinfer" and "flash_attn": these libraries, where they are
                             installed, for the steps of a GPU that are launched one by one, those with prompts above all
     tile_table              a file of `quire tune`, with the tiles of a GPU's kernels; None: that of the environment variable
@@ -121,6 +131,10 @@ class EngineConfig:
                             are those of each replica
     data_parallel_threads   threads of each replica, in place of num_threads: (2, 1); None: num_threads, or the cores, divided
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
+    pipeline_parallel_size  processes of this host that each have a range of the layers (a stage) with its KV cache, and
+                            num_threads divided by their number; they compute steps of different sequences at the same time.
+                            The same tokens at any number. On a CPU
+    pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
     """
 
     model: str
@@ -157,6 +171,8 @@ class EngineConfig:
     data_parallel_size: int = 1
     data_parallel_threads: tuple[int, ...] | None = None
     host_memory_bytes: int | None = None
+    pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -165,10 +181,14 @@ class EngineConfig:
             tensor_parallel_size=self.tensor_parallel_size,
             tensor_parallel_shares=self.tensor_parallel_shares,
             data_parallel_size=self.data_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            pipeline_layers=self.pipeline_layers,
         )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensor_parallel_shares", self.parallel.tensor_parallel_shares)
+        parallel = self.parallel
+        object.__setattr__(self, "tensor_parallel_shares", parallel.tensor_parallel_shares)
+        object.__setattr__(self, "pipeline_layers", parallel.pipeline_layers)
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")

@@ -32,6 +32,7 @@ class ParallelConfig:
     enable_expert_parallel        each rank of a stage holds some experts whole; otherwise each expert is sharded
     tensor_parallel_shares        what each tensor-parallel rank gets, as parts ((2, 1): two thirds and one third);
                                   None: equal shards
+    pipeline_layers               the number of layers of each stage; None: decided by the model
     """
 
     tensor_parallel_size: int = 1
@@ -41,6 +42,7 @@ class ParallelConfig:
     attention_data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     tensor_parallel_shares: tuple[float, ...] | None = None
+    pipeline_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -57,6 +59,8 @@ class ParallelConfig:
             )
         if self.tensor_parallel_shares is not None:
             object.__setattr__(self, "tensor_parallel_shares", self._checked_shares())
+        if self.pipeline_layers is not None:
+            object.__setattr__(self, "pipeline_layers", self._checked_layers())
         if self.attention_data_parallel_size > 1 and not self.enable_expert_parallel:
             raise ConfigError(
                 f"attention_data_parallel_size is {self.attention_data_parallel_size}: it needs enable_expert_parallel=True; "
@@ -77,6 +81,20 @@ class ParallelConfig:
                 f"ranks (tensor_parallel_size), got {len(shares)}: {shares!r}"
             )
         return tuple(shares)
+
+    def _checked_layers(self) -> tuple[int, ...]:
+        layers = self.pipeline_layers
+        if not isinstance(layers, (tuple, list)):
+            raise ConfigError(f"pipeline_layers must be None or a sequence of integers >= 1, got {layers!r}")
+        for count in layers:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigError(f"pipeline_layers must be integers >= 1, got {count!r} in {layers!r}")
+        if len(layers) != self.pipeline_parallel_size:
+            raise ConfigError(
+                f"pipeline_layers must have one number for each of the {self.pipeline_parallel_size} stages "
+                f"(pipeline_parallel_size), got {len(layers)}: {layers!r}"
+            )
+        return tuple(layers)
 
     @property
     def world_size(self) -> int:

@@ -149,3 +149,42 @@ class AheadRunner(Runner, Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step, behind one that is not collected at most; plans come in order, see execute. Raises WorkerError."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """How long each pipeline stage has computed, and how long steps were in flight, in seconds."""
+
+    busy_s: tuple[float, ...]
+    active_s: float
+
+    def since(self, before: StageTimes) -> StageTimes:
+        """Return what has come to the times of `before`."""
+        busy_s = tuple(now - then for now, then in zip(self.busy_s, before.busy_s, strict=True))
+        return StageTimes(busy_s, self.active_s - before.active_s)
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """The share of the active time in which each stage did not compute, 0 to 1; 0 where there was none."""
+        if self.active_s <= 0.0:
+            return (0.0,) * len(self.busy_s)
+        return tuple(min(1.0, max(0.0, 1.0 - busy_s / self.active_s)) for busy_s in self.busy_s)
+
+    def describe(self) -> str:
+        """Return a line for people."""
+        shares = (f"stage {index} {share:.1%}" for index, share in enumerate(self.idle_shares))
+        return f"pipeline stages were idle {', '.join(shares)} of {self.active_s:.2f} s with steps in flight"
+
+
+@runtime_checkable
+class PipelinedRunner(Runner, Protocol):
+    """A runner that computes several steps at once, each of other sequences; see Scheduler.schedule_pipelined.
+
+    num_stages  steps that may be launched and not collected
+    """
+
+    num_stages: int
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step after num_stages - 1 that are not collected at most; plans come in order. Raises WorkerError."""
+        ...

@@ -2,5 +2,6 @@
 
 from quire.worker.inspect import check_weights, inspect_model
 from quire.worker.parallel_build import RankMemory, rank_memories
+from quire.worker.pipeline_plan import StageMemory, stage_memories
 
-__all__ = ["RankMemory", "check_weights", "inspect_model", "rank_memories"]
+__all__ = ["RankMemory", "StageMemory", "check_weights", "inspect_model", "rank_memories", "stage_memories"]

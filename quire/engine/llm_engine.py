@@ -18,7 +18,7 @@ from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import StageTimes, StepPlan, StepResult
 from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
@@ -123,6 +123,7 @@ class LLMEngine:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
                 rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
+                num_pipeline_stages=config.pipeline_parallel_size,
             )
         )
         _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)
@@ -354,6 +355,11 @@ class LLMEngine:
     def check_health(self) -> None:
         """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended."""
         self._runner.check_health()
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """How long each pipeline stage has computed so far, and was idle; None without pipeline stages."""
+        return self._runner.stage_times
 
     def close(self) -> None:
         """Abort what is left and release the memory; the engine takes no more requests. May be called again."""

@@ -23,17 +23,18 @@ class Peaks:
     flops_per_s: float
 
 
-def measure_peaks(report: ModelReport, effort: float = LONG) -> Peaks:
+def measure_peaks(report: ModelReport, effort: float = LONG, num_threads: int | None = None) -> Peaks:
     """Measure what the machine can do for a model: reads, and products in the numbers that it multiplies.
 
     With the native kernels these are theirs: plain reads, and products in registers, of bytes where the weights are quantised.
     With torch: a sum of a large tensor, and a matmul. Shared machines drift: measure right beside the run that is compared.
 
-    effort  LONG takes about a second and 256 MiB; SHORT a twentieth of the time and half of the memory
+    effort       LONG takes about a second and 256 MiB; SHORT a twentieth of the time and half of the memory
+    num_threads  of all processes that run the model; None: those that torch computes with in this one
     """
     dtype = report.spec.dtype
     buffer = torch.ones(1 << (26 if effort >= LONG else 25), dtype=torch.float32)  # far larger than any cache
-    num_bytes, num_threads = buffer.numel() * 4, torch.get_num_threads()
+    num_bytes, num_threads = buffer.numel() * 4, num_threads or torch.get_num_threads()
     num_times = 5 if effort >= LONG else 2
     native = load_native()
     if native is None:

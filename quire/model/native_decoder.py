@@ -54,6 +54,8 @@ class NativeDecoder:
     quantize       applied to every weight by its name just before it is packed, to an expert's on its own
     group          the tensor-parallel ranks of which this is one; None: it has the whole model. Every rank must make the same
                    calls of `run`, `step` and `logits_at`, of which rank 0 alone gets results
+    rope_switch_len  where spec has a part of the layers only, that of the whole model (see ModelSpec.rope_switch_len), 0: none.
+                   None: that of spec
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class NativeDecoder:
         max_model_len: int,
         quantize: Callable[[str, Tensor], DenseOrQuantized] | None = None,
         group: RankGroup | None = None,
+        rope_switch_len: int | None = None,
     ) -> None:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self._max_model_len = max_model_len
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
-        switch_len = spec.rope_switch_len(max_model_len)
-        self._angles = [NativeAngles(rope, max_model_len, self.dtype, switch_len or 0) for rope in ropes]
+        switch_len = spec.rope_switch_len(max_model_len) or 0 if rope_switch_len is None else rope_switch_len
+        self._angles = [NativeAngles(rope, max_model_len, self.dtype, switch_len) for rope in ropes]
         self._plan = native.Plan(spec.hidden_size, spec.vocab_size, self.dtype == torch.bfloat16, torch.get_num_threads())
         rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._group = group
@@ -99,11 +102,15 @@ class NativeDecoder:
     @property
     def embedding(self) -> NativeWeight:
         """The rows of the vocabulary."""
+        if self._parts.embedding is None:
+            raise InvariantError("this pipeline stage has no embedding")
         return self._parts.embedding
 
     @property
     def head(self) -> NativeWeight:
         """What makes logits; the embedding where they are tied."""
+        if self._parts.head is None:
+            raise InvariantError("this pipeline stage has no LM head")
         return self._parts.head
 
     @property
@@ -289,17 +296,21 @@ class NativeDecoder:
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
         """Return the logits [R, vocab_size] of places in what the last step kept."""
-        places = _int32(rows)
         logits = torch.empty(len(rows), self.spec.vocab_size) if self._gives_results else self._no_logits
 
         def run() -> None:
-            self._plan.logits(places.data_ptr(), len(places), logits.data_ptr())
+            self.logits_into(rows, logits.data_ptr())
 
         if self.mirror is None:
             run()
         else:
             self.mirror.call_logits(rows, run)
         return logits
+
+    def logits_into(self, rows: Sequence[int], address: int) -> None:
+        """As logits_of, written at an address."""
+        places = _int32(rows)
+        self._plan.logits(places.data_ptr(), len(places), address)
 
     def hidden_states(self, first: int, last: int) -> Tensor:
         """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, N
 from quire.kernels.reference.activation import XIELU_BETA
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
+from quire.model.pipeline_stages import PipelineStage
 from quire.model.tensor_shards import LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
@@ -74,13 +75,14 @@ def screen_bytes(spec: ModelSpec) -> int:
 class NativeParts:
     """What the plan refers to: it lives no longer than these.
 
+    embedding, head  None where a pipeline stage does not have it
     layers        native layers, to which the cache is still to be told
     weight_bytes  of all packed weights
     screen_bytes  of the head's copy, which tells most outputs that are not the best (csrc/screen.h); 0: there is none
     """
 
-    embedding: NativeWeight
-    head: NativeWeight
+    embedding: NativeWeight | None
+    head: NativeWeight | None
     layers: list[Any]
     weight_bytes: int
     screen_bytes: int = 0
@@ -95,6 +97,7 @@ class NativeModelBuilder:
     quantize    applied to every weight by its name just before it is packed, to an expert's on its own; row by row
     shard       the part of the model that this rank has; None: all of it
     has_whole_vocabulary  with a shard: the parts returned have the whole embedding and LM head, packed in addition
+    stage       the pipeline stage that spec and parameters are of; None: the whole model
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class NativeModelBuilder:
         quantize: Callable[[str, Tensor], DenseOrQuantized] | None = None,
         shard: ModelShard | None = None,
         has_whole_vocabulary: bool = False,
+        stage: PipelineStage | None = None,
     ) -> None:
+        self._stage = stage
         self._shard = shard
         self._has_whole_vocabulary = has_whole_vocabulary
         self._native = native
@@ -124,7 +129,8 @@ class NativeModelBuilder:
 
     def build(self) -> NativeParts:
         """Pack all weights and complete the plan. Raises InvariantError when parameters are left that nothing reads."""
-        spec, plan = self._spec, self._plan
+        if self._stage is not None:
+            return self._build_stage(self._stage)
         embedding = self._parameters["embed.weight"]
         vocabulary = None if self._shard is None else self._shard.vocabulary
         whole = self._pack_whole_vocabulary() if self._has_whole_vocabulary else None
@@ -134,19 +140,40 @@ class NativeModelBuilder:
         if not is_head_own:
             self._parameters.pop("lm_head.weight", None)
         del embedding
-        scale = spec.embed_scale
+        self._set_embedding(embed)
+        self._set_head(head)
+        return self._complete(*(whole or (embed, head)), self._layers())
+
+    def _build_stage(self, stage: PipelineStage) -> NativeParts:
+        """As build, of one pipeline stage; a tied embedding is on the first and on the last."""
+        embedding = self._parameters.get("embed.weight")
+        own_head = self._parameters.get("lm_head.weight")
+        embed = None if embedding is None else self._pack("embed")
+        head = None
+        if stage.is_first and embed is not None:
+            self._set_embedding(embed)
+        if stage.is_last:
+            is_head_own = own_head is not None and own_head is not embedding
+            head = self._pack("lm_head") if is_head_own else embed
+            if not is_head_own:
+                self._parameters.pop("lm_head.weight", None)
+            self._set_head(head)
+        return self._complete(embed, head, self._layers())
+
+    def _set_embedding(self, embed: NativeWeight) -> None:
+        spec, scale = self._spec, self._spec.embed_scale
         if spec.is_embed_scale_cast:
             scale = float(torch.tensor(scale, dtype=self._dtype))
-        plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
+        self._plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
+
+    def _set_head(self, head: NativeWeight | None) -> None:
+        spec, plan = self._spec, self._plan
+        if head is None:
+            raise InvariantError("the model has no LM head")
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
         self._screen_bytes = plan.screen_head() if is_screened(spec) else 0
         self._set_norm(plan.embed_norm, spec.embed_norm, "embed_norm", spec.hidden_size)
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
-        embed, head = whole or (embed, head)
-        numbered = enumerate(tqdm(spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False))
-        return self._complete(
-            embed, head, (self._build_layer(layer, f"layers.{index}.", self._layer_shard(index)) for index, layer in numbered)
-        )
 
     def _pack_whole_vocabulary(self) -> tuple[NativeWeight, NativeWeight]:
         """Return embedding and LM head, whole, and leave the parameters in their place."""
@@ -161,7 +188,13 @@ class NativeModelBuilder:
     def _layer_shard(self, index: int) -> LayerShard | None:
         return None if self._shard is None else self._shard.layers[index]
 
-    def _complete(self, embedding: NativeWeight, head: NativeWeight, layers: Iterable[Any]) -> NativeParts:
+    def _layers(self) -> Iterator[Any]:
+        """Pack layer after layer."""
+        specs = tqdm(self._spec.layers, "loading layers", delay=_PROGRESS_DELAY_S, disable=None, leave=False)
+        for index, spec in enumerate(specs):
+            yield self._build_layer(spec, f"layers.{index}.", self._layer_shard(index))
+
+    def _complete(self, embedding: NativeWeight | None, head: NativeWeight | None, layers: Iterable[Any]) -> NativeParts:
         """Put the layers into the plan and end it."""
         kept = []
         for layer in layers:

@@ -63,6 +63,16 @@ class _Made(NamedTuple):
     is_verified: bool
 
 
+class StepDrafts(NamedTuple):
+    """What a Speculator keeps from the start of a step to its end."""
+
+    drafted: dict[SequenceId, _Made]
+    drafts: dict[SequenceId, Draft]
+    num_drafts: int
+    num_made: int
+    num_caught_up: int
+
+
 class Speculator:
     """Follows the worker's sequences. begin and end enclose every step but those that it naps through.
 
@@ -161,6 +171,7 @@ class Speculator:
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
             self._constrained.discard(sequence_id)
+            self._num_wanted.pop(sequence_id, None)
             followed = self._followed.pop(sequence_id, None)
             if followed is not None and self._proposer is not None:
                 self._proposer.release(followed.sequence)
@@ -321,6 +332,16 @@ class Speculator:
                 told.append((self._followed[sequence_id].sequence, first, count))
             self._proposer.on_step_states(what, told, features)
 
+    def suspend(self) -> StepDrafts:
+        """Put aside what belongs to the step that has begun, so that a step of other sequences may begin before it ends."""
+        kept = StepDrafts(self._drafted, self._drafts, self._num_drafts, self._num_made, self._num_caught_up)
+        self._drafted, self._drafts = {}, {}
+        return kept
+
+    def resume(self, step: StepDrafts) -> None:
+        """Go on with a step that was put aside; it ends next."""
+        self._drafted, self._drafts, self._num_drafts, self._num_made, self._num_caught_up = step
+
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
 
@@ -334,7 +355,8 @@ class Speculator:
             num_skippable = controller.num_skippable
             if num_skippable > 0:
                 controller.skip_steps(1)
-                self._nap_left, self._num_napping, self._num_wanted = num_skippable - 1, len(paths), {}
+                self._note_wanted(plan, {})
+                self._nap_left, self._num_napping = num_skippable - 1, len(paths)
                 return {}
         self._has_ended = True
         if controller is not None:
@@ -347,12 +369,19 @@ class Speculator:
             if is_plain and self._drafts.keys() <= self._drafted.keys():
                 self._decoded = list(paths)
         is_drafting = self._proposer is not None and not (controller is not None and controller.is_disabled)
-        self._num_wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
-        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else self._num_wanted
+        wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
+        self._note_wanted(plan, wanted)
+        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else wanted
         if not wishes:
             return {}
         self._turn += 1
         return share_drafts(wishes, self._max_drafts, self._turn)
+
+    def _note_wanted(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> None:
+        """Replace the drafts that the sequences of a step want next; sequences of other steps in flight keep theirs."""
+        for sequence_id in plan.num_scheduled_tokens:
+            self._num_wanted.pop(sequence_id, None)
+        self._num_wanted.update(wanted)
 
     def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the drafts that the sequences could use, those of the proposer and those that are forced."""

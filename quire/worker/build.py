@@ -21,6 +21,8 @@ from quire.worker.device.device_select import choose_device
 from quire.worker.inspect import inspect_model, refuse_head, settle_drafts, step_limits
 from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_tokens
 from quire.worker.parallel_build import build_leader
+from quire.worker.pipeline_build import build_pipeline
+from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import EngineRunner, StepDriver
 
 logger = get_logger(__name__)
@@ -50,6 +52,8 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
     check_fits(report.memory)
     for line in report.memory.describe().splitlines():
         logger.info(line)
+    if config.pipeline_parallel_size > 1:
+        return _build_pipeline(config, report)
     if config.tensor_parallel_size > 1:
         executor, report = build_leader(config, report)
     else:
@@ -63,6 +67,19 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
         executor.close()
         raise
     return StepDriver(executor, speculator), report
+
+
+def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelinedStepDriver, ModelReport]:
+    executor, report = build_pipeline(config, report)
+    speculator = None
+    try:
+        if config.speculative_config is not None:
+            speculator = build_speculator(config.speculative_config, report, None, step_limits(config))
+        executor.take_pages(() if speculator is None else speculator.pools)
+    except BaseException:
+        executor.close()
+        raise
+    return PipelinedStepDriver(executor, speculator), report
 
 
 def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepExecutor, ModelReport]:

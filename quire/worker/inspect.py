@@ -25,6 +25,7 @@ from quire.worker.device.device_select import choose_device
 from quire.worker.device.memory import estimate_memory
 from quire.worker.memory import cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
+from quire.worker.pipeline_plan import check_pipeline
 
 
 def settle_drafts(config: EngineConfig) -> EngineConfig:
@@ -62,6 +63,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
     name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
     report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
+    if config.pipeline_parallel_size > 1:
+        check_pipeline(config, report)
     if config.tensor_parallel_size > 1:
         check_tensor_parallel(config, report)
     if config.speculative_config is None:

@@ -63,6 +63,9 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, 
         return _reference_bytes(spec, num_batched_tokens, config.max_num_seqs)
     scratch = scratch_bytes(spec, num_batched_tokens, max_model_len, config.num_threads or torch.get_num_threads())
     logits = config.max_num_seqs * spec.vocab_size * 4
+    if config.pipeline_parallel_size > 1:  # each stage has its own, and each step in flight its rows
+        rows = num_batched_tokens * (spec.hidden_size + 48) * 4 + logits
+        scratch = config.pipeline_parallel_size * (scratch + rows)
     # Prompt tokens whose log probabilities are asked for come in parts, before the sampler copies the rows that it changes.
     prompt = min(num_batched_tokens * spec.vocab_size, MAX_LOGIT_ELEMENTS) * 4 * 3
     return scratch + logits + max(2 * logits, prompt)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.memory import ModelReport
-from quire.contracts.step import Runner, StepPlan, StepResult
+from quire.contracts.step import Runner, StageTimes, StepPlan, StepResult
 from quire.sampling.sampler import Sampled, sample
 from quire.speculate.proposer import DraftInput
 from quire.speculate.speculator import Speculator
@@ -56,6 +56,11 @@ class EngineRunner(Runner, Protocol):
 
     def check_health(self) -> None:
         """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended."""
+        ...
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """How long each pipeline stage has computed; None without stages."""
         ...
 
 
@@ -113,7 +118,7 @@ class RunningStep:
 
 
 @dataclass(slots=True)
-class _EmptyStep:
+class EmptyStep:
     """A step of a plan without tokens."""
 
     driver: StepDriver
@@ -189,12 +194,12 @@ class StepDriver:
         with self._executor.step_scope():
             return self._finish(self._start(plan))
 
-    def collect(self, running: RunningStep | _EmptyStep) -> StepResult:
+    def collect(self, running: RunningStep | EmptyStep) -> StepResult:
         """Finish a step that was started; see contracts.step.LaunchedStep."""
         with self._executor.step_scope():
             return self._finish(running)
 
-    def _start(self, plan: StepPlan) -> RunningStep | _EmptyStep:
+    def _start(self, plan: StepPlan) -> RunningStep | EmptyStep:
         """Apply a plan, draft, and start its step on the executor."""
         executor, batch, speculator = self._executor, self._batch, self._speculator
         self._masks.forget(plan.ended)
@@ -208,7 +213,7 @@ class StepDriver:
         drafts = NO_DRAFTS if is_napping else propose_drafts(speculator, batch, plan)
         if not plan.num_scheduled_tokens:
             executor.flush()
-            return _EmptyStep(self, plan)
+            return EmptyStep(self, plan)
         # A sampler samples after every draft. Without one, no logits are computed where the next token is forced anyway.
         skips = drafts and not executor.has_sampler
         step = batch.build(plan, drafts, speculator.count_unasked(drafts) if skips else NONE_UNASKED)
@@ -238,10 +243,10 @@ class StepDriver:
         # Without a sampler the executor finds the tokens of all rows or of none.
         return range(len(step.ready)) if found and not self._executor.has_sampler else found
 
-    def _finish(self, running: RunningStep | _EmptyStep) -> StepResult:
+    def _finish(self, running: RunningStep | EmptyStep) -> StepResult:
         """Wait for a step and turn what it computed into its result."""
         plan, executor = running.plan, self._executor
-        if isinstance(running, _EmptyStep):
+        if isinstance(running, EmptyStep):
             return StepResult(plan.step_id, {}, {}, {}, {}, mask_ready=self._masks.take_ready(PENDING_WAIT_S))
         step, started = running.step, running.started
         token_ids, failures = executor.take_sampled(started)
@@ -365,6 +370,11 @@ class StepDriver:
         """See EngineRunner."""
         self._executor.check_health()
 
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """See EngineRunner."""
+        return None
+
     def close(self) -> None:
         """Release the weights and the KV pool."""
         self._masks.close()
@@ -397,7 +407,7 @@ class AsyncStepDriver(StepDriver):
         """Run one step; see contracts.step.Runner."""
         return self.launch(plan).collect()
 
-    def launch(self, plan: StepPlan) -> RunningStep | _EmptyStep:
+    def launch(self, plan: StepPlan) -> RunningStep | EmptyStep:
         """Start a step; see contracts.step.AheadRunner."""
         limit = self._executor.max_in_flight
         if self._num_in_flight == limit:
@@ -409,7 +419,7 @@ class AsyncStepDriver(StepDriver):
         self._num_in_flight += 1
         return running
 
-    def collect(self, running: RunningStep | _EmptyStep) -> StepResult:
+    def collect(self, running: RunningStep | EmptyStep) -> StepResult:
         """Finish a step; see contracts.step.LaunchedStep."""
         self._num_in_flight -= 1
         result = super().collect(running)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.step import StepPlan, StepResult
-
-_MAX_STEPS = 2
+from quire.engine.scheduling.sequence import Sequence
 
 
 class StepsInFlight:
-    """At most two: the one that runs, and the one behind it.
+    """At most max_steps: the one that runs and the one behind it; or with pipeline stages one for each stage.
 
     The blocks of a sequence that has ended are kept here until the last step that computes it is committed, as that may write
     them until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_steps: int = 2) -> None:
+        self._max_steps = max_steps
         self._plans: list[StepPlan] = []
         self._retired: list[tuple[StepPlan, list[BlockId]]] = []
 
@@ -41,7 +41,7 @@ class StepsInFlight:
 
     def begin(self, plan: StepPlan) -> None:
         """Take in the plan of the step that follows those in flight."""
-        if len(self._plans) == _MAX_STEPS:
+        if len(self._plans) == self._max_steps:
             raise InvariantError(f"step {self._plans[0].step_id} must be committed before another one is scheduled")
         self._plans.append(plan)
 
@@ -62,6 +62,11 @@ class StepsInFlight:
             if sequence_id in plan.num_scheduled_tokens:
                 return plan
         return None
+
+    def leave_out(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return the sequences that no step in flight computes."""
+        busy = {sequence_id for plan in self._plans for sequence_id in plan.num_scheduled_tokens}
+        return [sequence for sequence in sequences if sequence.sequence_id not in busy]
 
     def retire(self, last: StepPlan, block_ids: list[BlockId]) -> None:
         """Keep the blocks of a sequence that has ended until its last step is committed."""

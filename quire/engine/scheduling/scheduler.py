@@ -32,6 +32,8 @@ A request with pooling params is a sequence like any other, which ends when its 
 
 While a step runs, the next may be planned (schedule_ahead): from what the sequences will have then, one token more each. That
 preempts nobody. Who turns out to have ended meanwhile has computed a token for nothing, in blocks that are its own until then.
+
+With pipeline stages several steps are in flight (schedule_pipelined), each of other sequences: see pipelined.py.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
+from quire.engine.scheduling.pipelined import StepLimits, find_preemptible, share_of_step
 from quire.engine.scheduling.preemption import find_victim, must_make_room
 from quire.engine.scheduling.prompt_logprobs import take_prompt_logprobs
 from quire.engine.scheduling.remaining import find_remaining
@@ -65,6 +68,7 @@ class Scheduler:
     """Holds every unfinished sequence. add, finish and abort may come at any time.
 
     schedule() and commit() alternate; or schedule_ahead() comes between them, and then commits in the order of the plans.
+    With pipeline stages schedule_pipelined() is called instead, up to num_pipeline_stages times before a commit.
 
     Not thread-safe. When a step fails as a whole, commit a StepResult that has an error for each of its sequences.
     """
@@ -77,7 +81,7 @@ class Scheduler:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._choices: dict[RequestId, list[Sequence]] = {}  # unfinished ones only, in order
         self._ended: list[SequenceId] = []  # rows that the worker still has
-        self.in_flight = StepsInFlight()
+        self.in_flight = StepsInFlight(max(2, config.num_pipeline_stages))
         self._sequence_ids = count()
         self._arrivals = count()
         self._step_ids = count()
@@ -170,26 +174,41 @@ class Scheduler:
             return None
         return self._plan(launched, now)
 
-    def _plan(self, launched: Mapping[SequenceId, int], now: float) -> StepPlan | None:
-        """Return the step behind one that computes `launched` tokens of sequences."""
-        draft = StepPlanBuilder(self.config.max_num_batched_tokens)
+    def schedule_pipelined(self, now: float = 0.0) -> StepPlan | None:
+        """Return a step of sequences that no step in flight computes; None where a step must be committed first, or nothing is
+        unfinished.
+
+        It takes a share of the running sequences and of the token budget, so that every stage has a step to compute.
+        """
+        if len(self.in_flight) >= self.config.num_pipeline_stages:
+            raise InvariantError(f"{len(self.in_flight)} steps are in flight, one for each pipeline stage")
+        return self._plan(_NOTHING, now, share_of_step(self.config, self.running, self.waiting, self.kv))
+
+    def _plan(self, launched: Mapping[SequenceId, int], now: float, limits: StepLimits | None = None) -> StepPlan | None:
+        """Return the step behind one that computes `launched` tokens of sequences; or with limits one of other sequences than
+        those of the steps in flight."""
+        draft = StepPlanBuilder(*(limits or (self.config.max_num_batched_tokens,)))
         num_preempted_before = self._num_preemptions
-        decoding, prefilling = find_remaining(self.running, launched)
+        running = self.running if limits is None else self.in_flight.leave_out(self.running)
+        decoding, prefilling = find_remaining(running, launched)
         for sequence in decoding:
             self._schedule_running(draft, sequence, 1, launched)
         for is_background in (False, True) if prefilling or len(self.waiting) > 0 else ():
             for sequence, num_left in prefilling:
                 if sequence.request.is_background is is_background:
                     self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
-            if self._num_preemptions == num_preempted_before:
+            if self._num_preemptions == num_preempted_before and not draft.is_starved:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # what drafts follow is not known before
             give_draft_slots(draft, self.kv, len(self.running))
-        if draft.is_empty and (launched or not any(sequence.is_mask_pending for sequence in self.running)):
+        if draft.is_empty and (len(self.in_flight) > 0 or not any(sequence.is_mask_pending for sequence in self.running)):
             return None
-        plan = draft.build(next(self._step_ids), tuple(self._ended))
+        ended = self._ended
+        if limits is not None:  # the worker keeps the rows of a step until it is collected
+            ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
+        plan = draft.build(next(self._step_ids), tuple(ended))
         self.in_flight.begin(plan)
-        self._ended.clear()
+        self._ended = [] if len(ended) == len(self._ended) else [key for key in self._ended if key not in ended]
         for start in plan.starts:
             sequence = self._sequences[start.sequence_id]
             sequence.is_known = True
@@ -246,11 +265,14 @@ class Scheduler:
     def _schedule_running(
         self, draft: StepPlanBuilder, sequence: Sequence, num_tokens: int, launched: Mapping[SequenceId, int]
     ) -> None:
-        if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
+        if num_tokens == 0 or draft.is_full or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
             return
         num_launched = launched.get(sequence.sequence_id, 0) if launched else 0
         while (growth := self.kv.grow(sequence, num_tokens, num_launched)) is None:
-            victim = self.running.last
+            victim = self.running.last if len(self.in_flight) == 0 else find_preemptible(sequence, self.running, self.in_flight)
+            if victim is None:
+                draft.is_starved = True
+                return
             draft.remove(victim)
             self._preempt(victim)
             if victim is sequence:
@@ -258,14 +280,14 @@ class Scheduler:
         draft.add(sequence, num_tokens, growth)
 
     def _schedule_waiting(self, draft: StepPlanBuilder, is_background: bool, may_preempt: bool) -> None:
-        while len(self.waiting) > 0 and draft.num_tokens_left > 0:
+        while len(self.waiting) > 0 and draft.num_tokens_left > 0 and not draft.is_full:
             sequence = self.waiting.first
             if sequence.request.is_background is not is_background:
                 return
             num_cached = self.kv.admit(sequence) if len(self.running) < self.config.max_num_seqs else None
             if num_cached is None:
                 victim = find_victim(sequence, self.running)
-                if victim is None or not may_preempt:
+                if victim is None or not may_preempt or self.in_flight.last_with(victim.sequence_id) is not None:
                     return
                 draft.remove(victim)
                 self._preempt(victim)
@@ -291,8 +313,11 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        if len(self.in_flight) > 0:
-            raise InvariantError(f"sequence {sequence.sequence_id} is preempted while a step is in flight")
+        step = self.in_flight.last_with(sequence.sequence_id)
+        if step is not None:
+            raise InvariantError(
+                f"sequence {sequence.sequence_id} is preempted while step {step.step_id}, which has it, is in flight"
+            )
         self._drop_kv(sequence)
         sequence.num_preemptions += 1
         self._num_preemptions += 1

@@ -25,6 +25,9 @@ class SequenceQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences)
+
     @property
     def first(self) -> Sequence:
         """The sequence that comes before all others; the queue must not be empty."""

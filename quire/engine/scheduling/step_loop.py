@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire.base.errors import DeviceLostError
 from quire.base.logging import get_logger
-from quire.contracts.step import AheadRunner, LaunchedStep, Runner, StepPlan, StepResult
+from quire.contracts.step import AheadRunner, LaunchedStep, PipelinedRunner, Runner, StepPlan, StepResult
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_record import Attended, StepRecord, StepShare, describe_plan
 
@@ -44,7 +44,8 @@ class StepLoop:
     """Makes the steps of one scheduler and one runner.
 
     With an AheadRunner, and is_ahead, the next step is planned and launched before the one that runs is collected, wherever the
-    runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first.
+    runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first. With a PipelinedRunner, and
+    is_ahead, as many steps are in flight as it has stages, wherever there are other sequences for them.
 
     commit   takes in plan and result, in the order of the plans; of a step that failed as a whole, a result of errors
     windows  that records of steps tell apart, see describe_plan
@@ -59,7 +60,10 @@ class StepLoop:
         windows: Sequence[int | None] = (None,),
     ) -> None:
         self._scheduler, self._runner, self._commit = scheduler, runner, commit
-        self._ahead = runner if is_ahead and isinstance(runner, AheadRunner) else None
+        # With pipeline stages no step follows the sequences of one in flight.
+        self._pipelined = runner if is_ahead and isinstance(runner, PipelinedRunner) else None
+        self._ahead = runner if self._pipelined is None and is_ahead and isinstance(runner, AheadRunner) else None
+        self._launcher = self._pipelined or self._ahead
         self._steps: list[_Step] = []  # in flight, oldest first
         self._windows = windows
         self._last_end_s = 0.0
@@ -77,11 +81,18 @@ class StepLoop:
         return self._ahead is not None
 
     def run(self) -> None:
-        """Commit one step, and leave at most one in flight; do nothing where there is nothing to do.
+        """Commit one step, and leave at most one in flight, or one less than there are pipeline stages.
+
+        Does nothing where there is nothing to do.
 
         What is raised inside of the runner, and is no Exception, is raised when the books are right: the steps that it met are
         failed, and committed now or by the next calls. So is DeviceLostError, as no step that follows would be better off.
         """
+        if self._pipelined is not None:
+            self._fill_stages(self._pipelined.num_stages)
+            if self._steps:
+                self._finish(self._steps[0])
+            return
         if not self._steps:
             self._launch(self._scheduler.schedule)
             if not self._steps:
@@ -90,6 +101,13 @@ class StepLoop:
         if len(self._steps) == 1 and running is not None and running.allows_next:
             self._launch(self._scheduler.schedule_ahead)
         self._finish(self._steps[0])
+
+    def _fill_stages(self, num_stages: int) -> None:
+        """Launch steps until each stage has one, or there are no other sequences."""
+        while (num_steps := len(self._steps)) < num_stages:
+            self._launch(self._scheduler.schedule_pipelined)
+            if len(self._steps) == num_steps:
+                return
 
     def drain(self) -> None:
         """Commit what is in flight, and launch nothing; what is on a lost device has failed."""
@@ -105,11 +123,11 @@ class StepLoop:
         shares, attended = describe_plan(self._scheduler, plan, self._windows) if self.is_recording else ([], [])
         step = _Step(plan, started_s, shares, attended)
         self._steps.append(step)
-        if self._ahead is None:
+        if self._launcher is None:
             step.launched = _AtOnce(self._runner, plan)
             return
         try:
-            step.launched = self._ahead.launch(plan)
+            step.launched = self._launcher.launch(plan)
         except Exception as error:
             logger.exception("step %d could not be launched", plan.step_id)
             step.failure = _describe(error)

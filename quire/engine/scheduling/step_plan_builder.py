@@ -25,18 +25,26 @@ def _start(sequence: Sequence) -> SequenceStart:
 class StepPlanBuilder:
     """Collects who computes how many tokens under one token budget; who is taken out again leaves no trace."""
 
-    def __init__(self, max_num_tokens: int) -> None:
+    def __init__(self, max_num_tokens: int, max_num_sequences: int | None = None) -> None:
+        self._max_num_sequences = max_num_sequences
         self._sequences: dict[SequenceId, Sequence] = {}
         self._num_tokens: dict[SequenceId, int] = {}
         self._growths: dict[SequenceId, BlockGrowth] = {}  # of the few whose table has changed
         self._num_draft_slots: dict[SequenceId, int] = {}
         self.num_tokens_left = max_num_tokens
         """Tokens of the budget that are not given out yet."""
+        self.is_starved = False
+        """Whether a sequence was left out because only a step in flight may bring it blocks."""
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody computes anything."""
         return not self._sequences
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many sequences as it may have."""
+        return self._max_num_sequences is not None and len(self._sequences) >= self._max_num_sequences
 
     @property
     def sequences(self) -> Iterable[Sequence]:

@@ -183,7 +183,7 @@ class EngineLoop:
         record, scheduler, stats = self._engine.last_step, self._engine.scheduler, self._engine.stats
         if record is None:
             return None
-        shares = record.shares
+        shares, stages = record.shares, self._engine.stage_times
         num_prefill = sum([num_tokens for _, _, num_tokens, is_prefill in shares if is_prefill])
         parts = [StepPart(*share) for share in shares[:MAX_STEP_PARTS]]
         parts += [StepPart(*share) for share in shares[MAX_STEP_PARTS:] if share[3]]
@@ -205,6 +205,8 @@ class EngineLoop:
             total_drafts=stats.num_drafts,
             total_draft_tokens=stats.num_draft_tokens,
             total_accepted_per_pos=stats.accepted_per_pos,
+            total_stage_busy_s=[] if stages is None else list(stages.busy_s),
+            total_active_s=0.0 if stages is None else stages.active_s,
         )
 
     def _kv_report(self, now: float) -> KvReport:

@@ -353,6 +353,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_free_blocks     blocks that nothing uses, those that hold a reusable prefix (num_cached_blocks) among them
     parts               the first MAX_STEP_PARTS, and all that are prefill
     total_drafts        times that drafted tokens were verified; total_accepted_per_pos: by position in their draft
+    total_stage_busy_s  seconds in which each pipeline stage computed, of the total_active_s in which steps were in flight
     """
 
     step_id: int
@@ -372,6 +373,8 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     total_drafts: int = 0
     total_draft_tokens: int = 0
     total_accepted_per_pos: list[int] = []
+    total_stage_busy_s: list[float] = []
+    total_active_s: float = 0.0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):

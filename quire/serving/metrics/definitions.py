@@ -136,6 +136,8 @@ class Definitions:
         self.accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in their draft, from 0 on.", "position"
         )
+        self.stage_busy = counter("pipeline_stage_busy_seconds", "Seconds in which a pipeline stage computed.", "stage")
+        self.stages_active = counter("pipeline_active_seconds", "Seconds in which a step was in flight in pipeline stages.")
         self.iteration_tokens = self._engine_histogram(
             "iteration_tokens_total", "Tokens computed per step, of prompts and decoding.", ITERATION_BUCKETS
         )

@@ -42,6 +42,7 @@ class EngineMetrics:
         self.num_waiting = 0
         self._info: EngineInfo | None = None
         self._totals: list[int] = []
+        self._stage_totals: list[float] = []
         for family in defined.of_engine:
             family.labels(*labels)
 
@@ -50,7 +51,7 @@ class EngineMetrics:
         defined = self._defined
         defined.engine_state.only(*self._labels, state, num_fixed=len(self._labels))
         if state != "ready":
-            self._totals = []
+            self._totals, self._stage_totals = [], []
             self.num_waiting = 0
             for gauge in (defined.running, defined.kv_usage, defined.batch_prefill, defined.batch_decode):
                 gauge.labels(*self._labels).set(0)
@@ -111,6 +112,18 @@ class EngineMetrics:
         for cell, new, old in zip(cells, totals, self._totals, strict=False):
             cell.add(max(new - old, 0))
         self._totals = totals
+        if report.total_stage_busy_s:
+            self._take_stages(report)
+
+    def _take_stages(self, report: StepReport) -> None:
+        defined, labels, busy_s = self._defined, self._labels, report.total_stage_busy_s
+        totals = [report.total_active_s, *busy_s]
+        cells = [defined.stages_active.labels(*labels)]
+        cells += [defined.stage_busy.labels(*labels, str(stage)) for stage in range(len(busy_s))]
+        self._stage_totals += [0.0] * (len(totals) - len(self._stage_totals))
+        for cell, new, old in zip(cells, totals, self._stage_totals, strict=True):
+            cell.add(max(new - old, 0.0))
+        self._stage_totals = totals
 
 
 def _finite(seconds: float | None) -> float | None:

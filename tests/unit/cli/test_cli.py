@@ -149,6 +149,16 @@ def test_inspect_shows_structure_and_memory_without_weights(capsys, tiny_model, 
         assert part in out
 
 
+def test_inspect_shows_what_each_pipeline_stage_has(capsys):
+    pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
+    options = ("-pp", 2, "--pipeline-layers", "6,2", "--num-kv-blocks", 16)
+    status, out, _ = run(capsys, "inspect", "demo", *options)
+    assert status == 0
+    stages = [line for line in out.splitlines() if line.startswith("stage ")]
+    assert [line.split("; ")[1] for line in stages] == ["layers 0 to 5 and the embedding", "layers 6 to 7 and the LM head"]
+    assert ["768.0 KiB" in stages[0], "256.0 KiB" in stages[1]] == [True, True]
+
+
 def test_bench_throughput_writes_its_figures(capsys, tiny_model, tmp_path):
     path = tmp_path / "figures.json"
     options = ("--num-prompts", 3, "--random-input-len", 9, "--random-output-len", 4, "--seed", 1, "--ignore-eos")
@@ -179,6 +189,20 @@ def test_bench_throughput_reports_the_median_when_it_is_repeated(capsys, tiny_mo
     rates = sorted(figures["output_tokens_per_second_of_runs"], reverse=True)
     assert len(rates) == num_repeats
     assert figures["output_tokens_per_second"] == rates[num_repeats // 2]
+
+
+def test_bench_throughput_says_how_idle_pipeline_stages_were(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
+    from quire.worker import pipeline_build
+    from tests.thread_workers import ThreadWorkers
+
+    monkeypatch.setattr(pipeline_build, "spawn_workers", ThreadWorkers)
+    workload = ("--num-prompts", 4, "--max-num-seqs", 4, "--input-len", 4, "--output-len", 4, "--num-threads", 2)
+    path = tmp_path / "figures.json"
+    status, out, _ = run(capsys, "bench", "throughput", "--model", "demo", "-pp", 2, *workload, "--output-json", path)
+    assert status == 0
+    assert re.search(r"^Idle: stage 0 \d+\.\d%, stage 1 \d+\.\d%$", out, re.MULTILINE)
+    assert len(json.loads(path.read_text())["stage_idle_shares"]) == 2
 
 
 def test_bench_latency_writes_its_figures(capsys, tiny_model, tmp_path):
@@ -276,6 +300,7 @@ def test_debug_shows_the_traceback(capsys):
         (("generate", "x", "--max-tokens", "five"), " generate", "'five'"),
         (("quantize", "demo", "out"), " quantize", "--to"),
         (("bench", "perplexity"), " bench perplexity", "--text"),
+        (("generate", "x", "-pp", "2", "--pipeline-layers", "4;4"), " generate", "must be integers with commas between them"),
     ],
 )
 def test_bad_usage_is_said_in_one_line_without_all_options(capsys, argv, command, words):

@@ -84,6 +84,8 @@ void bind_setup(PlanClass& plan) {
             if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
             p.set_rank_group(reinterpret_cast<BarrierState*>(barrier), rank, size, first_output, file);
         }, "barrier"_a, "rank"_a, "size"_a, "first_output"_a, "file"_a, "Make the plan that of one rank of several; see RankGroup in rank_group.h.")
+        .def("set_stage", &Plan::set_stage, "is_first"_a, "is_last"_a, "Make the plan that of a pipeline stage, before finish.")
+        .def_static("row_stride", &row_stride, "size"_a, "Return the floats from one row to the next of rows of this size.")
         .def_prop_ro("num_barriers", &Plan::num_barriers)
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)
@@ -113,7 +115,7 @@ void bind_steps(PlanClass& plan) {
             "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
     plan.def("run", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<uintptr_t>& tables,
                        i32 max_blocks, const std::vector<i32>& wanted_rows, i32 num_logit_rows, bool keeps_all, bool wants_best, uintptr_t logits, uintptr_t positions,
-                       uintptr_t num_drafts, uintptr_t ancestors) {
+                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows) {
             const TokenRuns runs = {token_ids, starts, ends, std::vector<i32>(ends.size()), tables, max_blocks};
             const Placement placement(runs, p.block_size(), {});
             StepInput in;
@@ -125,6 +127,7 @@ void bind_steps(PlanClass& plan) {
             in.num_wanted_rows = static_cast<i32>(wanted_rows.size());
             in.num_logit_rows = num_logit_rows;
             in.keeps_all = keeps_all;
+            in.rows = reinterpret_cast<float*>(rows);
             in.logits = reinterpret_cast<float*>(logits);
             std::vector<i32> best(wants_best ? num_logit_rows : 0);
             if (logits == 0 && num_logit_rows > 0) {
@@ -135,7 +138,7 @@ void bind_steps(PlanClass& plan) {
             if (wants_best && in.best == nullptr && p.gives_results()) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
-            "num_drafts"_a = 0, "ancestors"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
             "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none. logits 0: these alone.");
 }
 
@@ -186,6 +189,8 @@ void bind_results(PlanClass& plan) {
         .def("layer_inputs", [](Plan& p, const std::vector<i32>& rows, uintptr_t out) {
             p.layer_inputs(rows.data(), static_cast<i32>(rows.size()), reinterpret_cast<float*>(out));
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a)
+        .def("use_rows", [](Plan& p, uintptr_t rows) { p.use_rows(reinterpret_cast<float*>(rows)); }, "rows"_a,
+             "Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.")
         .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count) {
             p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count);
         }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a)

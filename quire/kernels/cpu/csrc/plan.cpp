@@ -87,6 +87,19 @@ void Plan::set_rank_group(BarrierState* barrier, int rank, int size, i32 first_o
     group_.rows.set_file(file);
 }
 
+void Plan::set_stage(bool is_first, bool is_last) {
+    if (entry_ != Entry::token || is_sharded()) throw std::invalid_argument("a draft head or a shard of a model has no pipeline stages");
+    is_stage_ = true;
+    is_first_stage_ = is_first;
+    is_last_stage_ = is_last;
+}
+
+void Plan::use_rows(float* rows) {
+    if (!is_stage_ || rows == nullptr) throw std::invalid_argument("rows of the caller are those of a pipeline stage");
+    const std::lock_guard<std::mutex> lock(guard_);
+    x_ = rows;
+}
+
 void Plan::measure(const Site& site, i64 rows) {
     i64 words = 0, groups = 0;
     for (const InputForm& form : site.forms) {
@@ -138,8 +151,10 @@ void Plan::finish_layer(PlanLayer& l) {
 
 void Plan::finish() {
     for (auto& layer : layers_) finish_layer(*layer);
-    head_site_.add(head_->weight);
-    measure(head_site_, 1);
+    if (is_last_stage_) {
+        head_site_.add(head_->weight);
+        measure(head_site_, 1);
+    }
     if (entry_ != Entry::token) {
         fuse_site_.add(fuse_->weight);
         measure(fuse_site_, 1);
@@ -202,7 +217,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
             used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
         };
-        take(x_, rows * row_stride(hidden_));
+        take(x_, is_stage_ ? 0 : rows * row_stride(hidden_));
         take(qkv_, rows * row_stride(qkv_size_));
         if (is_sharded()) {  // see reserve_shared
             take(spare_, rows * row_stride(std::max(hidden_, attention_size_)));

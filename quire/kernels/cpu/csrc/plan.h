@@ -97,6 +97,9 @@ struct StepInput {
     // Of a plan whose entry is not token: [num_tokens][feature_size].
     const float* features = nullptr;
     i32 feature_size = 0;
+    // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes the
+    // embeddings there, every other one finds what the stage before has left; all work in place.
+    float* rows = nullptr;
 };
 
 // Tokens that follow a step, each the most likely one after those before it, whose rows get what the row before it gave.
@@ -137,6 +140,11 @@ public:
     bool gives_results() const { return group_.rank == 0; }
     bool is_aborted() const { return group_.is_aborted; }
     u64 num_barriers() const { return group_.num_barriers; }
+    // Make the plan that of a pipeline stage, before finish: a range of layers, and the embedding or the head only where it is the first
+    // or the last stage. Every step needs `rows`; one of a stage that is not the last keeps all of them and has no wanted rows.
+    void set_stage(bool is_first, bool is_last);
+    // Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.
+    void use_rows(float* rows);
     // Keep the inputs of these layers, in rising order, in every step from now on.
     void keep_inputs(std::vector<i32> layers);
     void finish();
@@ -198,6 +206,7 @@ private:
     i32 whole_qk_size_ = 0, own_row_size_ = 0;
     i32 hidden_, vocab_;
     bool is_bf16_;
+    bool is_stage_ = false, is_first_stage_ = true, is_last_stage_ = true;
     std::shared_ptr<NativeWeight> embed_, position_embed_, head_;
     float embed_scale_ = 1.0f, logit_scale_ = 1.0f, softcap_ = 0.0f;
     std::vector<std::shared_ptr<PlanLayer>> layers_;

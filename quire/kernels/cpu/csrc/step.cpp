@@ -89,6 +89,7 @@ struct Stepper : StepExperts {
     }
 
     void enter_or_embed() {
+        if (!plan.is_first_stage_) return;  // the stage before has left the rows
         if (plan.entry_ == Entry::token)
             embed();
         else
@@ -444,9 +445,12 @@ void Plan::step(const StepInput& input) {
         if (input.layers[i] < 0 || input.layers[i] >= static_cast<i32>(layers_.size()))
             throw std::invalid_argument("there is no layer " + std::to_string(input.layers[i]));
     if (input.best != nullptr && !has_plain_logits()) throw std::invalid_argument("the best tokens of a plan with scaled logits are found in these");
+    if (is_stage_ != (input.rows != nullptr)) throw std::invalid_argument("a pipeline stage, and nothing else, computes in rows of the caller");
+    if (!is_last_stage_ && (!input.keeps_all || input.num_wanted_rows > 0)) throw std::invalid_argument("the last stage alone has wanted rows");
     const std::lock_guard<std::mutex> lock(guard_);
     find_last_ask(input);
     reserve(input.batch.num_tokens, input.batch);
+    if (is_stage_) x_ = input.rows;
     if (is_sharded()) reserve_shared(input.batch.num_tokens, input.num_logit_rows);
     if (input.best != nullptr) begin_best(input.num_logit_rows);
     Call call = {this, &input, nullptr, 0, nullptr};

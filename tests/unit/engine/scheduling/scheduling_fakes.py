@@ -179,7 +179,8 @@ class FakeWorker:
             assert 1 <= num_slots <= self.wishes[sequence_id]
             assert plan.num_scheduled_tokens[sequence_id] == 1
             verified[sequence_id] = self._draft(self.rows[sequence_id], num_slots, holders)
-        self.wishes = {}
+        for sequence_id in plan.num_scheduled_tokens:
+            self.wishes.pop(sequence_id, None)
         late: list[SequenceId] = []
         for sequence_id, num_tokens in plan.num_scheduled_tokens.items():
             row = self.rows[sequence_id]
@@ -202,7 +203,7 @@ class FakeWorker:
             for sequence_id, tokens in sampled.items()
             if self.rows[sequence_id].request.params.needs_logprob
         }
-        wishes = {sequence_id: count for sequence_id, count in self.wishes.items() if count}
+        wishes = {sequence_id: count for sequence_id, count in self.wishes.items() if count and sequence_id in sampled}
         mask_ready = [sequence_id for sequence_id in self._late if self._rng_of_late.random() < 0.3]
         self._late = [sequence_id for sequence_id in self._late if sequence_id not in mask_ready] + late
         self.num_late += len(late)

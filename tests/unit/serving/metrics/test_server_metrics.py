@@ -312,6 +312,18 @@ def test_drafts_are_counted_by_position_when_steps_report_them():
     assert samples(metrics)[(f"{name}_accepted_tokens_per_pos_total", ("position", "0"))] == 6
 
 
+def test_the_times_of_pipeline_stages_are_counted_when_steps_report_them():
+    metrics, _ = make_metrics()
+    for busy_s, active_s in ([1.0, 2.0], 3.0), ([2.5, 2.0], 4.0):
+        metrics.step(StepOutputs([], msgspec.structs.replace(report(), total_stage_busy_s=busy_s, total_active_s=active_s)))
+    for state in ("restarting", "ready"):
+        metrics.engine_state(state)
+    metrics.step(StepOutputs([], msgspec.structs.replace(report(), total_stage_busy_s=[0.5, 0.25], total_active_s=1.0)))
+    found = samples(metrics)
+    busy = [found[("quire:pipeline_stage_busy_seconds_total", ("stage", stage))] for stage in "01"]
+    assert (busy, found[("quire:pipeline_active_seconds_total",)]) == ([3.0, 2.25], 5.0)
+
+
 # Work and load.
 
 

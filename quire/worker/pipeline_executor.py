@@ -1,0 +1,225 @@
+"""PipelineExecutor: runs the steps of a model whose layers are divided among stages, each in a process of its own.
+
+The leader has no layers. It sends each step to all stages, reads what the last one has written, and may have as many steps on
+their way as there are stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
+from quire.base.logging import get_logger
+from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.kernels.peaks import SHORT, measure_peaks
+from quire.kv.page_supply import PageSupply
+from quire.kv.pool import KvPool
+from quire.parallel.barrier import AbortReason
+from quire.parallel.launch import SpawnedWorkers
+from quire.sampling.sampler import Draw
+from quire.speculate.proposer import DraftInput
+from quire.worker.parallel_messages import Call, Changes, Encoded, StepCall, encode_changes, encode_rows
+from quire.worker.pipeline_memory import PipelineMemory, StageClock
+from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
+from quire.worker.pipeline_stage import StageConfig
+from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step that the stages were told to compute.
+
+    number  of the steps before it
+    """
+
+    number: int
+    slot: int
+    wants_best: bool
+    keeps_all: bool
+    num_logit_rows: int
+
+
+class PipelineExecutor:
+    """Implements StepExecutor in the leader of a pipeline.
+
+    config   what the stages were started with
+    memory   the plan of the whole model
+    vocab_size, has_rope_variants  of the model
+
+    Where the group has ended, for example because the process of a stage was killed, a call raises DeviceLostError, which names
+    the stage.
+    """
+
+    has_sampler = False
+    draw: Draw | None = None
+
+    def __init__(
+        self, config: StageConfig, memory: MemoryPlan, workers: SpawnedWorkers, vocab_size: int, has_rope_variants: bool
+    ) -> None:
+        self._workers, self._stages = workers, config.stages
+        self._memory = PipelineMemory(workers.memory, config.sizes)
+        self.clock = StageClock(self._memory)
+        self.max_in_flight = len(config.stages)
+        self.block_size, self.vocab_size, self.has_rope_variants = memory.kv.block_size, vocab_size, has_rope_variants
+        self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
+        max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
+        self.block_tables = np.zeros((config.num_batch_slots, max_blocks), dtype=np.int64)
+        self._pages: PageSupply | None = None
+        self._num_sent = self._num_taken = self._num_asked = 0
+        self._is_closed = False
+
+    @property
+    def worker_pids(self) -> dict[int, int]:
+        """The processes of the stages, by stage."""
+        return {rank - 1: pid for rank, pid in self._workers.pids.items()}
+
+    def take_pages(self, draft_pools: Sequence[KvPool]) -> None:
+        """Take the first memory pages of the pools of draft models, which are in this process, from the system."""
+        if draft_pools:
+            self._pages = PageSupply(*draft_pools)
+            self._pages.start()
+
+    def step_scope(self) -> AbstractContextManager[object]:
+        """See StepExecutor."""
+        return self._pages or nullcontext()
+
+    def set_sampling(self, batch_slot: int, sampling: SlotSampling) -> None:
+        """See StepExecutor: best tokens need no options."""
+
+    def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
+        """See StepExecutor."""
+        if self._pages is not None:
+            for _, _, block_ids in entries:
+                self._pages.use(block_ids)
+        if entries or block_copies:
+            self._send(encode_changes(Changes(list(entries), list(block_copies))))
+
+    def flush(self) -> None:
+        """See StepExecutor: changes are sent at once."""
+
+    def start_step(
+        self,
+        tokens: StepTokens,
+        samples: bool,
+        keeps_logits: bool,
+        hidden_rows: Sequence[int],
+        keeps_prompt_logits: bool,
+        reads: Sequence[DraftInput],
+    ) -> SentStep:
+        """See StepExecutor."""
+        if reads:
+            raise InvariantError(f"drafts read {', '.join(reads)}, which pipeline stages do not hand out")
+        number = self._num_sent
+        # A step that was started and never collected may still be under way in its slot.
+        self._wait(self._memory.counter(len(self._stages) - 1), number + 1 - self.max_in_flight)
+        call = StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_prompt_logits)
+        self._send(encode_numbered_step(call, number & 0x7FFFFFFF))
+        self._num_sent = number + 1
+        self.clock.note_in_flight(self._num_sent - self._num_taken)
+        return SentStep(number, self._memory.slot(number), samples, keeps_prompt_logits, len(tokens.logit_rows))
+
+    def take_sampled(self, started: SentStep) -> tuple[Sequence[int] | None, Mapping[int, str]]:
+        """See StepExecutor. Where a row has no best token, the sampler says what is wrong with its logits."""
+        self._wait(self._memory.counter(len(self._stages) - 1), started.number + 1)
+        self._num_taken = started.number + 1
+        self.clock.note_in_flight(self._num_sent - self._num_taken)
+        if not started.wants_best:
+            return None, NO_FAILURES
+        best: list[int] = self._memory.best(started.slot, started.num_logit_rows).tolist()
+        return (None if min(best, default=0) < 0 else best), NO_FAILURES
+
+    def logits(self, started: SentStep) -> Tensor:
+        """See StepExecutor. Valid until as many steps as there are stages have been started after it."""
+        return self._memory.logits(started.slot, started.num_logit_rows)
+
+    def logits_at(self, started: SentStep, first: int, last: int) -> Tensor:
+        """See StepExecutor; asked of the last stage, which answers after the steps that it was sent before."""
+        if not started.keeps_all:
+            raise InvariantError("logits_at was called for a step that has not kept all rows")
+        return self._ask(StageCall.LOGITS, started.slot, range(first, last), self.vocab_size)
+
+    def hidden_states(self, started: SentStep, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
+        """See StepExecutor; asked of the last stage, as logits_at."""
+        first_kept = started.num_logit_rows
+        places = list(hidden_rows) if started.keeps_all else range(first_kept, first_kept + len(hidden_rows))
+
+        def read(first: int, last: int) -> Tensor:
+            return self._ask(StageCall.HIDDEN_STATES, started.slot, places[first:last], self._hidden_size).clone()
+
+        return read
+
+    def features(self, what: DraftInput, rows: Sequence[int]) -> Tensor:
+        """See StepExecutor: refused."""
+        raise InvariantError(f"drafts read {what}, which pipeline stages do not hand out")
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """See StepExecutor: none can be kept."""
+        if layers:
+            raise InvariantError("pipeline stages keep no inputs of layers")
+
+    def move_tokens(self, moves: Moves) -> None:
+        """See StepExecutor."""
+        self._send(encode_rows(Call.MOVE_TOKENS, moves.sources, moves.targets))
+
+    def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
+        """See StepExecutor."""
+        peaks = measure_peaks(report, SHORT, self._num_threads)
+        return peaks.bytes_per_s, peaks.flops_per_s
+
+    def check_health(self) -> None:
+        """See StepExecutor."""
+        with self._group():
+            self._workers.barrier.check()
+
+    def close(self) -> None:
+        """See StepExecutor: the stages end, and the log says how much of the time each was idle."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._num_taken > 0:
+                logger.info("%s", self.clock.times.describe())
+        self._workers.close()
+        if self._pages is not None:
+            self._pages.close()
+
+    def _ask(self, call: StageCall, slot: int, places: Sequence[int], width: int) -> Tensor:
+        """Return what the last stage has computed for places in a slot: valid until it is asked again."""
+        self._send(encode_request(call, slot, places))
+        self._num_asked += 1
+        self._wait(self._memory.answer_counter, self._num_asked)
+        return self._memory.answer(len(places), width)
+
+    def _send(self, message: Encoded) -> None:
+        with self._group():
+            self._workers.ring.send(*message)
+
+    def _wait(self, counter: int, least: int) -> None:
+        with self._group():
+            self._workers.barrier.wait_for_counter(counter, least)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Turn an error of a call into the reason why the group has ended, with the name of the stage."""
+        try:
+            yield
+        except Exception as error:
+            barrier = self._workers.barrier
+            if barrier.abort_cause is None:
+                text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+                barrier.abort(0, AbortReason.FAILED, f"the leader of the pipeline failed: {text}")
+            try:
+                barrier.check()
+            except WorkerError as reason:
+                raise DeviceLostError(self._describe_end(reason), reason.rank) from error
+            raise
+
+    def _describe_end(self, reason: WorkerError) -> str:
+        if not 1 <= reason.rank <= len(self._stages):
+            return str(reason)
+        return f"pipeline {self._stages[reason.rank - 1].describe()}: {reason}"

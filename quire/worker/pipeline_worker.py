@@ -1,0 +1,149 @@
+"""The process of a pipeline stage: loads its layers, and computes the steps that the leader sends, after the stage before.
+
+Run by the leader as `python -m quire.worker.pipeline_worker`, see quire.parallel.launch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+import torch
+
+from quire.base.errors import InvariantError
+from quire.contracts.memory import MemoryPlan
+from quire.kernels.native import load_native
+from quire.kv.page_supply import PageSupply
+from quire.kv.pool import KvPool
+from quire.model.stage_decoder import StageDecoder, StageOutputs
+from quire.model.token_runs import TokenRuns, address_of
+from quire.parallel.barrier import ProcessBarrier
+from quire.parallel.launch import WorkerContext, run_worker
+from quire.parallel.ring import RingMessage
+from quire.worker.parallel_messages import StepCall, decode_changes, decode_step
+from quire.worker.pipeline_memory import PipelineMemory
+from quire.worker.pipeline_messages import StageCall, request_slot, step_number
+from quire.worker.pipeline_stage import StageConfig, build_stage
+
+
+def main(context: WorkerContext) -> None:
+    """Load the stage, then do what the leader says until it closes the group."""
+    config, stage_index = StageConfig.from_json(context.config), context.rank - 1
+    torch.set_num_threads(config.num_threads[stage_index])
+    context.startup.stage(f"loading weights of {config.stages[stage_index].describe()}")
+    decoder, plan = build_stage(config, stage_index)
+    memory = PipelineMemory(context.memory, config.sizes)
+    executor = StageExecutor(decoder, plan, config.num_batch_slots, memory, context.barrier)
+    context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
+    try:
+        while True:
+            message = context.ring.receive()
+            if message is not None:
+                executor.make_call(message)
+    finally:
+        executor.close()
+
+
+class StageExecutor:
+    """Computes the layers of one stage."""
+
+    def __init__(
+        self, decoder: StageDecoder, plan: MemoryPlan, num_batch_slots: int, memory: PipelineMemory, barrier: ProcessBarrier
+    ) -> None:
+        self._decoder, self._stage, self._memory, self._barrier = decoder, decoder.stage, memory, barrier
+        self._native = load_native()
+        self._kv = KvPool(plan.kv, plan.num_kv_blocks)
+        self._pages = PageSupply(self._kv)
+        self._pages.start()
+        max_blocks = min(-(-plan.max_model_len // plan.kv.block_size), plan.num_kv_blocks)
+        self._block_tables = np.zeros((num_batch_slots, max_blocks), dtype=np.int64)
+        self._tables = list(self._block_tables)
+        self._addresses = [address_of(table) for table in self._tables]
+        self._num_answers = 0
+
+    @property
+    def spared_bytes(self) -> int:
+        """See NativeDecoder.spared_bytes; of the last stage."""
+        return self._decoder.spared_bytes if self._stage.is_last else 0
+
+    def make_call(self, message: RingMessage) -> None:
+        """Make one call of the leader."""
+        call = StageCall(int(message.header[0]))
+        with self._pages:
+            if call is StageCall.STEP:
+                self._run(step_number(message), decode_step(message))
+            elif call is StageCall.CHANGES:
+                changes = decode_changes(message)
+                for batch_slot, index, block_ids in changes.entries:
+                    self._block_tables[batch_slot, index : index + len(block_ids)] = block_ids
+                    self._pages.use(block_ids)
+                if changes.block_copies:
+                    self._kv.copy_blocks(tuple(changes.block_copies))
+            elif call is StageCall.MOVE_TOKENS:
+                sources, targets = (torch.from_numpy(array.astype(np.int64)) for array in message.arrays)
+                self._decoder.move_tokens(self._kv, sources, targets)
+            elif call in (StageCall.LOGITS, StageCall.HIDDEN_STATES):
+                if self._stage.is_last:
+                    self._answer(call, request_slot(message), message.arrays[0].tolist())
+            else:
+                raise InvariantError(f"the leader has sent call {call!r}, which no stage knows")
+
+    def _run(self, number: int, step: StepCall) -> None:
+        """Compute a step, after the stage before has."""
+        tokens, slot = step.tokens, self._memory.slot(number)
+        runs = TokenRuns(
+            tokens.token_ids,
+            tokens.starts,
+            tokens.ends,
+            [self._tables[batch_slot] for batch_slot in tokens.batch_slots],
+            [self._addresses[batch_slot] for batch_slot in tokens.batch_slots],
+            tokens.trees,
+            tokens.short_ropes,
+        )
+        if not self._stage.is_first:
+            self._barrier.wait_for_counter(self._memory.counter(self._stage.index - 1), number + 1)
+        began_s = time.perf_counter()
+        count = len(tokens.logit_rows)
+        outputs = None
+        if self._stage.is_last:
+            outputs = StageOutputs(
+                tokens.logit_rows + step.hidden_rows,
+                count,
+                step.keeps_all,
+                step.wants_best,
+                step.needs_logits,
+                self._memory.logits(slot, count).data_ptr(),
+            )
+        best = self._decoder.run_stage(runs, self._kv, self._memory.rows(slot), outputs)
+        if step.wants_best and self._stage.is_last:
+            self._memory.best(slot, count)[:] = best
+        self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
+        self._advance(self._memory.counter(self._stage.index), number + 1)
+
+    def _answer(self, call: StageCall, slot: int, places: list[int]) -> None:
+        """Compute what the leader has asked for."""
+        began_s = time.perf_counter()
+        rows = self._memory.rows(slot)
+        if call is StageCall.LOGITS:
+            out = self._memory.answer(len(places), self._decoder.spec.vocab_size)
+            self._decoder.write_logits(rows, places, out.data_ptr())
+        else:
+            out = self._memory.answer(len(places), self._decoder.spec.hidden_size)
+            self._decoder.write_hidden_states(rows, places, out.data_ptr())
+        self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
+        self._num_answers += 1
+        self._advance(self._memory.answer_counter, self._num_answers)
+
+    def _advance(self, counter: int, value: int) -> None:
+        assert self._native is not None
+        self._native.advance_counter(counter, value & 0xFFFFFFFF)
+
+    def close(self) -> None:
+        """Release the weights and the KV pool."""
+        self._pages.close()
+        del self._decoder, self._kv
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(main))

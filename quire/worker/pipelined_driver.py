@@ -1,0 +1,53 @@
+"""PipelinedStepDriver: a StepDriver with a step on its way for each pipeline stage, each of other sequences."""
+
+from __future__ import annotations
+
+from quire.base.errors import InvariantError
+from quire.contracts.step import LaunchedStep, StageTimes, StepPlan, StepResult
+from quire.speculate.speculator import Speculator, StepDrafts
+from quire.worker.pipeline_executor import PipelineExecutor
+from quire.worker.step_driver import EmptyStep, RunningStep, StepDriver
+
+
+class PipelinedStepDriver(StepDriver):
+    """Implements contracts.step.PipelinedRunner.
+
+    Steps are collected in the order in which they were launched. No sequence is in two of them, so that rows, masks and drafts
+    of one step do not depend on those of another.
+    """
+
+    def __init__(self, executor: PipelineExecutor, speculator: Speculator | None = None) -> None:
+        super().__init__(executor, speculator)
+        self.num_stages = executor.max_in_flight
+        self._pipeline = executor
+        self._in_flight: dict[int, StepDrafts | None] = {}  # by step id
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; see contracts.step.Runner."""
+        return self.launch(plan).collect()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step; see contracts.step.PipelinedRunner."""
+        if len(self._in_flight) == self.num_stages:
+            raise InvariantError(f"step {plan.step_id} is launched while {self.num_stages} steps are not collected")
+        with self._executor.step_scope():
+            running = self._start(plan)
+        self._in_flight[plan.step_id] = self._speculator.suspend() if running.is_followed else None
+        return running
+
+    def collect(self, running: RunningStep | EmptyStep) -> StepResult:
+        """Finish a step; see contracts.step.LaunchedStep."""
+        drafts = self._in_flight.pop(running.plan.step_id)
+        if drafts is not None:
+            self._speculator.resume(drafts)
+        return super().collect(running)
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """See EngineRunner."""
+        return self._pipeline.clock.times
+
+    @property
+    def worker_pids(self) -> dict[int, int]:
+        """The processes of the stages, by stage."""
+        return self._pipeline.worker_pids

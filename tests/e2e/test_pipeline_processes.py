@@ -1,0 +1,173 @@
+"""Pipeline stages as processes: the tokens of one process, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ConfigError, DeviceLostError, WorkerError
+from quire.kernels.native import load_native
+from quire.worker import pipeline_stage
+
+pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+
+PROMPTS = ["It was a cold morning when", "The detective looked at", "A", "Once upon a time"]
+OPTIONS = {"num_threads": 2, "max_num_seqs": 4, "num_kv_blocks": 256}
+
+
+def _generate(llm, max_tokens=32, **params):
+    params = SamplingParams(**{"temperature": 0.8, "seed": 2, "max_tokens": max_tokens, **params})
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def _pids(llm):
+    return llm.llm_engine._runner.worker_pids
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path, monkeypatch):
+    """A folder for temporary files that nobody else uses."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def _left_behind():
+    """What lies in the places where a process may leave something."""
+    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+
+
+def _is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["demo", "demo-moe"])
+def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing(model):
+    before = _left_behind()
+    one = LLM(model, **OPTIONS)
+    expected = _generate(one, logprobs=2, prompt_logprobs=1)
+    one.close()
+    stages = LLM(model, pipeline_parallel_size=2, **OPTIONS)
+    pids = _pids(stages)
+    assert list(pids) == [0, 1]
+    assert _generate(stages, logprobs=2, prompt_logprobs=1) == expected
+    stages.close()
+    assert not any(_is_alive(pid) for pid in pids.values())
+    assert _left_behind() == before
+
+
+@pytest.mark.slow
+def test_drafts_of_a_model_in_the_leader_change_no_token():
+    one = LLM("demo", **OPTIONS)
+    expected = _generate(one, temperature=0.0)
+    one.close()
+    drafts = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}
+    stages = LLM("demo", pipeline_parallel_size=2, speculative_config=drafts, **OPTIONS)
+    assert _generate(stages, temperature=0.0) == expected
+    assert stages.llm_engine.stats.num_draft_tokens > 0
+    stages.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_second(stage, sent):
+    before = _left_behind()
+    llm = LLM("demo", pipeline_parallel_size=2, **OPTIONS)
+    pids = _pids(llm)
+    _generate(llm, 4)
+    at = []
+
+    def kill():
+        at.append(time.monotonic())
+        os.kill(pids[stage], sent)
+
+    threading.Timer(0.3, kill).start()
+    with pytest.raises(
+        WorkerError, match=rf"pipeline stage {stage} \(layers \d to \d\): rank {stage + 1} \(pid {pids[stage]}\)"
+    ):
+        _generate(llm, 1000, ignore_eos=True)
+    assert time.monotonic() - at[0] < (1.0 if sent is signal.SIGKILL else 2.0)
+    llm.close()
+    assert not any(_is_alive(pid) for pid in pids.values())
+    assert _left_behind() == before
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_killed_while_the_engine_is_idle_is_noticed():
+    llm = LLM("demo", pipeline_parallel_size=2, **OPTIONS)
+    llm.llm_engine.check_health()
+    os.kill(_pids(llm)[1], signal.SIGKILL)
+    time.sleep(1.0)
+    with pytest.raises(DeviceLostError, match=rf"pipeline stage 1 .*pid {_pids(llm)[1]}.*SIGKILL"):
+        llm.llm_engine.check_health()
+    llm.close()
+
+
+@pytest.mark.slow
+def test_stages_end_with_their_leader():
+    code = (
+        "import time\n"
+        "from quire import LLM\n"
+        f"llm = LLM('demo', pipeline_parallel_size=2, **{OPTIONS!r})\n"
+        "print(*llm.llm_engine._runner.worker_pids.values(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    before = _left_behind()
+    leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in leader.stdout.readline().split()]
+    assert len(pids) == 2
+    leader.kill()
+    leader.wait()
+    leader.stdout.close()
+    end_s = time.monotonic() + 5.0
+    while any(map(_is_alive, pids)) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert not any(map(_is_alive, pids))
+    assert _left_behind() == before
+
+
+@pytest.mark.slow
+def test_a_stage_that_cannot_load_says_why(monkeypatch):
+    to_json = pipeline_stage.StageConfig.to_json
+    monkeypatch.setattr(pipeline_stage.StageConfig, "to_json", lambda config: {**to_json(config), "num_kv_blocks": -1})
+    with pytest.raises((ConfigError, WorkerError), match=r"failed in loading weights of stage \d \(layers"):
+        LLM("demo", pipeline_parallel_size=2, **OPTIONS)
+
+
+def _children(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return {int(word): Path(f"/proc/{word}/cmdline").read_text() for word in found.split()}
+
+
+@pytest.mark.slow
+def test_a_server_of_two_stages_tells_of_a_killed_one_and_goes_on_with_new_ones():
+    pytest.importorskip("uvicorn", reason="needs quire[server]")
+    from tests.e2e.server_process import ServerProcess
+
+    server = ServerProcess("-pp", "2", "--pipeline-layers", "5,3").wait_ready()
+    try:
+        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
+        expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
+        workers = [pid for pid, line in _children(server.engine_pid()).items() if "pipeline_worker" in line]
+        assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=2.0)
+        server.wait_ready()
+        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
+        assert f"(pid {workers[0]}" in server.get("/health").json()["last_error"]
+        assert "pipeline stage" in server.get("/health").json()["last_error"]
+    finally:
+        server.kill()

@@ -1,0 +1,273 @@
+"""Engines of several pipeline stages give the tokens and log probabilities of one process, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.kernels.native import load_native
+from quire.model import native_model
+from quire.worker import pipeline_build
+from quire.worker.inspect import inspect_model
+from quire.worker.pipeline_plan import check_pipeline, stage_memories
+from tests.thread_workers import ThreadWorkers
+
+pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+
+PROMPTS = [
+    "It was a cold morning when",
+    "The detective looked at the door, the door, the door",
+    "A",
+    "Once upon a time there was",
+    "The cat and the dog and the cat",
+]
+
+
+@pytest.fixture(autouse=True)
+def thread_workers(monkeypatch):
+    """Let stages be threads; returns the groups that were made."""
+    made = []
+
+    def spawn(*args):
+        made.append(ThreadWorkers(*args))
+        return made[-1]
+
+    monkeypatch.setattr(pipeline_build, "spawn_workers", spawn)
+    return made
+
+
+def _engine(size=1, **options):
+    defaults = {"model": "demo", "num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 96}
+    return LLM(**{**defaults, **options}, pipeline_parallel_size=size)
+
+
+def _outputs(llm, prompts=PROMPTS, **params):
+    """Return tokens and log probabilities of every choice."""
+    params = SamplingParams(**{"max_tokens": 24, "seed": 5, **params})
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.error is None
+        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
+        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
+    return repr(found)
+
+
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "top_p": 0.9},
+    "log-probabilities": {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
+    "choices": {"temperature": 1.0, "n": 3},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    "json": {
+        "temperature": 0.8,
+        "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
+    },
+}
+
+
+def _most_in_flight(llm):
+    """Return a list that gets the number of steps in flight at every launch."""
+    driver = llm.llm_engine._runner
+    launch, counts = driver.launch, []
+
+    def counted(plan):
+        step = launch(plan)
+        counts.append(len(driver._in_flight))
+        return step
+
+    driver.launch = counted
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_outputs_are_those_of_one_process(size):
+    one, stages = _engine(), _engine(size)
+    counts = _most_in_flight(stages)
+    for name, params in KINDS.items():
+        expected = _outputs(one, **params)
+        assert _outputs(stages, **params) == expected, name
+        assert _outputs(stages, **params) == expected, f"{name} over cached prefixes"
+    assert max(counts) == size
+    pooled = [
+        llm.embed(PROMPTS, PoolingParams(pooling=kind), use_tqdm=False) for llm in (one, stages) for kind in ("mean", "last")
+    ]
+    vectors = [[o.outputs.embedding for o in outputs] for outputs in pooled]
+    assert vectors[:2] == vectors[2:]
+    beams = [llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in (one, stages)]
+    assert [[s.tokens for s in o.sequences] for o in beams[0]] == [[s.tokens for s in o.sequences] for o in beams[1]]
+    one.close()
+    stages.close()
+
+
+def _cases(cases, *quick):
+    """Return cases as parameters; those that are not quick run with the slow tests."""
+    return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
+
+
+DRAFTS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+    "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
+    "lookahead": {"method": "lookahead"},
+    "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
+    "merged": {"method": ["ngram", "draft_model"], "model": "demo-draft", "num_speculative_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "ngram", "suffix-tree", "draft-model"))
+def test_outputs_with_drafts_are_those_of_one_process_without(drafts, is_adaptive):
+    one = _engine()
+    expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
+    one.close()
+    stages = _engine(2, speculative_config={**drafts, "adaptive": is_adaptive})
+    counts = _most_in_flight(stages)
+    assert {name: _outputs(stages, **KINDS[name]) for name in expected} == expected
+    assert stages.llm_engine.stats.num_draft_tokens > 0
+    assert stages.llm_engine.stats.num_accepted_tokens > 0
+    assert max(counts) == 2
+    stages.close()
+
+
+OPTIONS = {
+    "int8": {"quantization": "int8"},
+    "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "fp8": {"quantization": "fp8"},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "small-steps": {"max_num_batched_tokens": 8},
+    "preempted": {"num_kv_blocks": 8, "max_num_seqs": 4},
+    "preempted-with-drafts": {
+        "num_kv_blocks": 8,
+        "max_num_seqs": 4,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    },
+    "no-prefix-cache": {"enable_prefix_caching": False, "max_num_seqs": 3},
+    "mixture-of-experts": {"model": "demo-moe"},
+    "mixture-of-experts-int8": {"model": "demo-moe", "quantization": "int8"},
+    "threads": {"num_threads": 2},
+}
+
+
+@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts", "preempted", "small-steps"))
+def test_outputs_are_those_of_one_process_with_every_option(options):
+    one, stages = _engine(**options), _engine(2, **options)
+    for name in ("greedy", "log-probabilities", "choices"):
+        assert _outputs(stages, **KINDS[name]) == _outputs(one, **KINDS[name]), name
+    if "num_kv_blocks" in options:
+        assert stages.llm_engine.scheduler.num_preemptions > 0
+    one.close()
+    stages.close()
+
+
+@pytest.mark.parametrize("params", ["greedy", "sampled"])
+def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_process(monkeypatch, params):
+    for name in ("_SCREENED_FROM", "_SHORT_FROM"):
+        monkeypatch.setattr(native_model, name, 1)
+    one, stages = _engine(), _engine(2)
+    assert stages.llm_engine.report.spared_weight_bytes == one.llm_engine.report.spared_weight_bytes > 0
+    assert _outputs(stages, **KINDS[params]) == _outputs(one, **KINDS[params])
+    one.close()
+    stages.close()
+
+
+def test_one_step_is_in_flight_without_async_scheduling():
+    one, stages = _engine(), _engine(2, async_scheduling=False)
+    counts = _most_in_flight(stages)
+    assert _outputs(stages, **KINDS["sampled"]) == _outputs(one, **KINDS["sampled"])
+    assert set(counts) <= {1}
+    one.close()
+    stages.close()
+
+
+def test_stages_may_have_different_numbers_of_layers():
+    one = _engine()
+    expected = _outputs(one, temperature=0.9)
+    one.close()
+    for layers in ((1, 7), (5, 2, 1)):
+        stages = _engine(len(layers), pipeline_layers=layers)
+        assert _outputs(stages, temperature=0.9) == expected
+        stages.close()
+
+
+def test_an_aborted_request_leaves_the_steps_in_flight_right():
+    one, stages = _engine(), _engine(2, max_num_seqs=3)
+    expected = [
+        o.outputs[0].token_ids for o in one.generate(PROMPTS, SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)
+    ]
+    engine = stages.llm_engine
+    ended = {}
+    for name, prompt in enumerate(PROMPTS):
+        engine.add_request(f"kept {name}", prompt, SamplingParams(max_tokens=40, temperature=0))
+        engine.add_request(f"aborted {name}", prompt + prompt, SamplingParams(max_tokens=40, temperature=0))
+    for step in range(400):
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output.outputs[0].token_ids
+        if step % 7 == 3:
+            engine.abort_request(f"aborted {step // 7}")
+        if not engine.has_unfinished_requests():
+            break
+    assert [ended[f"kept {name}"] for name in range(len(PROMPTS))] == expected
+    one.close()
+    stages.close()
+
+
+def test_each_stage_holds_its_own_layers_only(thread_workers):
+    one, stages = _engine(), _engine(2, pipeline_layers=(6, 2))
+    whole = one.llm_engine.report.packed_weight_bytes
+    own = [thread_workers[-1].board.read(rank).ready["packed_weight_bytes"] for rank in (1, 2)]
+    memories = stage_memories(stages.llm_engine.config, stages.llm_engine.report)
+    for memory, num_bytes in zip(memories, own, strict=True):
+        assert abs(memory.weight_bytes - num_bytes) < 0.1 * whole
+    assert sum(memory.kv_bytes for memory in memories) == stages.llm_engine.report.memory.kv_bytes
+    assert memories[0].kv_bytes == 3 * memories[1].kv_bytes
+    assert own[1] < 0.55 * whole
+    one.close()
+    stages.close()
+
+
+def test_the_idle_share_of_each_stage_is_measured():
+    stages = _engine(2)
+    _outputs(stages)
+    before = stages.llm_engine.stage_times
+    _outputs(stages, PROMPTS[:1])
+    times = stages.llm_engine.stage_times.since(before)
+    assert all(0 < busy_s < times.active_s for busy_s in times.busy_s)
+    assert all(0 < share < 1 for share in times.idle_shares)
+    assert times.describe().startswith("pipeline stages were idle stage 0 ")
+    assert before.active_s < stages.llm_engine.stage_times.active_s
+    stages.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer >= 1, got 0"),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size must be at most 8 for a model of 8 layers, got 9"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": (8,)}, "one number for each of the 2 stages"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": (8, 0)}, "pipeline_layers must be integers >= 1, got 0"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": (3, 4)}, r"add up to the model's 8 layers, got 3 \+ 4 = 7"),
+        ({"pipeline_layers": (3, 5)}, "one number for each of the 1 stages"),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "both together are not supported yet"),
+        ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "eagle3", "model": "demo-eagle3"}},
+            "the speculative method 'eagle3' reads hidden states",
+        ),
+        ({"pipeline_parallel_size": 2, "speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' reads"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", **options)
+
+
+def test_a_gpu_is_refused():
+    config = EngineConfig(model="demo", device="cpu", pipeline_parallel_size=2)
+    report = replace(inspect_model(config), device="cuda:0")
+    with pytest.raises(ConfigError, match="but the model runs on cuda:0: pipeline stages run on CPUs only"):
+        check_pipeline(config, report)
