@@ -157,7 +157,7 @@ class RingReader(_Ring):
         Raises WorkerError where the group has ended.
         """
         self.release()
-        if not self._barrier.wait_for_counter(self._written, self._number + 1, timeout_s):
+        if not self._barrier.wait_for_message(self._written, self._number + 1, timeout_s):
             return None
         line, place = self._slot(self._number)
         if line[1] == 0:
