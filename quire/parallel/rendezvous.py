@@ -25,7 +25,8 @@ logger = get_logger(__name__)
 DEFAULT_PORT = 29500
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LWS = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS")
-_REPORT_S = (10.0, 60.0)
+REPORT_S = (10.0, 60.0)
+"""When a rank that waits for another says so in the log."""
 _DIGEST_BYTES = 32
 
 
@@ -138,7 +139,7 @@ def _wait_for_server(rendezvous: Rendezvous, timeout_s: float) -> None:
             if waited_s >= timeout_s:
                 told = f"rank {rendezvous.rank} has not reached {where} ({rendezvous.source}) in {waited_s:.0f} s: {error}"
                 raise WorkerError(told, rendezvous.rank) from error
-            if num_reports < len(_REPORT_S) and waited_s >= _REPORT_S[num_reports]:
+            if num_reports < len(REPORT_S) and waited_s >= REPORT_S[num_reports]:
                 num_reports += 1
                 logger.warning("rank %d still tries to reach %s after %.0f s: %s", rendezvous.rank, where, waited_s, error)
             time.sleep(min(0.2, timeout_s / 10))

@@ -68,7 +68,7 @@ def of(rank, port):
 
 
 def test_store_connects_ranks_also_where_the_leader_is_late(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_REPORT_S", (0.2,))
+    monkeypatch.setattr(module, "REPORT_S", (0.2,))
     port, found = free_port(), []
     worker = threading.Thread(target=lambda: found.append(connect_store(of(1, port), 20)))
     with caplog.at_level(logging.WARNING, "quire"):
