@@ -22,11 +22,13 @@ class ThreadWorkers:
 
     def __init__(self, module, size, config, options):
         assert module == "quire.worker.parallel_worker"
+        self.exchange = None
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)
         self.ring = RingWriter(self.memory, self.barrier)
+        self.communicator = ShmCommunicator(self.memory, self.barrier)
         self.board = StartupBoard(self.memory)
         self.startup = StartupReporter(self.board, 0)
         self.errors = []
@@ -57,6 +59,10 @@ class ThreadWorkers:
             self.errors.append(error)
             context.startup.failed(error)
             barrier.abort(rank, AbortReason.FAILED, f"rank {rank} failed: {error}")
+
+    def raise_failure(self):
+        if self.errors:
+            raise self.errors[0]
 
     def wait_ready(self):
         while True:

@@ -23,6 +23,7 @@ from quire.engine.compiling import CompilingRequests
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
+from quire.engine.launched import exit_if_worker
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
 from quire.engine.scheduling.admission import check_servable
@@ -87,6 +88,7 @@ class LLMEngine:
         if isinstance(model, EngineConfig) and options:
             raise ConfigError("give options or an EngineConfig, not both")
         config = model if isinstance(model, EngineConfig) else make_config(model=model, **options)
+        exit_if_worker(config)
         config = settle_drafts(config)
         with shared_reads():
             # One of its own may be anything: it is read before the weights, which take long.

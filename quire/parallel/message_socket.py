@@ -131,7 +131,7 @@ class SocketReader:
         self._barrier = barrier
 
     def receive(self, timeout_s: float | None = None) -> RingMessage | None:
-        """See RingReader.receive. Raises GroupClosedError where the leader has closed the group, WorkerError where it has ended."""
+        """See RingReader.receive. Raises GroupClosedError where the leader has closed the group, WorkerError where it ended."""
         if timeout_s is not None and not select.select([self._connection], [], [], timeout_s)[0]:
             return None
         try:

@@ -161,6 +161,7 @@ class RemoteWorkers(StartingWorkers):
         for connection in self._connections.values():
             connection.close()
         self.memory.close()
+        self._call_on_end()
 
 
 def _own_barrier(size: int, rank: int, areas: Mapping[str, int]) -> tuple[SharedMemoryFile, ProcessBarrier]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -110,9 +110,12 @@ class StartingWorkers:
     """What every group has of its start: who is how far.
 
     memory, barrier  of the group; where ranks share no memory those of the leader only
+    exchange         how ranks that share no memory exchange rows
+    on_end           called once when all has been released
     """
 
     exchange: RowExchange | None = None
+    on_end: Callable[[], None] | None = None
 
     def __init__(
         self, size: int, options: LaunchOptions, board: Board, memory: SharedMemoryFile, barrier: ProcessBarrier
@@ -132,6 +135,11 @@ class StartingWorkers:
     def _on_ready(self) -> None:
         """Called once, when all ranks are ready."""
         raise NotImplementedError
+
+    def _call_on_end(self) -> None:
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
     def wait_ready(self) -> list[StartupStatus]:
         """Wait until all workers are ready; return what each rank has said, the leader included.
@@ -265,6 +273,7 @@ class WorkerGroup(StartingWorkers):
 
     def _on_ended(self) -> None:
         """Called when all processes have ended."""
+        self._call_on_end()
 
     def _kill_processes(self) -> None:
         for process in self._processes.values():

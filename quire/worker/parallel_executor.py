@@ -13,7 +13,8 @@ from quire.contracts.memory import MemoryPlan
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenCall
 from quire.parallel.barrier import AbortReason
-from quire.parallel.launch import SpawnedWorkers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.worker_group import WorkerGroup
 from quire.speculate.proposer import Reads
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.parallel_messages import (
@@ -40,7 +41,12 @@ class LeaderExecutor(CpuStepExecutor):
     """
 
     def __init__(
-        self, decoder: NativeDecoder, memory: MemoryPlan, max_num_seqs: int, workers: SpawnedWorkers, rows_file: int
+        self,
+        decoder: NativeDecoder,
+        memory: MemoryPlan,
+        max_num_seqs: int,
+        workers: WorkerGroup | RemoteWorkers,
+        rows_file: int,
     ) -> None:
         super().__init__(decoder, memory, max_num_seqs)
         self._workers, self._rows_file = workers, rows_file

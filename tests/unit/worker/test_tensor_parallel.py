@@ -8,7 +8,7 @@ from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, Structur
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.kernels.native import load_native
-from quire.worker import parallel_build
+from quire.worker import parallel_build, parallel_launch
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -30,7 +30,7 @@ def thread_workers(monkeypatch):
         made.append(ThreadWorkers(*args))
         return made[-1]
 
-    monkeypatch.setattr(parallel_build, "spawn_workers", spawn)
+    monkeypatch.setattr(parallel_launch, "spawn_workers", spawn)
     return made
 
 
