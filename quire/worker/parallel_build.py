@@ -216,7 +216,7 @@ def _build_rank_0(
         ", ".join(map(format_bytes, own)),
     )
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
-    return LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file), report
+    return LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own), report
 
 
 def _check_alike(config: RankConfig, folder: Path, workers: WorkerGroup | RemoteWorkers) -> None:

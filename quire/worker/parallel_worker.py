@@ -23,7 +23,7 @@ from quire.parallel.ring import RingMessage
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory
 from quire.worker.parallel_launch import own_fingerprint
-from quire.worker.parallel_messages import Call, decode_changes, decode_one_token, decode_step
+from quire.worker.parallel_messages import Call, Changes, decode_changes, decode_one_token, decode_step
 from quire.worker.step_executor import Moves
 
 
@@ -65,12 +65,11 @@ def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMe
     call = Call(int(message.header[0]))
     with executor.step_scope():
         if call is Call.CHANGES:
-            changes = decode_changes(message)
-            for batch_slot, index, block_ids in changes.entries:
-                executor.block_tables[batch_slot, index : index + len(block_ids)] = block_ids
-            executor.begin_step(changes.entries, changes.block_copies)
+            _make_changes(executor, decode_changes(message))
         elif call is Call.STEP:
             step = decode_step(message)
+            if step.changes is not None:
+                _make_changes(executor, step.changes)
             executor.start_step(step.tokens, step.wants_best, step.needs_logits, step.hidden_rows, step.keeps_all, ())
         elif call is Call.MOVE_TOKENS:
             sources, targets = (array.tolist() for array in message.arrays)
@@ -81,6 +80,12 @@ def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMe
             OneTokenSteps.run_call(decoder, executor.target.kv, decode_one_token(message))
         else:
             raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+
+
+def _make_changes(executor: CpuStepExecutor, changes: Changes) -> None:
+    for batch_slot, index, block_ids in changes.entries:
+        executor.block_tables[batch_slot, index : index + len(block_ids)] = block_ids
+    executor.begin_step(changes.entries, changes.block_copies)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ def _ranks(spec, parameters, dtype, tables, quantize, shares, exchanges_rows=Fal
     return found
 
 
-def _compare(folder, dtype, layouts, quantization=None, kv_dtype=None, exchanges_rows=False, load=load_parameters, compares_best=True):
+def _compare(
+    folder, dtype, layouts, quantization=None, kv_dtype=None, exchanges_rows=False, load=load_parameters, compares_best=True
+):
     spec = read_model_spec(folder, dtype)
     tables = [np.array([3, 7, 1, 9], np.int64), np.array([0, 5, 2, 8], np.int64)]
     quantize = None

@@ -33,6 +33,7 @@ from quire.serving.http.system import make_endpoints
 from quire.serving.link.client import EngineClient
 from quire.serving.link.supervisor import LinkOptions
 from quire.serving.metrics.log_format import log_ended, setup_log_format
+from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
@@ -63,6 +64,7 @@ class Server:
         metrics = ServerMetrics(
             config, name, heartbeat_age_s=lambda: client.heartbeat_age_s, num_restarts=lambda: client.num_restarts
         )
+        metrics.on_collect.append(RankMetrics(metrics.defined, lambda: client.ranks).write)
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(

@@ -1,0 +1,47 @@
+"""RankMetrics: what the engine's last heartbeat said of its ranks, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.contracts.rank_stats import RankStats
+from quire.serving.metrics.definitions import Definitions
+from quire.serving.metrics.instruments import Cell
+
+
+class RankMetrics:
+    """Writes the metrics of ranks; counts of an engine that has been started again begin at zero and are added."""
+
+    def __init__(self, defined: Definitions, read: Callable[[], Sequence[RankStats]]) -> None:
+        self._defined = defined
+        self._read = read
+        self._last: dict[tuple[str, str, str], float] = {}
+        self._known: set[str] = set()
+
+    def write(self) -> None:
+        """Bring the metrics up to date; called before they are rendered."""
+        defined, ranks = self._defined, self._read()
+        for rank in self._known - {str(stats.rank) for stats in ranks}:
+            defined.rank_up.labels(rank).set(0)
+        for stats in ranks:
+            rank = str(stats.rank)
+            self._known.add(rank)
+            defined.rank_up.labels(rank).set(float(stats.state == "ready"))
+            defined.rank_memory.labels(rank).set(stats.memory_bytes)
+            defined.rank_share.labels(rank).set(stats.share)
+            self._count("waits", rank, "", stats.num_waits, defined.rank_waits.labels(rank))
+            self._count_operation(rank, "barrier", stats.num_barriers, stats.num_bytes, stats.wait_s)
+            for name, each in stats.collectives.items():
+                self._count_operation(rank, name, each.num_calls, each.num_bytes, each.seconds)
+
+    def _count_operation(self, rank: str, operation: str, calls: int, num_bytes: int, seconds: float) -> None:
+        defined = self._defined
+        self._count("calls", rank, operation, calls, defined.rank_calls.labels(rank, operation))
+        self._count("bytes", rank, operation, num_bytes, defined.rank_bytes.labels(rank, operation))
+        self._count("seconds", rank, operation, seconds, defined.rank_seconds.labels(rank, operation))
+
+    def _count(self, kind: str, rank: str, operation: str, total: float, cell: Cell) -> None:
+        key = (kind, rank, operation)
+        before = self._last.get(key, 0.0)
+        cell.add(total - before if total >= before else total)
+        self._last[key] = total
