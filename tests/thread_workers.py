@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+from quire.contracts.rank_stats import RankStats
 from quire.parallel.barrier import AbortReason, GroupClosedError, ProcessBarrier
 from quire.parallel.launch import WorkerContext
 from quire.parallel.ring import RingReader, RingWriter, ring_areas
@@ -72,6 +73,21 @@ class ThreadWorkers:
             if all(status.state == "ready" for status in statuses[1:]):
                 return statuses
             self._threads[0].join(0.002)
+
+    def stats(self):
+        found = []
+        for rank in range(self.size):
+            counts = self.barrier.counts(rank)
+            found.append(
+                RankStats(
+                    rank=rank,
+                    num_barriers=counts.num_barriers,
+                    num_waits=counts.num_waits,
+                    wait_s=counts.wait_s,
+                    num_bytes=counts.num_bytes,
+                )
+            )
+        return found
 
     def close(self):
         self.barrier.abort(0, AbortReason.CLOSED)

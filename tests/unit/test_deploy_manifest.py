@@ -24,12 +24,14 @@ def _container(template):
 def test_required_fields_of_a_leader_worker_set(documents):
     group = documents[0]
     assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
-    assert group["metadata"]["name"] and group["spec"]["replicas"] >= 1
+    assert group["metadata"]["name"]
+    assert group["spec"]["replicas"] >= 1
     template = group["spec"]["leaderWorkerTemplate"]
     assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
     for name in ("leaderTemplate", "workerTemplate"):
         container = _container(template[name])
-        assert container["image"] and container["resources"]["requests"]
+        assert container["image"]
+        assert container["resources"]["requests"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in template[name]["spec"]["volumes"]}
 

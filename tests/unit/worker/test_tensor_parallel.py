@@ -8,7 +8,7 @@ from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, Structur
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.kernels.native import load_native
-from quire.worker import parallel_build, parallel_launch
+from quire.worker import parallel_build, parallel_launch, parallel_messages
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -138,6 +138,36 @@ def test_each_rank_has_its_share_of_the_weights(thread_workers):
     assert all(abs(num_bytes - whole / 3) < 0.1 * whole for num_bytes in own)
     one.close()
     ranks.close()
+
+
+def test_a_step_is_one_message_also_when_block_tables_grow(thread_workers):
+    ranks = _engine(2, block_size=16)
+    sent, writer = [], thread_workers[-1].ring
+    send = writer.send
+    writer.send = lambda header, arrays=(): (sent.append(int(header[0])), send(header, arrays))
+    _outputs(ranks, ["A"], temperature=0.0, max_tokens=40, ignore_eos=True)
+    assert set(sent) == {parallel_messages.Call.STEP}
+    assert len(sent) == ranks.llm_engine.stats.num_steps
+    ranks.close()
+
+
+def test_statistics_have_the_barriers_bytes_and_share_of_each_rank(thread_workers):
+    ranks = _engine(2, tensor_parallel_shares=(3, 1))
+    _outputs(ranks, ["A"], temperature=0.0, max_tokens=4)
+    spec = ranks.llm_engine.report.spec
+    first, second = ranks.llm_engine.stats.ranks
+    num_layers, num_steps = len(spec.layers), ranks.llm_engine.stats.num_steps
+    assert first.num_barriers - second.num_barriers == 0
+    assert first.num_barriers >= num_steps * (4 * num_layers + 2)
+    assert first.num_bytes > second.num_bytes > 0
+    assert first.share + second.share == pytest.approx(1)
+    assert first.share > second.share
+    assert first.wait_s >= 0
+    assert first.num_waits <= first.num_barriers
+    ranks.close()
+    one = _engine()
+    assert one.llm_engine.stats.ranks == []
+    one.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"model": "demo-moe"}, {"quantization": "int8"}], ids=["plain", "experts", "int8"])
