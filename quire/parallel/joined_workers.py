@@ -73,8 +73,15 @@ def lead_group(
         return JoinedWorkers(members, config, options, store)
     hosts = ", ".join(f"rank {member.rank} on {member.host}" for member in members)
     logger.info("the ranks are on several hosts (%s): rows are exchanged over gloo at every barrier, which is slow", hosts)
+    keys = [member.host_key for member in members]
     return RemoteWorkers(
-        rendezvous, [member.host for member in members], [member.pid for member in members], config, options, store
+        rendezvous,
+        [member.host for member in members],
+        [member.pid for member in members],
+        [keys.count(key) for key in keys],
+        config,
+        options,
+        store,
     )
 
 

@@ -147,7 +147,7 @@ class WorkerContext:
     leader_pid  of the leader's process where this one is not its child but on the same host
     own      what whoever started this process has given to it, and not the leader
     exchange where the ranks are on several hosts and share no memory: how they exchange rows; `memory` and `barrier` are this
-             rank's own
+             rank's own; num_on_host: ranks on this host
     """
 
     rank: int
@@ -163,6 +163,7 @@ class WorkerContext:
     leader_pid: int | None = None
     own: Any = None
     exchange: RowExchange | None = None
+    num_on_host: int | None = None
 
     def open_descriptor(self, number: int) -> int:
         """Return a descriptor of this process for what has that number in the leader (LaunchOptions.pass_fds)."""

@@ -44,7 +44,11 @@ _CONNECT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteStart:
-    """What a worker on another host is told. address, port: of the leader's messages."""
+    """What a worker on another host is told.
+
+    address, port  of the leader's messages
+    num_on_host    by rank: the ranks on its host
+    """
 
     size: int
     address: str
@@ -52,6 +56,7 @@ class RemoteStart:
     session: str
     log_level: str
     watchdog_timeout_s: float
+    num_on_host: list[int]
     config: dict[str, Any]
 
 
@@ -66,14 +71,16 @@ class RemoteWorkers(StartingWorkers):
         rendezvous: Rendezvous,
         hosts: Sequence[str],
         pids: Sequence[int],
+        num_on_host: Sequence[int],
         config: Mapping[str, Any],
         options: LaunchOptions,
         store: Store,
     ) -> None:
-        """hosts, pids: of all ranks. Raises WorkerError."""
+        """hosts, pids, num_on_host: by rank. Raises WorkerError."""
         super().__init__(len(hosts), options, StoreBoard(store), *_own_barrier(len(hosts), 0, options.areas))
         self.store = store
         self._hosts, self._pids = hosts, pids
+        self.num_on_host = num_on_host[0]
         session = os.urandom(SESSION_BYTES)
         address = socket.gethostbyname(rendezvous.address)
         listener = MessageListener(address, session)
@@ -85,6 +92,7 @@ class RemoteWorkers(StartingWorkers):
             session=session.hex(),
             log_level=options.log_level,
             watchdog_timeout_s=options.watchdog_timeout_s,
+            num_on_host=list(num_on_host),
             config=dict(config),
         )
         store.set("group", json.dumps({"kind": "remote", "start": dataclasses.asdict(start)}))
@@ -211,6 +219,7 @@ def run_remote(
         store_port=None,
         own=own,
         exchange=RowExchange(communicator, barrier),
+        num_on_host=start.num_on_host[rank],
     )
     status = run_main(main, context)
     monitor.close()

@@ -111,10 +111,12 @@ class StartingWorkers:
 
     memory, barrier  of the group; where ranks share no memory those of the leader only
     exchange         how ranks that share no memory exchange rows
+    num_on_host      ranks on the leader's host, where there are several hosts
     on_end           called once when all has been released
     """
 
     exchange: RowExchange | None = None
+    num_on_host: int | None = None
     on_end: Callable[[], None] | None = None
 
     def __init__(

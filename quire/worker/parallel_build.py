@@ -198,7 +198,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
 def _build_rank_0(
     config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
-    torch.set_num_threads(rank_config.num_threads[0])
+    torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
     if rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
     workers.startup.stage("loading weights")
@@ -212,7 +212,7 @@ def _build_rank_0(
     logger.info(
         "tensor parallel  %d ranks, threads %s, weights %s",
         len(own),
-        ", ".join(map(str, rank_config.num_threads)),
+        ", ".join(map(str, rank_config.num_threads)) if workers.num_on_host is None else "of each host",
         ", ".join(map(format_bytes, own)),
     )
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
@@ -227,6 +227,18 @@ def _check_alike(config: RankConfig, folder: Path, workers: WorkerGroup | Remote
     except WorkerError:
         workers.raise_failure()
         raise
+
+
+def num_threads_of(config: RankConfig, rank: int, num_on_host: int | None, own: Any) -> int:
+    """Return the threads of a rank: its part of those of all, or, where there are several hosts, of those of its host.
+
+    num_on_host  ranks of its host; None: all
+    own          its own EngineConfig, if it has one
+    """
+    if num_on_host is None:
+        return config.num_threads[rank]
+    given = own.num_threads if isinstance(own, EngineConfig) else None
+    return max(1, (given or torch.get_num_threads()) // num_on_host)
 
 
 def divide_threads(num_threads: int, num_ranks: int) -> tuple[int, ...]:

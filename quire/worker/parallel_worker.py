@@ -21,7 +21,7 @@ from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
 from quire.worker.cpu_executor import CpuStepExecutor
-from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory
+from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, num_threads_of
 from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import Call, Changes, decode_changes, decode_one_token, decode_step
 from quire.worker.step_executor import Moves
@@ -30,7 +30,7 @@ from quire.worker.step_executor import Moves
 def main(context: WorkerContext) -> None:
     """Load the shard, then follow the leader until it closes the group."""
     config = RankConfig.from_json(context.config)
-    torch.set_num_threads(config.num_threads[context.rank])
+    torch.set_num_threads(num_threads_of(config, context.rank, context.num_on_host, context.own))
     rows_file = os.memfd_create("quire-rows") if context.exchange is not None else context.open_descriptor(config.rows_file)
     config = replace(config, rows_file=rows_file)
     folder = Path(config.folder)
