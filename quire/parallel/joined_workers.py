@@ -60,15 +60,20 @@ def host_key() -> str:
 
 
 def lead_group(
-    rendezvous: Rendezvous, config: Mapping[str, Any], options: LaunchOptions, store: Store | None = None
+    rendezvous: Rendezvous,
+    config: Mapping[str, Any],
+    options: LaunchOptions,
+    store: Store | None = None,
+    check: Callable[[], None] | None = None,
 ) -> JoinedWorkers | RemoteWorkers:
     """Be rank 0: wait until all ranks are there, and tell them what to do. Raises WorkerError.
 
     config  what the workers are given: JSON
     store   where they meet; None: at the address of the rendezvous
+    check   called while ranks are missing; raises where one of them will not come
     """
     store = _open_store(rendezvous, options.start_timeout_s, store)
-    members = _wait_for_members(store, rendezvous, options.start_timeout_s)
+    members = _wait_for_members(store, rendezvous, options.start_timeout_s, check)
     if len({member.host_key for member in members}) == 1:
         return JoinedWorkers(members, config, options, store)
     hosts = ", ".join(f"rank {member.rank} on {member.host}" for member in members)
@@ -112,12 +117,14 @@ def _open_store(rendezvous: Rendezvous, timeout_s: float, store: Store | None) -
     return store
 
 
-def _wait_for_members(store: Store, rendezvous: Rendezvous, timeout_s: float) -> list[Member]:
+def _wait_for_members(store: Store, rendezvous: Rendezvous, timeout_s: float, check: Callable[[], None] | None) -> list[Member]:
     began_s, num_reports = time.monotonic(), 0
     while True:
         missing = [rank for rank in range(rendezvous.world_size) if not store.check([f"member/{rank}"])]
         if not missing:
             return [Member(**json.loads(store.get(f"member/{rank}"))) for rank in range(rendezvous.world_size)]
+        if check is not None:
+            check()
         waited_s = time.monotonic() - began_s
         named = f"rank {', '.join(map(str, missing))} of {rendezvous.world_size}"
         where = f"{rendezvous.address}:{rendezvous.port} ({rendezvous.source})"

@@ -55,13 +55,20 @@ def start_ray_workers(module: str, size: int, config: Mapping[str, Any], options
         )
     store = _make_store(address)
     actors: list[Any] = []
+    results: list[Any] = []
+
+    def check() -> None:
+        """Raise what an actor has failed with before it came."""
+        for ended in ray.wait(results, num_returns=len(results), timeout=0)[0]:
+            raise WorkerError(f"an actor of Ray has ended with status {ray.get(ended)} before its rank was there", 1)
+
     try:
         for rank in range(1, size):
             strategy = placement(placement_group=group, placement_group_bundle_index=rank)
             actor = ray.remote(RayWorkerActor).options(num_cpus=cores, scheduling_strategy=strategy).remote()
             actors.append(actor)
-            actor.run.remote(module, _rendezvous(rank, size, address, store.port))
-        workers = lead_group(_rendezvous(0, size, address, store.port), config, options, store)
+            results.append(actor.run.remote(module, _rendezvous(rank, size, address, store.port)))
+        workers = lead_group(_rendezvous(0, size, address, store.port), config, options, store, check)
     except BaseException:
         _end(ray, actors, group)
         raise

@@ -202,3 +202,32 @@ def test_a_worker_of_another_host_that_is_killed_ends_the_leader(two_hosts):
     results = _end(ranks)
     assert results[0][0] != 0
     assert "rank 1" in results[0][2]
+
+
+def test_a_server_that_torchrun_has_started_serves_and_ends_with_its_worker():
+    pytest.importorskip("uvicorn", reason="needs quire[server]")
+    import httpx
+
+    port, http = _free_port(), _free_port()
+    serve = ("-m", "quire", "serve", "demo", "--port", str(http), "-tp", "2", "--num-threads", "1", "--num-kv-blocks", "64")
+    ranks = [_start(_torchrun(rank, 2, port), *serve) for rank in (0, 1)]
+    try:
+        url, end_s = f"http://127.0.0.1:{http}", time.monotonic() + TIMEOUT_S
+        while time.monotonic() < end_s:
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        assert PROMPT + text == _expected().strip("\n")
+        time.sleep(1.5)  # the next heartbeat
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'rank="1"' in metrics
+        assert "quire:rank_barrier_waits_total" in metrics
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        assert ranks[0].wait(timeout=60) != 0  # the launcher starts both again
+    finally:
+        results = _end(ranks)
+    assert f"rank 1 (pid {ranks[1].pid}" in results[0][2]
