@@ -23,7 +23,7 @@ class ThreadWorkers:
 
     def __init__(self, module, size, config, options):
         assert module == "quire.worker.parallel_worker"
-        self.exchange = None
+        self.exchange = self.num_on_host = None
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
@@ -90,11 +90,12 @@ class ThreadWorkers:
         return found
 
     def close(self):
+        self.kill()
+        assert self.errors == []
+
+    def kill(self):
         self.barrier.abort(0, AbortReason.CLOSED)
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
         self.memory.close()
-        assert self.errors == []
-
-    kill = close

@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped in random states, a hundred times and more: the others end soon, and nothing stays behind."""
+"""Ranks killed or stopped in random states, a hundred times and more: the others end soon, and nothing stays behind."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout
     if (!is_late) return WaitResult::done;
     const i64 began_ns = monotonic_ns();
     const WaitResult result = wait_for_others(state, rank, size, wanted, timeout_ns < 0 ? -1 : began_ns + timeout_ns, spins);
-    count_wait(state, rank, monotonic_ns() - began_ns);
+    count_wait(state, rank, monotonic_ns() - began_ns, result == WaitResult::timed_out ? 0 : 1);
     return result;
 }
 

@@ -82,9 +82,9 @@ static inline void raise_heartbeat(BarrierState* state, int rank) { __atomic_fet
 
 static inline void add_count(u64* count, u64 more) { __atomic_store_n(count, __atomic_load_n(count, __ATOMIC_RELAXED) + more, __ATOMIC_RELAXED); }
 
-// Count one wait of a rank for others, by its own thread.
-static inline void count_wait(BarrierState* state, int rank, i64 ns) {
-    add_count(&state->ranks[rank].num_waits, 1);
+// Count a wait of a rank for others, by its own thread; count 0: one that goes on.
+static inline void count_wait(BarrierState* state, int rank, i64 ns, u64 count = 1) {
+    add_count(&state->ranks[rank].num_waits, count);
     add_count(&state->ranks[rank].wait_ns, static_cast<u64>(ns));
 }
 
