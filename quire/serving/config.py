@@ -16,7 +16,20 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 _OWN_LABELS = (
     *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
-    *("model_name", "num_kv_blocks", "outcome", "param", "phase", "position", "quantile", "reason", "route", "source", "state"),
+    *(
+        "model_name",
+        "num_kv_blocks",
+        "operation",
+        "outcome",
+        "param",
+        "phase",
+        "position",
+        "quantile",
+        "rank",
+        "reason",
+        "route",
+    ),
+    *("source", "state"),
 )
 
 
