@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+from quire.contracts.rank_stats import RankStats
 from quire.parallel.barrier import AbortReason, GroupClosedError, ProcessBarrier
 from quire.parallel.launch import WorkerContext
 from quire.parallel.ring import RingReader, RingWriter, ring_areas
@@ -27,12 +28,14 @@ class ThreadWorkers:
 
     def __init__(self, module, size, config, options):
         self._main = _MAINS[module]
+        self.exchange = self.num_on_host = None
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
         areas |= options.areas
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)
         self.ring = RingWriter(self.memory, self.barrier)
+        self.communicator = ShmCommunicator(self.memory, self.barrier)
         self.board = StartupBoard(self.memory)
         self.startup = StartupReporter(self.board, 0)
         self.errors = []
@@ -64,6 +67,10 @@ class ThreadWorkers:
             context.startup.failed(error)
             barrier.abort(rank, AbortReason.FAILED, f"rank {rank} failed: {error}")
 
+    def raise_failure(self):
+        if self.errors:
+            raise self.errors[0]
+
     def wait_ready(self):
         while True:
             statuses = [self.board.read(rank) for rank in range(self.size)]
@@ -73,12 +80,28 @@ class ThreadWorkers:
                 return statuses
             self._threads[0].join(0.002)
 
+    def stats(self):
+        found = []
+        for rank in range(self.size):
+            counts = self.barrier.counts(rank)
+            found.append(
+                RankStats(
+                    rank=rank,
+                    num_barriers=counts.num_barriers,
+                    num_waits=counts.num_waits,
+                    wait_s=counts.wait_s,
+                    num_bytes=counts.num_bytes,
+                )
+            )
+        return found
+
     def close(self):
+        self.kill()
+        assert self.errors == []
+
+    def kill(self):
         self.barrier.abort(0, AbortReason.CLOSED)
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
         self.memory.close()
-        assert self.errors == []
-
-    kill = close

@@ -11,6 +11,7 @@ from typing import Any
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
+from quire.contracts.parallel import EXECUTOR_BACKENDS
 from quire.contracts.sampling_params import SamplingParams
 
 PARSER: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
@@ -110,6 +111,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=_counts,
         metavar="10,18",
         help="how many layers each of them has; None: so that all take about the same time",
+    )
+    group.add_argument(
+        "--distributed-executor-backend",
+        choices=EXECUTOR_BACKENDS,
+        help="who starts them; None: torchrun or a LeaderWorkerSet where one has, else this process",
     )
     group.add_argument(
         "--speculative-config",

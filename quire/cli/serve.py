@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.base.environment import is_launched_group
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.cli import options
 
@@ -127,13 +129,20 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a graceful end."""
     engine_config = options.engine_config(args, takes_replicas=True)
+    config = server_config(args)
+    if engine_config.parallel.world_size > 1 and engine_config.distributed_executor_backend is None and is_launched_group():
+        from quire.engine.launched import exit_if_worker  # it loads torch
+
+        exit_if_worker(engine_config)
+        # The workers are the launcher's: it starts all ranks again, this process too.
+        config = replace(config, max_restarts=0)
     try:
         from quire.serving.http.main import serve
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"the server needs the package {error.name}, which is not installed: pip install 'quire[server]'"
         ) from None
-    return serve(server_config(args), engine_config, args.log_level.upper())
+    return serve(config, engine_config, args.log_level.upper())
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

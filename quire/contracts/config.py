@@ -8,7 +8,7 @@ from typing import Literal
 
 from quire.base.errors import ConfigError
 from quire.base.threads import check_num_threads
-from quire.contracts.parallel import ParallelConfig
+from quire.contracts.parallel import EXECUTOR_BACKENDS, ParallelConfig
 from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -135,6 +135,8 @@ class EngineConfig:
                             num_threads divided by their number; they compute steps of different sequences at the same time.
                             The same tokens at any number. On a CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
+    distributed_executor_backend  who starts the ranks: "spawn": this process; "ray": Ray; None: a launcher where one has set
+                            the environment (torchrun, LeaderWorkerSet), and this process otherwise
     """
 
     model: str
@@ -173,6 +175,7 @@ class EngineConfig:
     host_memory_bytes: int | None = None
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
+    distributed_executor_backend: Literal["spawn", "ray"] | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -230,6 +233,9 @@ class EngineConfig:
         _require(is_known, "async_scheduling", self.async_scheduling, "None, True or False")
         _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
         _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
+        is_known = self.distributed_executor_backend in (None, *EXECUTOR_BACKENDS)
+        backends = f"None or one of {EXECUTOR_BACKENDS}"
+        _require(is_known, "distributed_executor_backend", self.distributed_executor_backend, backends)
         self._check_device()
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")

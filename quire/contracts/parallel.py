@@ -10,6 +10,8 @@ from quire.base.errors import ConfigError
 MAX_RANKS = 64
 """Of one group on one host: what the native barrier has room for."""
 
+EXECUTOR_BACKENDS = ("spawn", "ray")
+
 _SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from quire.contracts.config import EngineConfig, SchedulerConfig
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
+from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StageTimes, StepPlan, StepResult
@@ -23,6 +24,7 @@ from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
+from quire.engine.launched import exit_if_worker
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.replica_setup import replica_setups
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
@@ -57,6 +59,7 @@ class EngineStats:
     num_draft_tokens     tokens of these drafts
     num_accepted_tokens  those of them that were accepted
     accepted_per_pos     how often the first draft token was accepted, the second, and so on
+    ranks                what each rank of a model on several processes does now, and has waited for; empty for one process
     """
 
     num_steps: int = 0
@@ -65,6 +68,12 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list[int])
+    read_ranks: Callable[[], list[RankStats]] = field(default=list, repr=False, compare=False)
+
+    @property
+    def ranks(self) -> list[RankStats]:
+        """See above; read anew each time."""
+        return self.read_ranks()
 
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
         """Count what became of the drafts of one sequence in one step."""
@@ -93,6 +102,7 @@ class LLMEngine:
                 f"data_parallel_size is {config.data_parallel_size}, but this runs one engine: replicas work with LLM, `quire "
                 "serve` and `quire batch run`; elsewhere leave data_parallel_size at 1"
             )
+        exit_if_worker(config)
         config = settle_drafts(replica_setups(config)[0].config)
         with shared_reads():
             # One of its own may be anything: it is read before the weights, which take long.
@@ -139,7 +149,7 @@ class LLMEngine:
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
         self.interrupts = Interrupts()
-        self.stats = EngineStats()
+        self.stats = EngineStats(read_ranks=runner.rank_stats)
 
     @property
     def is_recording(self) -> bool:

@@ -83,6 +83,8 @@ class NativeDecoder:
         if group is not None:
             shard = group.shard
             self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, shard.vocabulary.start, group.rows_file)
+            if group.exchange is not None:
+                self._plan.set_exchange(group.exchange)
         self._parts = self._builder(native, self._plan, spec, parameters, rope_index, quantize).build()
         self._extend_angles(_FIRST_POSITIONS)
         self._kv: KvPool | None = None

@@ -27,6 +27,9 @@ from quire.quant.weight import QuantizedWeight
 logger = get_logger(__name__)
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "xielu": 5}
+_CHECKED_ROWS = 1024
+"""Of a weight at once, where a copy is made."""
+
 _PROGRESS_DELAY_S = 3.0
 _SHORT_FROM = 1 << 26
 """Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
@@ -213,10 +216,14 @@ class NativeModelBuilder:
         if isinstance(weight, QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
         bias = self._vector(f"{name}.bias")
+        is_quantized = False
         if rows is not None:
+            if isinstance(weight, Tensor) and self._quantize is not None and not _is_finite(weight, self._dtype):
+                # Values that are not finite make a quantised weight dense: all ranks must see them.
+                weight, is_quantized = self._quantized(f"{name}.weight", weight), True
             weight = self._packer.fitting(weight, dtype)
             weight, bias = _rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
-        packed = self._packer.pack(self._quantized(f"{name}.weight", weight), bias, dtype)
+        packed = self._packer.pack(weight if is_quantized else self._quantized(f"{name}.weight", weight), bias, dtype)
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
         return packed
@@ -394,6 +401,11 @@ class NativeModelBuilder:
         if isinstance(stack, StoredParameter):
             stack.give_back(index)
         return packed
+
+
+def _is_finite(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all values of a weight are finite, once they are rounded to a dtype."""
+    return all(bool(torch.isfinite(rows.to(dtype)).all()) for rows in weight.split(_CHECKED_ROWS))
 
 
 def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, ShardRange]:

@@ -7,7 +7,7 @@ gathered, and have the same bits at any number of ranks. This is the column-para
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
@@ -116,6 +116,7 @@ class RankGroup:
 
     barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
     rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
+    exchange         where the ranks share no memory: what each barrier does, see RowExchange
     has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
     """
 
@@ -123,3 +124,4 @@ class RankGroup:
     barrier_address: int
     rows_file: int
     has_whole_vocabulary: bool = False
+    exchange: Callable[[int, Sequence[tuple[int, int, int, int]]], bool] | None = None

@@ -6,6 +6,7 @@ import enum
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 from quire.base.errors import UnsupportedError, WorkerError
@@ -23,6 +24,9 @@ one that is waited for runs only after the other has yielded."""
 
 _FEW_SPINS, _FEW_YIELDS = 50, 200
 """Where there are more ranks than cores."""
+
+MESSAGE_YIELD_S = 0.002
+"""How long the reader of a message ring yields after the last message before it sleeps, where there are enough cores."""
 
 _WARN_S = 5.0
 _ACCOUNT_BYTES = 1024
@@ -42,6 +46,21 @@ class AbortReason(enum.IntEnum):
 
 class GroupClosedError(WorkerError):
     """The leader has closed the group: nothing failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """What one rank's barriers have been so far.
+
+    num_barriers  that it has arrived at, modulo 2**32
+    num_waits     at which another rank was missing when it came; wait_s: the seconds of these
+    num_bytes     of rows that it has written for the others in native steps
+    """
+
+    num_barriers: int = 0
+    num_waits: int = 0
+    wait_s: float = 0.0
+    num_bytes: int = 0
 
 
 def native_extension() -> ModuleType:
@@ -80,7 +99,8 @@ class ProcessBarrier:
         """Set up the state, once, before any rank attaches."""
         cores = num_usable_cores() if num_cores is None else num_cores
         spins, yields = (NUM_SPINS, NUM_YIELDS) if size <= cores else (_FEW_SPINS, _FEW_YIELDS)
-        native_extension().initialise_barrier(memory.address(name), size, spins, yields)
+        message_yield_s = MESSAGE_YIELD_S if size <= cores else 0.0
+        native_extension().initialise_barrier(memory.address(name), size, spins, yields, round(message_yield_s * 1e9))
 
     # Waits
 
@@ -114,6 +134,20 @@ class ProcessBarrier:
         if result == _ABORTED:
             raise self.abort_error()
         return result == _DONE
+
+    def wait_for_message(self, address: int, least: int, timeout_s: float | None = None) -> bool:
+        """Do as wait_for_counter, but yield for MESSAGE_YIELD_S before sleeping: messages often follow each other closely."""
+        result = self._native.wait_for_message(
+            self.address, self.rank, address, least & 0xFFFFFFFF, -1.0 if timeout_s is None else timeout_s
+        )
+        if result == _ABORTED:
+            raise self.abort_error()
+        return result == _DONE
+
+    def counts(self, member: int) -> RankCounts:
+        """Return what has been counted for a member's barriers."""
+        num_waits, wait_ns, num_bytes = self._native.rank_counts(self.address, member)
+        return RankCounts(self.num_arrived(member), num_waits, wait_ns / 1e9, num_bytes)
 
     def warn_slow(self, missing: int, waited_s: float) -> None:
         """Say in the log which member this rank waits for."""

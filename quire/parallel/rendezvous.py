@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import socket
 import time
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from quire.base.errors import ConfigError, WorkerError
@@ -25,8 +26,9 @@ logger = get_logger(__name__)
 DEFAULT_PORT = 29500
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LWS = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS")
-_REPORT_S = (10.0, 60.0)
-_DIGEST_BYTES = 32
+REPORT_S = (10.0, 60.0)
+"""When a rank that waits for another says so in the log."""
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def _wait_for_server(rendezvous: Rendezvous, timeout_s: float) -> None:
             if waited_s >= timeout_s:
                 told = f"rank {rendezvous.rank} has not reached {where} ({rendezvous.source}) in {waited_s:.0f} s: {error}"
                 raise WorkerError(told, rendezvous.rank) from error
-            if num_reports < len(_REPORT_S) and waited_s >= _REPORT_S[num_reports]:
+            if num_reports < len(REPORT_S) and waited_s >= REPORT_S[num_reports]:
                 num_reports += 1
                 logger.warning("rank %d still tries to reach %s after %.0f s: %s", rendezvous.rank, where, waited_s, error)
             time.sleep(min(0.2, timeout_s / 10))
@@ -147,24 +149,24 @@ def _wait_for_server(rendezvous: Rendezvous, timeout_s: float) -> None:
 def check_fingerprints(communicator: Communicator, fields: Mapping[str, str]) -> None:
     """Compare what must be the same on all ranks: version, configuration, hash of the checkpoint, kind of device.
 
-    fields  by name, the same names on all ranks, in the same order; only hashes are exchanged
-    Raises ConfigError on every rank, which names each rank that differs from rank 0, and in what.
+    Raises ConfigError on every rank, which names each rank that differs from rank 0, with both values.
     """
-    own = torch.stack([_digest(name, text) for name, text in fields.items()]).unsqueeze(0)
-    gathered = own.new_empty((communicator.size, *own.shape[1:]))
-    communicator.all_gather(gathered, own)
-    differences: list[str] = []
-    for rank in range(1, communicator.size):
-        differ = [name for index, name in enumerate(fields) if not torch.equal(gathered[rank, index], gathered[0, index])]
-        if differ:
-            differences.append(f"rank {rank} in {', '.join(differ)}")
+    own = np.frombuffer(json.dumps(dict(fields)).encode(), np.uint8).copy()
+    sizes = torch.empty(communicator.size, dtype=torch.int64)
+    communicator.all_gather(sizes, torch.tensor([own.size]))
+    lengths = sizes.tolist()
+    gathered = torch.empty(sum(lengths), dtype=torch.uint8)
+    communicator.all_gather(gathered, torch.from_numpy(own), lengths)
+    texts = [json.loads(part.numpy().tobytes()) for part in gathered.split(lengths)]
+    differences = [
+        f"rank {rank} has {name} {_shown(texts[rank].get(name))}, rank 0 {_shown(texts[0].get(name))}"
+        for rank in range(1, communicator.size)
+        for name in dict.fromkeys((*texts[0], *texts[rank]))
+        if texts[rank].get(name) != texts[0].get(name)
+    ]
     if differences:
-        raise ConfigError(
-            f"all ranks must run the same: {'; '.join(differences)} differ from rank 0. "
-            f"Here (rank {communicator.rank}) they are " + ", ".join(f"{name} {text!r}" for name, text in fields.items())
-        )
+        raise ConfigError(f"all ranks must run the same: {'; '.join(differences)}")
 
 
-def _digest(name: str, text: str) -> torch.Tensor:
-    digest = hashlib.sha256(f"{name}\0{text}".encode()).digest()
-    return torch.tensor(list(digest[:_DIGEST_BYTES]), dtype=torch.uint8)
+def _shown(value: str | None) -> str:
+    return "none" if value is None else value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}..."

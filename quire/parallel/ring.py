@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,19 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _LINE) * _LINE
 
 
-def _encode(into: NDArray[np.uint8], header: Sequence[int], arrays: Sequence[NDArray[np.generic]]) -> None:
+def check_message(header: Sequence[int], arrays: Sequence[NDArray[np.generic]]) -> None:
+    """Raise InvariantError for a message that cannot be sent."""
+    if len(header) > HEADER_WORDS or len(arrays) > _MAX_ARRAYS:
+        raise InvariantError(
+            f"a message has at most {HEADER_WORDS} numbers and {_MAX_ARRAYS} arrays, got {len(header)} and {len(arrays)}"
+        )
+    for array in arrays:
+        if array.dtype not in _CODES:
+            raise InvariantError(f"a message cannot hold an array of {array.dtype}, only {', '.join(map(str, _DTYPES))}")
+
+
+def encode_message(into: NDArray[np.uint8], header: Sequence[int], arrays: Sequence[NDArray[np.generic]]) -> None:
+    """Write a message into message_bytes(arrays) bytes."""
     words = into[:_FIRST_ARRAY].view(np.int32)
     words[: len(header)] = header
     words[len(header) : HEADER_WORDS] = 0
@@ -60,7 +73,8 @@ def _encode(into: NDArray[np.uint8], header: Sequence[int], arrays: Sequence[NDA
         at += _padded(array.nbytes)
 
 
-def _decode(message: NDArray[np.uint8]) -> RingMessage:
+def decode_message(message: NDArray[np.uint8]) -> RingMessage:
+    """Return the message that lies in these bytes, as views of them."""
     words = message[:_FIRST_ARRAY].view(np.int32)
     arrays: list[NDArray[np.generic]] = []
     at = _FIRST_ARRAY
@@ -71,6 +85,18 @@ def _decode(message: NDArray[np.uint8]) -> RingMessage:
         arrays.append(message[at : at + num_bytes].view(dtype))
         at += _padded(num_bytes)
     return RingMessage(words[:HEADER_WORDS], tuple(arrays))
+
+
+class MessageWriter(Protocol):
+    """Sends messages to all other ranks."""
+
+    def send(self, header: Sequence[int], arrays: Sequence[NDArray[np.generic]] = ()) -> None: ...
+
+
+class MessageReader(Protocol):
+    """Receives every message of one rank, in order."""
+
+    def receive(self, timeout_s: float | None = None) -> RingMessage | None: ...
 
 
 class _Ring:
@@ -110,21 +136,15 @@ class RingWriter(_Ring):
 
         header  up to 16 numbers of 32 bits; arrays: up to 15, contiguous, of int32, int64, uint8, float32, uint32 or uint64
         """
-        if len(header) > HEADER_WORDS or len(arrays) > _MAX_ARRAYS:
-            raise InvariantError(
-                f"a message has at most {HEADER_WORDS} numbers and {_MAX_ARRAYS} arrays, got {len(header)} and {len(arrays)}"
-            )
-        for array in arrays:
-            if array.dtype not in _CODES:
-                raise InvariantError(f"a message cannot hold an array of {array.dtype}, only {', '.join(map(str, _DTYPES))}")
+        check_message(header, arrays)
         total = message_bytes(arrays)
         if total <= SLOT_BYTES:
             line, place = self._next_slot()
-            _encode(place, header, arrays)
+            encode_message(place, header, arrays)
             self._publish(line, total, 0)
             return
         whole = np.empty(total, np.uint8)
-        _encode(whole, header, arrays)
+        encode_message(whole, header, arrays)
         for begin in range(0, total, SLOT_BYTES):
             piece = whole[begin : begin + SLOT_BYTES]
             line, place = self._next_slot()
@@ -157,13 +177,13 @@ class RingReader(_Ring):
         Raises WorkerError where the group has ended.
         """
         self.release()
-        if not self._barrier.wait_for_counter(self._written, self._number + 1, timeout_s):
+        if not self._barrier.wait_for_message(self._written, self._number + 1, timeout_s):
             return None
         line, place = self._slot(self._number)
         if line[1] == 0:
             self._holds_slot = True
-            return _decode(place[: line[0]])
-        return _decode(self._receive_long())
+            return decode_message(place[: line[0]])
+        return decode_message(self._receive_long())
 
     def _receive_long(self) -> NDArray[np.uint8]:
         """Return the bytes of a message in pieces, put together."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from quire.base.errors import InvariantError
 from quire.parallel.barrier import native_extension
 from quire.parallel.shared_memory import SharedMemoryFile
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 AREA = "startup"
 
@@ -44,6 +47,41 @@ class StartupStatus:
             return f"failed in {self.stage}: {self.error[1]}"
         return f"{self.stage} for {now_s - self.since_s:.1f} s"
 
+    def to_json(self) -> bytes:
+        """Return all fields."""
+        return json.dumps([self.state, self.stage, self.since_s, self.stages, self.ready, self.error]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StartupStatus:
+        """Return what to_json was called on."""
+        state, stage, since_s, stages, ready, error = json.loads(text)
+        error = None if error is None else (error[0], error[1])
+        return cls(state, stage, since_s, tuple((name, s) for name, s in stages), ready, error)
+
+
+class Board(Protocol):
+    """Where ranks say how far they are."""
+
+    def write(self, rank: int, status: StartupStatus) -> None: ...
+
+    def read(self, rank: int) -> StartupStatus: ...
+
+
+class StoreBoard:
+    """The same in a store of torch.distributed, for ranks of several hosts. Times are those of each host's clock."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, rank: int, status: StartupStatus) -> None:
+        """Say what a rank does."""
+        self._store.set(f"startup/{rank}", status.to_json())
+
+    def read(self, rank: int) -> StartupStatus:
+        """Return what a rank has said last."""
+        key = f"startup/{rank}"
+        return StartupStatus.from_json(self._store.get(key)) if self._store.check([key]) else StartupStatus()
+
 
 class StartupBoard:
     """A row for each rank: a counter, and two pages of JSON that are written in turn."""
@@ -59,7 +97,7 @@ class StartupBoard:
 
     def write(self, rank: int, status: StartupStatus) -> None:
         """Replace the row of a rank; by one thread at a time."""
-        text = json.dumps([status.state, status.stage, status.since_s, status.stages, status.ready, status.error]).encode()
+        text = status.to_json()
         if len(text) > _PAGE_BYTES - 4:
             raise InvariantError(f"what rank {rank} tells of its start takes {len(text)} bytes, at most {_PAGE_BYTES - 4}")
         number = (self._native.read_counter(self._counter(rank)) + 1) & 0xFFFFFFFF
@@ -73,9 +111,7 @@ class StartupBoard:
         while (number := self._native.read_counter(self._counter(rank))) != 0:
             page = bytes(self._page(rank, number))
             if self._native.read_counter(self._counter(rank)) == number:
-                state, stage, since_s, stages, ready, error = json.loads(page[4 : 4 + int.from_bytes(page[:4], "little")])
-                error = None if error is None else (error[0], error[1])
-                return StartupStatus(state, stage, since_s, tuple((name, s) for name, s in stages), ready, error)
+                return StartupStatus.from_json(page[4 : 4 + int.from_bytes(page[:4], "little")])
         return StartupStatus()
 
     def _counter(self, rank: int) -> int:
@@ -89,7 +125,7 @@ class StartupBoard:
 class StartupReporter:
     """Says for one rank how far it is."""
 
-    def __init__(self, board: StartupBoard, rank: int) -> None:
+    def __init__(self, board: Board, rank: int) -> None:
         self._board = board
         self._rank = rank
         self._stages: list[tuple[str, float]] = []

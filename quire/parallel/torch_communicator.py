@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -71,13 +72,19 @@ class TorchCommunicator:
         timeout: timedelta = _DEFAULT_TIMEOUT,
         interface: str | None = None,
         check: Callable[[], None] | None = None,
+        hostname: str | None = None,
     ) -> TorchCommunicator:
-        """Connect over gloo; every rank calls this. interface: of the network, None: what GLOO_SOCKET_IFNAME or gloo says."""
+        """Connect over gloo; every rank calls this.
+
+        interface  of the network; hostname: an address of this host, in its place; None: what GLOO_SOCKET_IFNAME or gloo says
+        """
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
         options = ProcessGroupGloo._Options()
         options._timeout = timeout
-        named = {"interface": interface} if interface is not None else {}
+        named = {} if interface is None else {"interface": interface}
+        if hostname is not None and interface is None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            named = {"hostname": hostname}
         device = ProcessGroupGloo.create_device(**named) if named else ProcessGroupGloo.create_default_device()
         options._devices = [device]
         group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)

@@ -19,11 +19,13 @@ _OWN_LABELS = (
     *(
         "model_name",
         "num_kv_blocks",
+        "operation",
         "outcome",
         "param",
         "phase",
         "position",
         "quantile",
+        "rank",
         "reason",
         "replica",
         "route",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
@@ -148,6 +149,10 @@ class CpuStepExecutor:
         """See StepExecutor."""
         peaks = measure_peaks(report, SHORT)
         return peaks.bytes_per_s, peaks.flops_per_s
+
+    def rank_stats(self) -> list[RankStats]:
+        """See StepExecutor."""
+        return []
 
     def check_health(self) -> None:
         """See StepExecutor: it is the only process."""

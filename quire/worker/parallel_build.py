@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
@@ -23,15 +24,17 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from quire.model.tensor_shards import ModelShard, RankGroup
 from quire.parallel.barrier import ProcessBarrier, native_extension
-from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.rendezvous import check_fingerprints
+from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shards import ShardRange
+from quire.parallel.worker_group import LaunchOptions, WorkerGroup
 from quire.quant.policy import POLICIES, parameter_quantizer
-from quire.worker.memory import cpu_block_size
+from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
+from quire.worker.parallel_launch import config_fields, fingerprint, launched_group, start_workers
 
 logger = get_logger(__name__)
-
-WORKER_MODULE = "quire.worker.parallel_worker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,9 @@ class RankConfig:
     num_threads        of each rank
     rows_file          descriptor of the file for the rows that ranks share, the same in every process
     has_draft_heads    rank 0 drafts with heads that read the whole embedding or LM head
+    needed_bytes       of memory, of each rank, estimated
+    options            see config_fields
+    checks_first       ranks are compared before they load weights, not after: where a launcher has started all of them
     allow_missing_head as in EngineConfig
     """
 
@@ -58,6 +64,9 @@ class RankConfig:
     num_threads: tuple[int, ...]
     rows_file: int
     has_draft_heads: bool
+    needed_bytes: tuple[int, ...]
+    options: dict[str, str]
+    checks_first: bool
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
@@ -66,7 +75,7 @@ class RankConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankConfig:
         """Return what to_json was called on."""
-        return cls(**{**fields, "shares": tuple(fields["shares"]), "num_threads": tuple(fields["num_threads"])})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def check_tensor_parallel(config: EngineConfig, report: ModelReport) -> None:
@@ -112,8 +121,23 @@ def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]
     return found
 
 
-def build_rank(config: RankConfig, folder: Path, rank: int, barrier: ProcessBarrier) -> tuple[NativeDecoder, MemoryPlan]:
+def check_rank_memory(config: RankConfig, rank: int) -> None:
+    """Raise ConfigError where this host has not the memory that a rank needs."""
+    needed, available = config.needed_bytes[rank], available_memory_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"rank {rank} needs about {format_bytes(needed)} for its weights and KV cache, but {format_bytes(available)} are "
+            f"available on {socket.gethostname()}; lower num_kv_blocks, take more ranks, or give this one a smaller share "
+            "(tensor_parallel_shares)"
+        )
+
+
+def build_rank(
+    config: RankConfig, folder: Path, rank: int, barrier: ProcessBarrier, exchange: RowExchange | None = None
+) -> tuple[NativeDecoder, MemoryPlan]:
     """Load a rank's shard; return what runs it, and the plan of its KV cache. It opens only the rows that the rank has.
+
+    exchange  where the ranks share no memory
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
@@ -124,7 +148,8 @@ def build_rank(config: RankConfig, folder: Path, rank: int, barrier: ProcessBarr
     policy = None if config.quantization is None else POLICIES[config.quantization]
     quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
     shard = ModelShard.of(spec, rank, config.shares)
-    group = RankGroup(shard, barrier.address, config.rows_file, has_whole_vocabulary=rank == 0 and config.has_draft_heads)
+    has_whole_vocabulary = rank == 0 and config.has_draft_heads
+    group = RankGroup(shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange)
     decoder = NativeDecoder(native_extension(), spec, parameters, config.max_model_len, quantize, group)
     kv = shard.kv_spec(spec, config.block_size, config.kv_dtype)
     memory = MemoryPlan(0, decoder.weight_bytes, 0, kv, config.num_kv_blocks, config.max_model_len)
@@ -154,8 +179,11 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             num_threads=threads,
             rows_file=rows_file,
             has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
+            needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
+            options=config_fields(config),
+            checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
         )
-        workers = spawn_workers(WORKER_MODULE, size, rank_config.to_json(), LaunchOptions(pass_fds=(rows_file,)))
+        workers = start_workers(config, rank_config.to_json(), LaunchOptions(pass_fds=(rows_file,)))
     except BaseException:
         os.close(rows_file)
         raise
@@ -168,22 +196,49 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
 
 
 def _build_rank_0(
-    config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: SpawnedWorkers
+    config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
-    torch.set_num_threads(rank_config.num_threads[0])
+    torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
+    if rank_config.checks_first:
+        _check_alike(rank_config, report.folder, workers)
     workers.startup.stage("loading weights")
-    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier)
+    check_rank_memory(rank_config, 0)
+    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange)
+    if not rank_config.checks_first:
+        _check_alike(rank_config, report.folder, workers)
     workers.startup.ready({"packed_weight_bytes": decoder.weight_bytes})
     statuses = workers.wait_ready()
     own = [int(status.ready["packed_weight_bytes"]) for status in statuses]
     logger.info(
         "tensor parallel  %d ranks, threads %s, weights %s",
         len(own),
-        ", ".join(map(str, rank_config.num_threads)),
+        ", ".join(map(str, rank_config.num_threads)) if workers.num_on_host is None else "of each host",
         ", ".join(map(format_bytes, own)),
     )
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
-    return LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file), report
+    return LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own), report
+
+
+def _check_alike(config: RankConfig, folder: Path, workers: WorkerGroup | RemoteWorkers) -> None:
+    """Compare all ranks. Raises what a worker has failed with, where it did not come so far."""
+    workers.startup.stage("comparing ranks")
+    try:
+        check_fingerprints(workers.communicator, fingerprint(folder, config.options))
+    except WorkerError:
+        workers.raise_failure()
+        raise
+
+
+def num_threads_of(config: RankConfig, rank: int, num_on_host: int | None, own: Any) -> int:
+    """Return the threads of a rank: its part of those of all, or, where there are several hosts, of those of its host.
+
+    num_on_host  ranks of its host; None: all
+    own          its own EngineConfig, if it has one
+    """
+    if num_on_host is None:
+        return config.num_threads[rank]
+    given = own.num_threads if isinstance(own, EngineConfig) else None
+    return max(1, (given or torch.get_num_threads()) // num_on_host)
 
 
 def divide_threads(num_threads: int, num_ranks: int) -> tuple[int, ...]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, QuireError, WorkerError
 from quire.contracts.memory import MemoryPlan
+from quire.contracts.rank_stats import RankStats
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenCall
 from quire.parallel.barrier import AbortReason
-from quire.parallel.launch import SpawnedWorkers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.worker_group import WorkerGroup
 from quire.speculate.proposer import DraftInput
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.parallel_messages import (
@@ -35,22 +38,32 @@ class LeaderExecutor(CpuStepExecutor):
     decoder  rank 0's shard of the model
     memory   the plan of rank 0: its share of the KV cache
     rows_file  descriptor of the file of shared rows; closed with the executor
+    shares     what each rank has of the weights, in parts
 
     Where the group has ended, for example because a worker was killed, a call raises DeviceLostError with the reason.
     """
 
     def __init__(
-        self, decoder: NativeDecoder, memory: MemoryPlan, max_num_seqs: int, workers: SpawnedWorkers, rows_file: int
+        self,
+        decoder: NativeDecoder,
+        memory: MemoryPlan,
+        max_num_seqs: int,
+        workers: WorkerGroup | RemoteWorkers,
+        rows_file: int,
+        shares: Sequence[float],
     ) -> None:
         super().__init__(decoder, memory, max_num_seqs)
         self._workers, self._rows_file = workers, rows_file
+        self._shares = [share / sum(shares) for share in shares]
+        self._changes: Changes | None = None
         decoder.mirror = self
 
     def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
         """See StepExecutor."""
         if entries or block_copies:
             with self._group():
-                self._send(encode_changes(Changes(list(entries), list(block_copies))))
+                self._send_changes()
+            self._changes = Changes(list(entries), list(block_copies))  # they go with the next message
         super().begin_step(entries, block_copies)
 
     def start_step(
@@ -65,7 +78,10 @@ class LeaderExecutor(CpuStepExecutor):
         """See StepExecutor."""
         keeps_all = keeps_prompt_logits or "final" in reads
         with self._group():
-            self._send(encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all)))
+            changes, self._changes = self._changes, None
+            self._workers.ring.send(
+                *encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all, changes))
+            )
             return super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
 
     def move_tokens(self, moves: Moves) -> None:
@@ -99,12 +115,23 @@ class LeaderExecutor(CpuStepExecutor):
         with self._group():
             self._workers.barrier.check()
 
+    def rank_stats(self) -> list[RankStats]:
+        """See StepExecutor."""
+        return [replace(stats, share=share) for stats, share in zip(self._workers.stats(), self._shares, strict=True)]
+
     @property
     def worker_pids(self) -> dict[int, int]:
         """The processes of the workers by rank."""
         return self._workers.pids
 
+    def _send_changes(self) -> None:
+        """Send changes that no step has followed."""
+        changes, self._changes = self._changes, None
+        if changes is not None:
+            self._workers.ring.send(*encode_changes(changes))
+
     def _send(self, message: Encoded) -> None:
+        self._send_changes()
         self._workers.ring.send(*message)
 
     @contextmanager

@@ -38,13 +38,17 @@ class Changes(NamedTuple):
 
 
 class StepCall(NamedTuple):
-    """One step: what start_step of an executor is given, as far as it changes what is computed."""
+    """One step: what start_step of an executor is given, as far as it changes what is computed.
+
+    changes  what begin_step was given just before: it goes with the step, in one message
+    """
 
     tokens: StepTokens
     hidden_rows: list[int]
     wants_best: bool
     needs_logits: bool
     keeps_all: bool
+    changes: Changes | None = None
 
 
 Encoded = tuple[list[int], _Arrays]
@@ -52,16 +56,24 @@ Encoded = tuple[list[int], _Arrays]
 
 def encode_changes(changes: Changes) -> Encoded:
     """Return the message of changes before a step."""
+    return [Call.CHANGES], _change_arrays(changes)
+
+
+def _change_arrays(changes: Changes) -> _Arrays:
     words: list[int] = []
     for batch_slot, index, block_ids in changes.entries:
         words += [batch_slot, index, len(block_ids), *block_ids]
     copies = [block for pair in changes.block_copies for block in pair]
-    return [Call.CHANGES], [_int32(words), _int32(copies)]
+    return [_int32(words), _int32(copies)]
 
 
 def decode_changes(message: RingMessage) -> Changes:
     """Return what encode_changes was given."""
-    words, copies = (array.tolist() for array in message.arrays)
+    return _changes_of(message.arrays)
+
+
+def _changes_of(arrays: Sequence[NDArray[np.generic]]) -> Changes:
+    words, copies = (array.tolist() for array in arrays)
     entries: list[TableEntry] = []
     at = 0
     while at < len(words):
@@ -75,13 +87,15 @@ def encode_step(call: StepCall) -> Encoded:
     """Return the message of a step."""
     tokens = call.tokens
     flags = call.wants_best | call.needs_logits << 1 | call.keeps_all << 2
-    flags |= (tokens.trees is not None) << 3 | (tokens.short_ropes is not None) << 4
+    flags |= (tokens.trees is not None) << 3 | (tokens.short_ropes is not None) << 4 | (call.changes is not None) << 5
     lists = tokens.token_ids, tokens.starts, tokens.ends, tokens.batch_slots, tokens.logit_rows, call.hidden_rows
     arrays: _Arrays = [_int32(values) for values in lists]
     if tokens.trees is not None:
         arrays += [tokens.trees.positions, tokens.trees.num_drafts, tokens.trees.ancestors]
     if tokens.short_ropes is not None:
         arrays.append(_int32(tokens.short_ropes))
+    if call.changes is not None:
+        arrays += _change_arrays(call.changes)
     return [Call.STEP, flags, tokens.num_ready], arrays
 
 
@@ -96,7 +110,8 @@ def decode_step(message: RingMessage) -> StepCall:
         trees, rest = TreePlaces(positions, num_drafts, ancestors), rest[3:]
     short_ropes = [bool(value) for value in rest[0]] if flags & 16 else None
     tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes)
-    return StepCall(tokens, hidden_rows, bool(flags & 1), bool(flags & 2), bool(flags & 4))
+    changes = _changes_of(rest[-2:]) if flags & 32 else None
+    return StepCall(tokens, hidden_rows, bool(flags & 1), bool(flags & 2), bool(flags & 4), changes)
 
 
 def encode_rows(call: Call, *rows: Sequence[int]) -> Encoded:

@@ -5,30 +5,46 @@ Run by the leader as `python -m quire.worker.parallel_worker`, see quire.paralle
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from quire.base.errors import InvariantError
+from quire.contracts.config import EngineConfig
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenSteps
+from quire.model.resolve import resolve_model
 from quire.parallel.launch import WorkerContext, run_worker
+from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
 from quire.worker.cpu_executor import CpuStepExecutor
-from quire.worker.parallel_build import RankConfig, build_rank
-from quire.worker.parallel_messages import Call, decode_changes, decode_one_token, decode_step
+from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, num_threads_of
+from quire.worker.parallel_launch import own_fingerprint
+from quire.worker.parallel_messages import Call, Changes, decode_changes, decode_one_token, decode_step
 from quire.worker.step_executor import Moves
 
 
 def main(context: WorkerContext) -> None:
     """Load the shard, then follow the leader until it closes the group."""
     config = RankConfig.from_json(context.config)
-    torch.set_num_threads(config.num_threads[context.rank])
+    torch.set_num_threads(num_threads_of(config, context.rank, context.num_on_host, context.own))
+    rows_file = os.memfd_create("quire-rows") if context.exchange is not None else context.open_descriptor(config.rows_file)
+    config = replace(config, rows_file=rows_file)
+    folder = Path(config.folder)
+    if context.exchange is not None and isinstance(context.own, EngineConfig):
+        folder = resolve_model(context.own.model, context.own.revision)  # the checkpoint of this host
+    if config.checks_first:
+        _check_alike(context, config, folder)
     context.startup.stage("loading weights")
-    decoder, memory = build_rank(config, Path(config.folder), context.rank, context.barrier)
+    check_rank_memory(config, context.rank)
+    decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange)
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)
     executor.take_pages(())
+    if not config.checks_first:
+        _check_alike(context, config, folder)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes})
     try:
         while True:
@@ -39,17 +55,21 @@ def main(context: WorkerContext) -> None:
         executor.close()
 
 
+def _check_alike(context: WorkerContext, config: RankConfig, folder: Path) -> None:
+    context.startup.stage("comparing ranks")
+    check_fingerprints(context.communicator, own_fingerprint(context.own, folder, config.options))
+
+
 def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMessage) -> None:
     """Make the call that the leader has made."""
     call = Call(int(message.header[0]))
     with executor.step_scope():
         if call is Call.CHANGES:
-            changes = decode_changes(message)
-            for batch_slot, index, block_ids in changes.entries:
-                executor.block_tables[batch_slot, index : index + len(block_ids)] = block_ids
-            executor.begin_step(changes.entries, changes.block_copies)
+            _make_changes(executor, decode_changes(message))
         elif call is Call.STEP:
             step = decode_step(message)
+            if step.changes is not None:
+                _make_changes(executor, step.changes)
             executor.start_step(step.tokens, step.wants_best, step.needs_logits, step.hidden_rows, step.keeps_all, ())
         elif call is Call.MOVE_TOKENS:
             sources, targets = (array.tolist() for array in message.arrays)
@@ -60,6 +80,12 @@ def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMe
             OneTokenSteps.run_call(decoder, executor.target.kv, decode_one_token(message))
         else:
             raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+
+
+def _make_changes(executor: CpuStepExecutor, changes: Changes) -> None:
+    for batch_slot, index, block_ids in changes.entries:
+        executor.block_tables[batch_slot, index : index + len(block_ids)] = block_ids
+    executor.begin_step(changes.entries, changes.block_copies)
 
 
 if __name__ == "__main__":

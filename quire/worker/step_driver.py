@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
 from quire.contracts.memory import ModelReport
+from quire.contracts.rank_stats import RankStats
 from quire.contracts.step import Runner, StageTimes, StepPlan, StepResult
 from quire.sampling.sampler import Sampled, sample
 from quire.speculate.proposer import DraftInput
@@ -52,6 +53,10 @@ class EngineRunner(Runner, Protocol):
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
+        ...
+
+    def rank_stats(self) -> list[RankStats]:
+        """Return what each rank of a model on several processes does and holds; empty for one process."""
         ...
 
     def check_health(self) -> None:
@@ -365,6 +370,10 @@ class StepDriver:
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """See EngineRunner."""
         return self._executor.measure_peaks(report)
+
+    def rank_stats(self) -> list[RankStats]:
+        """See EngineRunner."""
+        return self._executor.rank_stats()
 
     def check_health(self) -> None:
         """See EngineRunner."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.memory import ModelReport
+from quire.contracts.rank_stats import RankStats
 from quire.model.token_runs import TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.sampler import Draw
@@ -195,6 +196,10 @@ class StepExecutor(Protocol):
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
+        ...
+
+    def rank_stats(self) -> list[RankStats]:
+        """Return what each rank of a model on several processes does and holds; empty for one process."""
         ...
 
     def check_health(self) -> None:

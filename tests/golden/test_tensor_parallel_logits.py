@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
 from quire.kv.pool import KvPool
-from quire.model.checkpoint import load_parameters
+from quire.model.checkpoint import load_parameters, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
@@ -19,23 +21,25 @@ from tests.rank_threads import RankThreads
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
 
 BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS = 16, 131, 12
+STORED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
+STORED = sorted(path for path in STORED_FOLDER.glob("*") if path.is_dir() or path.suffix == ".gguf")
 LAYOUTS = {"two": (1, 1), "three": (1, 1, 1), "four": (1, 1, 1, 1), "two-to-one": (2, 1)}
 
 
-def _steps():
+def _steps(vocab_size):
     """Yield steps of two sequences: prompts, in chunks and whole, then tokens one by one: (tokens, end, count) of each."""
     rng = np.random.default_rng(7)
-    first, second = (rng.integers(3, VOCAB_SIZE, length).tolist() for length in (41, 23))
+    first, second = (rng.integers(3, vocab_size, length).tolist() for length in (41, 23))
     yield [(first, 17)]
     yield [(first, 38), (second, 20)]
     for more in (1, 2, 3):
         yield [(first, 38 + more), (second, 20 + more)]
 
 
-def _run(call, tables):
+def _run(call, tables, vocab_size, compares_best=True):
     """Run the steps; return the logits of each, of the last two tokens of every sequence, and the best tokens."""
     found, done = [], {}
-    for parts in _steps():
+    for parts in _steps(vocab_size):
         token_ids, starts, ends, rows, own = [], [0], [], [], []
         for index, (tokens, end) in enumerate(parts):
             token_ids += tokens[done.get(index, 0) : end]
@@ -46,12 +50,13 @@ def _run(call, tables):
             own.append(tables[index])
         runs = TokenRuns(token_ids, starts, ends, own, [address_of(table) for table in own])
         found.append(call(runs, rows, wants_best=False))
-        found.append(call(runs, rows, wants_best=True))
+        if compares_best:
+            found.append(call(runs, rows, wants_best=True))
         found.append(call(runs, list(range(len(token_ids))), wants_best=False, keeps_all=True))
     return found
 
 
-def _one_rank(spec, parameters, dtype, tables, quantize):
+def _one_rank(spec, parameters, dtype, tables, quantize, compares_best=True):
     decoder = NativeDecoder(load_native(), spec, parameters(), 64, quantize)
     kv = KvPool(KvSpec.of(spec, BLOCK_SIZE, dtype), NUM_BLOCKS)
 
@@ -59,11 +64,11 @@ def _one_rank(spec, parameters, dtype, tables, quantize):
         logits, best = decoder.run(runs, kv, rows, wants_best=wants_best, needs_logits=not wants_best, keeps_all=keeps_all)
         return best if wants_best else logits.clone()
 
-    return _run(call, tables)
+    return _run(call, tables, min(spec.vocab_size, VOCAB_SIZE), compares_best)
 
 
-def _ranks(spec, parameters, dtype, tables, quantize, shares):
-    ranks = RankThreads(spec, parameters, shares, 64, quantize)
+def _ranks(spec, parameters, dtype, tables, quantize, shares, exchanges_rows=False, compares_best=True):
+    ranks = RankThreads(spec, parameters, shares, 64, quantize, exchanges_rows)
     pools = ranks.pools(BLOCK_SIZE, dtype, NUM_BLOCKS)
 
     def call(runs, rows, wants_best, keeps_all=False):
@@ -74,25 +79,27 @@ def _ranks(spec, parameters, dtype, tables, quantize, shares):
 
         return ranks.call(act)
 
-    found = _run(call, tables)
+    found = _run(call, tables, min(spec.vocab_size, VOCAB_SIZE), compares_best)
     assert len(set(ranks.num_barriers)) == 1
     ranks.close()
     return found
 
 
-def _compare(folder, dtype, layouts, quantization=None, kv_dtype=None):
+def _compare(
+    folder, dtype, layouts, quantization=None, kv_dtype=None, exchanges_rows=False, load=load_parameters, compares_best=True
+):
     spec = read_model_spec(folder, dtype)
     tables = [np.array([3, 7, 1, 9], np.int64), np.array([0, 5, 2, 8], np.int64)]
     quantize = None
     if quantization is not None:
         quantize = parameter_quantizer(load_parameters(folder, spec), spec, POLICIES[quantization]).narrowed
     kv_dtype = kv_dtype or ("float32" if dtype == "float16" else dtype)
-    arguments = spec, lambda: load_parameters(folder, spec), kv_dtype, tables, quantize
-    expected = _one_rank(*arguments)
+    arguments = spec, lambda: load(folder, spec), kv_dtype, tables, quantize
+    expected = _one_rank(*arguments, compares_best)
     for layout in layouts:
         if len(LAYOUTS[layout]) > max(layer.attention.num_heads for layer in spec.layers):
             continue
-        found = _ranks(*arguments, LAYOUTS[layout])
+        found = _ranks(*arguments, LAYOUTS[layout], exchanges_rows, compares_best)
         for step, (a, b) in enumerate(zip(expected, found, strict=True)):
             if isinstance(a, list):
                 assert a == b, f"best tokens of call {step} differ with {layout} ranks"
@@ -112,6 +119,31 @@ def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
 def test_logits_of_quantised_weights_are_the_same_bits_on_any_number_of_ranks(checkpoint, case, quantization):
     _compare(checkpoint(case, "v5"), "bfloat16", ["two", "three"], quantization, "int8")
     _compare(checkpoint(case, "v5"), "float16", ["two-to-one"], quantization)
+
+
+@pytest.mark.parametrize("case", ["llama-mqa", "gemma2", "olmo2", "mixtral", "gpt-oss", "gpt2-scaled"])
+def test_logits_are_the_same_bits_where_ranks_share_no_memory(checkpoint, case):
+    _compare(checkpoint(case, "v5"), "float32", ["two", "three"], exchanges_rows=True)
+    _compare(checkpoint(case, "v5"), "bfloat16", ["two-to-one"], exchanges_rows=True)
+
+
+@pytest.mark.skipif(not STORED, reason="../shared/data is not there")
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
+def test_logits_of_stored_quantised_weights_are_the_same_bits_on_any_number_of_ranks(path):
+    _compare(path, "bfloat16", ["two", "three"], load=open_parameters)
+    _compare(path, "float32", ["two-to-one"], load=open_parameters)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38], ids=["not-a-number", "too-large-for-the-dtype"])
+def test_a_weight_that_is_not_finite_takes_the_same_way_on_all_ranks(checkpoint, value):
+    def load(folder, spec):
+        parameters = load_parameters(folder, spec)
+        name = "lm_head.weight" if "lm_head.weight" in parameters else "embed.weight"
+        parameters[name] = parameters[name].float().clone()
+        parameters[name][-1, 0] = value  # of the last rank's part; the other logits stay finite
+        return parameters
+
+    _compare(checkpoint("llama-bias", "v5"), "float16", ["two", "three"], "int8", load=load, compares_best=False)
 
 
 def test_a_step_has_four_barriers_a_layer_and_two_more(checkpoint):

@@ -11,6 +11,7 @@ from itertools import chain
 from quire.base.errors import RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import Request
 from quire.serving.engine_client.framing import MessageError
 from quire.serving.engine_client.messages import (
@@ -63,6 +64,7 @@ class EngineClient:
         self._watch_hz = 0.0
         self._checkpoint = (0, 0.0)  # commands sent by a time
         self._undelivered: deque[RequestDelta] = deque()
+        self.ranks: list[RankStats] = []
         self.info: EngineInfo | None = None
         self.on_step: list[Callable[[StepOutputs], None]] = []
         self.on_kv: list[Callable[[KvReport], None]] = []
@@ -169,6 +171,7 @@ class EngineClient:
         elif isinstance(message, KvReport):
             self._tell(self.on_kv, message)
         elif isinstance(message, Heartbeat):
+            self.ranks = message.ranks
             self._check_commands(message, now)
         elif isinstance(message, Lost):
             self._on_lost_commands(message.first, message.last)
@@ -178,6 +181,8 @@ class EngineClient:
 
     def on_state_change(self) -> None:
         """Tell the listeners."""
+        if self.state != "ready":
+            self.ranks = []
         if self.state == "ready" and self._watch_hz > 0:
             self._send_watch()
         self._tell(self.on_state, self.state)

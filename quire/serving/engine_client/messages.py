@@ -18,6 +18,7 @@ from quire.base.ids import RequestId
 from quire.contracts.constraint import Constraint
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
+from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import SamplingParams
 
@@ -279,12 +280,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     time_s        when the loop last found no more commands
     num_steps     steps since the start: progress while num_unfinished > 0
     num_commands  one more than the sequence number of the last command that had come by then
+    ranks         of a model on several processes
     """
 
     time_s: float
     num_steps: int
     num_unfinished: int
     num_commands: int
+    ranks: list[RankStats] = []
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):

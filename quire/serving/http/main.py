@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import signal
 import sys
@@ -15,6 +16,7 @@ import uvloop
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.rank_stats import RankStats
 from quire.serving.admission import AdmissionControl
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
 from quire.serving.batch import endpoints as batch_endpoints
@@ -34,6 +36,7 @@ from quire.serving.http.lifecycle import Lifecycle, bind
 from quire.serving.http.system import make_endpoints
 from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.log_format import log_ended, setup_log_format
+from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
@@ -63,6 +66,10 @@ class Server:
         client = open_engine(engine_config, LinkOptions.of(config))
         name = config.served_model_names[0] if config.served_model_names else engine_config.model
         metrics = ServerMetrics(config, name, engines=[_source_of(replica) for replica in client.replicas])
+        for index, replica in enumerate(client.replicas):
+            labels = (str(index),) if len(client.replicas) > 1 else ()
+            ranks = RankMetrics(metrics.defined, functools.partial(_ranks_of, replica), labels)
+            metrics.on_collect.append(ranks.write)
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(
@@ -114,6 +121,10 @@ class Server:
 
         views = [EngineView(one, self.gateway, context.metrics, lambda: context.phase, replicas=states) for one in replicas]
         return page_endpoints([EngineFeed(one, view) for one, view in zip(replicas, views, strict=True)])
+
+
+def _ranks_of(client: EngineClient) -> list[RankStats]:
+    return client.ranks
 
 
 def _source_of(replica: EngineClient) -> EngineSource:

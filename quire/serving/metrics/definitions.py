@@ -64,6 +64,7 @@ class Definitions:
         self._define_sizes(LENGTH_BUCKETS)
         self._define_ends()
         self._define_server()
+        self._define_ranks()
         self._define_load(sources)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -232,6 +233,25 @@ class Definitions:
             "slo_requests", "Ended requests that count for goodput: all online ones but those their clients gave up."
         )
         self.slo_met = counter("slo_requests_met", "Of these, the ones that ended well within every threshold that is set.")
+
+    def _define_ranks(self) -> None:
+        """Of the processes that share a model; without samples where there is one."""
+        gauge, counter = self._engine_gauge, self._engine_counter
+        self.rank_up = gauge("rank_up", "1 for a rank that is ready, 0 for one that is not.", "rank")
+        self.rank_memory = gauge("rank_resident_bytes", "Memory of a rank's process, what ranks share included.", "rank")
+        self.rank_share = gauge("rank_weight_share", "A rank's part of the weights, 0 to 1.", "rank")
+        self.rank_calls = counter(
+            "rank_collective_calls",
+            "Collectives of a rank by operation; barrier: in native steps.",
+            "rank",
+            "operation",
+        )
+        self.rank_bytes = counter("rank_collective_bytes", "Bytes that a rank gave to the others.", "rank", "operation")
+        self.rank_seconds = counter(
+            "rank_collective_seconds", "Seconds in which a rank waited for others, for barriers; else of the calls.",
+            "rank", "operation",
+        )  # fmt: skip
+        self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")
 
     def _define_server(self) -> None:
         self.http_requests = self._counter(

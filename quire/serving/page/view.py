@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.contracts.rank_stats import RankStats
 from quire.serving.engine_client.messages import MAX_STEP_PARTS, EngineInfo, KvReport, StepOutputs, StepReport
 from quire.serving.engine_client.supervisor import EngineState
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.kv_cells import kv_cells
 from quire.serving.page.request_table import RequestTable
-from quire.serving.page.wire import EngineShape, Frame, StepRow
+from quire.serving.page.wire import EngineShape, Frame, RankRow, StepRow
 from quire.serving.request_queue.engine_gateway import QueueSnapshot
 
 RING_STEPS = 4096
@@ -32,6 +33,8 @@ class WatchedEngine(Protocol):
 
     @property
     def info(self) -> EngineInfo | None: ...
+
+    ranks: list[RankStats]
 
     def watch(self, hz: float) -> None: ...
 
@@ -86,7 +89,8 @@ class EngineView:
         self._kv: KvReport | None = None
         self._version = 0
         # Versions of the last change.
-        self._kv_version = self._queue_version = self._state_version = 0
+        self._kv_version = self._queue_version = self._state_version = self._ranks_version = 0
+        self._last_ranks: list[RankStats] = []
         self._last_queue: QueueSnapshot | None = None
         self._last_state: tuple[object, ...] = ()
         self._last_kv: tuple[dict[str, list[int]], list[int]] | None = None
@@ -122,6 +126,8 @@ class EngineView:
         queue = self._queue.snapshot()
         if queue != self._last_queue:
             self._last_queue, self._queue_version = queue, self._version
+        if self._engine.ranks != self._last_ranks:
+            self._last_ranks, self._ranks_version = self._engine.ranks, self._version
         state = (self._engine.state, self._phase(), self._engine.info, self._replicas())
         if state != self._last_state:
             self._last_state, self._state_version = state, self._version
@@ -136,7 +142,7 @@ class EngineView:
         steps = self._steps_after(since.step_id)
         rows = self._table.rows(version, with_ids=is_admin)
         has_kv = self._kv is not None and self._kv_version > version
-        changed = max(self._queue_version, self._state_version) > version
+        changed = max(self._queue_version, self._state_version, self._ranks_version) > version
         if not (steps or rows or has_kv or changed):
             return None
         return Frame(
@@ -149,7 +155,14 @@ class EngineView:
             requests=rows,
             steps=steps,
             replicas=self._replicas() if self._state_version > version else [],
+            ranks=self._rank_rows() if self._ranks_version > version else None,
         )
+
+    def _rank_rows(self) -> list[RankRow]:
+        return [
+            RankRow(each.rank, each.pid, each.state, each.memory_bytes, round(each.share, 4), round(each.wait_s * 1000, 1))
+            for each in self._engine.ranks
+        ]
 
     def snapshot(self, after_step: int, is_admin: bool) -> Frame:
         """Return all there is, the steps only after one that is known already."""

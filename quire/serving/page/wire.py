@@ -89,6 +89,17 @@ class EngineShape(msgspec.Struct, frozen=True):
     num_kv_blocks: int
 
 
+class RankRow(msgspec.Struct, frozen=True, array_like=True):
+    """One process of several that share the model; wait_ms: in barriers for others, since the start."""
+
+    rank: int
+    pid: int
+    state: str
+    memory_bytes: int
+    share: float
+    wait_ms: float
+
+
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is new; in a snapshot, all there is. A request or a queue that did not change is absent.
 
@@ -104,3 +115,4 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     requests: list[RequestRow] = []
     steps: list[StepRow] = []
     replicas: list[str] = []
+    ranks: list[RankRow] | None = None

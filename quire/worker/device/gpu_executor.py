@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, WorkerError
 from quire.contracts.memory import ModelReport
+from quire.contracts.rank_stats import RankStats
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
 from quire.kernels.triton.attention import tile_queries
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
@@ -278,6 +279,10 @@ class GpuStepExecutor:
         """Use another pool, which differs only in its number of blocks; all CUDA graphs are dropped."""
         self.close()
         self._pool = pool
+
+    def rank_stats(self) -> list[RankStats]:
+        """See StepExecutor."""
+        return []
 
     def check_health(self) -> None:
         """See StepExecutor: it is the only process."""

@@ -158,3 +158,21 @@ def test_pids_are_known_to_all():
     assert group.barrier(0).pid(1) == 0
     group.barrier(1).set_pid(os.getpid())
     assert group.barrier(0).pid(1) == os.getpid()
+
+
+def test_waits_and_their_seconds_are_counted_for_the_rank_that_waits():
+    group = SharedGroup(2)
+
+    def body(rank):
+        barrier = group.barrier(rank)
+        if rank == 1:
+            time.sleep(0.2)
+        barrier.wait()
+
+    run_threads(2, body)
+    early, late = (group.barrier(0).counts(rank) for rank in (0, 1))
+    assert (early.num_barriers, late.num_barriers) == (1, 1)
+    assert (early.num_waits, late.num_waits) == (1, 0)  # the last one to come finds all there
+    assert early.wait_s > 0.1
+    assert late.wait_s == 0.0
+    assert early.num_bytes == 0

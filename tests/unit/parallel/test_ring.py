@@ -202,3 +202,20 @@ def test_idle_readers_take_no_processor_time(size, seconds):
     assert all(share < 98 for share in shares), f"hundredths of a percent: {shares}"
     if seconds >= 10:
         assert sum(shares) < 100, f"hundredths of a percent: {shares}"
+
+
+def test_a_reader_yields_for_a_while_after_a_message_and_then_sleeps():
+    group = SharedGroup(2, num_cores=8)
+    writer, used_s = RingWriter(group.memory, group.barrier(0)), []
+
+    def body(rank):
+        if rank == 0:
+            time.sleep(0.5)
+            writer.send([1])
+            return
+        reader, began_s = RingReader(group.memory, group.barrier(1)), time.thread_time()
+        assert reader.receive().header[0] == 1
+        used_s.append(time.thread_time() - began_s)
+
+    run_threads(2, body)
+    assert used_s[0] < 0.1  # of 0.5 s: MESSAGE_YIELD_S of it at most was not slept

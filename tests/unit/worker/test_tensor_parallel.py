@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
+from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
-from quire.worker import parallel_build
+from quire.worker import parallel_build, parallel_launch, parallel_messages
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -30,7 +33,7 @@ def thread_workers(monkeypatch):
         made.append(ThreadWorkers(*args))
         return made[-1]
 
-    monkeypatch.setattr(parallel_build, "spawn_workers", spawn)
+    monkeypatch.setattr(parallel_launch, "spawn_workers", spawn)
     return made
 
 
@@ -140,6 +143,36 @@ def test_each_rank_has_its_share_of_the_weights(thread_workers):
     ranks.close()
 
 
+def test_a_step_is_one_message_also_when_block_tables_grow(thread_workers):
+    ranks = _engine(2, block_size=16)
+    sent, writer = [], thread_workers[-1].ring
+    send = writer.send
+    writer.send = lambda header, arrays=(): (sent.append(int(header[0])), send(header, arrays))
+    _outputs(ranks, ["A"], temperature=0.0, max_tokens=40, ignore_eos=True)
+    assert set(sent) == {parallel_messages.Call.STEP}
+    assert len(sent) == ranks.llm_engine.stats.num_steps
+    ranks.close()
+
+
+def test_statistics_have_the_barriers_bytes_and_share_of_each_rank(thread_workers):
+    ranks = _engine(2, tensor_parallel_shares=(3, 1))
+    _outputs(ranks, ["A"], temperature=0.0, max_tokens=4)
+    spec = ranks.llm_engine.report.spec
+    first, second = ranks.llm_engine.stats.ranks
+    num_layers, num_steps = len(spec.layers), ranks.llm_engine.stats.num_steps
+    assert first.num_barriers - second.num_barriers == 0
+    assert first.num_barriers >= num_steps * (4 * num_layers + 2)
+    assert first.num_bytes > second.num_bytes > 0
+    assert first.share + second.share == pytest.approx(1)
+    assert first.share > second.share
+    assert first.wait_s >= 0
+    assert first.num_waits <= first.num_barriers
+    ranks.close()
+    one = _engine()
+    assert one.llm_engine.stats.ranks == []
+    one.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"model": "demo-moe"}, {"quantization": "int8"}], ids=["plain", "experts", "int8"])
 def test_inspection_knows_what_each_rank_will_hold(thread_workers, options):
     ranks = _engine(2, **options, tensor_parallel_shares=(3, 1))
@@ -153,6 +186,41 @@ def test_inspection_knows_what_each_rank_will_hold(thread_workers, options):
     ranks.close()
 
 
+def test_a_rank_without_memory_for_its_part_is_named_with_the_numbers(monkeypatch):
+    monkeypatch.setattr(parallel_build, "available_memory_bytes", lambda: 3 << 20)
+    with pytest.raises(ConfigError, match=r"rank [01] needs about [0-9.]+ MiB .*, but 3.0 MiB are available on"):
+        _engine(2)
+
+
+def test_ranks_are_compared_and_a_difference_is_told(monkeypatch):
+    from quire.worker import parallel_worker
+
+    def other(own, folder, options):
+        return {**parallel_launch.own_fingerprint(own, folder, options), "version": "9.9"}
+
+    monkeypatch.setattr(parallel_worker, "own_fingerprint", other)
+    with pytest.raises(ConfigError, match=r"rank 1 has version 9.9, rank 0 \d"):
+        _engine(2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 1),
+        ({"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "a"}, 0),
+    ],
+)
+def test_a_launcher_is_found_in_the_environment(environment, expected):
+    config = EngineConfig(model="demo", tensor_parallel_size=2)
+    found = parallel_launch.launched_group(config, environment)
+    assert (None if found is None else found.rank) == expected
+    assert parallel_launch.launched_group(EngineConfig(model="demo"), environment) is None
+    spawned = replace(config, distributed_executor_backend="spawn")
+    assert parallel_launch.launched_group(spawned, environment) is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -160,6 +228,10 @@ def test_inspection_knows_what_each_rank_will_hold(thread_workers, options):
         ({"tensor_parallel_size": 9}, "tensor_parallel_size must be at most 4 for a model of 4 attention heads, got 9"),
         ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1,)}, "one number for each of the 2"),
         ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1, -1)}, "finite numbers > 0, got -1"),
+        (
+            {"distributed_executor_backend": "mp"},
+            "distributed_executor_backend must be None or one of .*, got 'mp'",
+        ),
         ({"tensor_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
     ],
 )

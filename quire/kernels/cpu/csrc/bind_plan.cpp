@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
+#include <tuple>
 
 #include "binding.h"
 #include "parallel_heads.h"
@@ -86,6 +88,14 @@ void bind_setup(PlanClass& plan) {
         }, "barrier"_a, "rank"_a, "size"_a, "first_output"_a, "file"_a, "Make the plan that of one rank of several; see RankGroup in rank_group.h.")
         .def("set_stage", &Plan::set_stage, "is_first"_a, "is_last"_a, "Make the plan that of a pipeline stage, before finish.")
         .def_static("row_stride", &row_stride, "size"_a, "Return the floats from one row to the next of rows of this size.")
+        .def("set_exchange", [](Plan& p, nb::callable call) {
+            p.set_exchange([call = std::move(call)](u8* base, const std::vector<WrittenBlock>& written) {
+                const nb::gil_scoped_acquire acquire;
+                std::vector<std::tuple<i64, i64, i64, i64>> blocks;
+                for (const WrittenBlock& block : written) blocks.emplace_back(block.data - base, block.count, block.stride, block.num_bytes);
+                return nb::cast<bool>(call(reinterpret_cast<uintptr_t>(base), blocks));
+            });
+        }, "call"_a, "Where ranks do not share memory: call(base, [(offset, count, stride, bytes)]) at every barrier, which must not raise; see RankGroup::exchange.")
         .def_prop_ro("num_barriers", &Plan::num_barriers)
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)

@@ -1,10 +1,11 @@
 // The barrier between ranks, from Python. A state is given by its address in memory that every rank maps.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <time.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "process_barrier.h"
@@ -46,20 +47,14 @@ int wait_in_pieces(double timeout_s, Wait wait) {
     }
 }
 
-i64 now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<i64>(now.tv_sec) * 1000000000 + now.tv_nsec;
-}
-
 // The nanoseconds of each of `count` barriers, for benchmarks; fewer where the group was aborted.
 std::vector<i64> time_barriers(uintptr_t state, int rank, int size, int count) {
     check_rank(rank, size);
     std::vector<i64> times;
     for (int i = 0; i < count; ++i) {
-        const i64 began_ns = now_ns();
+        const i64 began_ns = monotonic_ns();
         if (!process_barrier_wait(state_at(state), rank, size)) break;
-        times.push_back(now_ns() - began_ns);
+        times.push_back(monotonic_ns() - began_ns);
     }
     return times;
 }
@@ -81,6 +76,9 @@ void bind_waits(nb::module_& m) {
     m.def("wait_for_counter", [](uintptr_t state, int rank, uintptr_t counter, u32 least, double timeout_s) {
         return wait_in_pieces(timeout_s, [&](i64 ns, bool spins) { return wait_for_counter(state_at(state), rank, counter_at(counter), least, ns, spins); });
     }, "state"_a, "rank"_a, "counter"_a, "least"_a, "timeout_s"_a = -1.0, "Wait until a counter has reached a value: 0 done, 1 aborted, 2 timed out.");
+    m.def("wait_for_message", [](uintptr_t state, int rank, uintptr_t counter, u32 least, double timeout_s) {
+        return wait_in_pieces(timeout_s, [&](i64 ns, bool spins) { return wait_for_message(state_at(state), rank, counter_at(counter), least, ns, spins); });
+    }, "state"_a, "rank"_a, "counter"_a, "least"_a, "timeout_s"_a = -1.0, "The same for the counter of messages: yields longer before it sleeps.");
     m.def("advance_counter", [](uintptr_t counter, u32 value) { advance_counter(counter_at(counter), value); }, "counter"_a, "value"_a,
           "Set a counter and wake those who sleep on it.");
     m.def("read_counter", [](uintptr_t counter) { return __atomic_load_n(&counter_at(counter)->value, __ATOMIC_ACQUIRE); }, "counter"_a);
@@ -92,13 +90,18 @@ void bind_process_barrier(nb::module_& m) {
     m.attr("MAX_RANKS") = MAX_RANKS;
     m.attr("BARRIER_STATE_BYTES") = sizeof(BarrierState);
     m.attr("SHARED_COUNTER_BYTES") = sizeof(SharedCounter);
-    m.def("initialise_barrier", [](uintptr_t state, int num_ranks, u32 num_spins, u32 num_yields) {
+    m.def("initialise_barrier", [](uintptr_t state, int num_ranks, u32 num_spins, u32 num_yields, u32 message_yield_ns) {
         check_rank(0, num_ranks);
-        initialise_barrier(state_at(state), num_ranks, num_spins, num_yields);
-    }, "state"_a, "num_ranks"_a, "num_spins"_a, "num_yields"_a, "Set up a state before any rank uses it.");
+        initialise_barrier(state_at(state), num_ranks, num_spins, num_yields, message_yield_ns);
+    }, "state"_a, "num_ranks"_a, "num_spins"_a, "num_yields"_a, "message_yield_ns"_a = 0, "Set up a state before any rank uses it.");
     bind_waits(m);
     m.def("num_barriers", [](uintptr_t state, int rank) { return __atomic_load_n(&state_at(state)->ranks[rank].arrived.value, __ATOMIC_ACQUIRE); }, "state"_a, "rank"_a,
           "The barriers that a rank has arrived at, modulo 2**32.");
+    m.def("rank_counts", [](uintptr_t state, int rank) {
+        const RankState& counted = state_at(state)->ranks[rank];
+        const auto read = [](const u64& value) { return __atomic_load_n(&value, __ATOMIC_RELAXED); };
+        return std::make_tuple(read(counted.num_waits), read(counted.wait_ns), read(counted.num_bytes));
+    }, "state"_a, "rank"_a, "(barriers at which a rank has waited, nanoseconds of that, bytes it has written for the others).");
     m.def("find_missing_rank", [](uintptr_t state, int rank, int size) { return find_missing_rank(state_at(state), rank, size); }, "state"_a, "rank"_a, "size"_a,
           "The first rank that has arrived at fewer barriers than this one, -1: none.");
     m.def("abort_group", [](uintptr_t state, int rank, u32 reason) { return abort_group(state_at(state), rank, static_cast<AbortReason>(reason)); }, "state"_a, "rank"_a, "reason"_a,

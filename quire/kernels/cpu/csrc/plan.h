@@ -136,6 +136,8 @@ public:
     // Make the plan that of one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
     // the barrier and the open file of shared rows must live as long as the plan.
     void set_rank_group(BarrierState* barrier, int rank, int size, i32 first_output, int file);
+    // Where the ranks do not share memory: what each barrier does, see RankGroup::exchange.
+    void set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange) { group_.exchange = std::move(exchange); }
     bool is_sharded() const { return group_.barrier != nullptr; }
     bool gives_results() const { return group_.rank == 0; }
     bool is_aborted() const { return group_.is_aborted; }

@@ -31,12 +31,6 @@ bool has_reached(u32 value, u32 least) { return static_cast<i32>(value - least) 
 
 u32 load(const SharedCounter* counter) { return __atomic_load_n(&counter->value, __ATOMIC_ACQUIRE); }
 
-i64 now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<i64>(now.tv_sec) * 1000000000 + now.tv_nsec;
-}
-
 // Sleep until the counter is woken, while it has `value`, for at most ns. Not FUTEX_PRIVATE: other processes wake it.
 void sleep_on(SharedCounter* counter, u32 value, i64 ns) {
     const timespec limit = {static_cast<time_t>(ns / 1000000000), static_cast<long>(ns % 1000000000)};
@@ -60,13 +54,41 @@ void wake_sleepers(SharedCounter* counter) {
 
 }  // namespace
 
-void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields) {
+i64 monotonic_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<i64>(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields, u32 message_yield_ns) {
     memset(static_cast<void*>(state), 0, sizeof(*state));
     state->num_ranks = static_cast<u32>(num_ranks);
     state->num_spins = num_spins;
     state->num_yields = num_yields;
+    state->message_yield_ns = message_yield_ns;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
+
+namespace {
+
+WaitResult sleep_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns) {
+    const i64 end_ns = timeout_ns < 0 ? 0 : monotonic_ns() + timeout_ns;
+    for (;;) {
+        raise_heartbeat(state, rank);
+        // Announce the sleeper before the last look: advance_counter stores the value before it looks for sleepers.
+        __atomic_fetch_add(&counter->num_sleepers, 1, __ATOMIC_SEQ_CST);
+        const u32 value = __atomic_load_n(&counter->value, __ATOMIC_SEQ_CST);
+        const bool is_done = has_reached(value, least), is_aborted = read_abort_word(state) != 0;
+        const i64 left_ns = timeout_ns < 0 ? FUTEX_SLEEP_NS : end_ns - monotonic_ns();
+        if (!is_done && !is_aborted && left_ns > 0) sleep_on(counter, value, left_ns < FUTEX_SLEEP_NS ? left_ns : FUTEX_SLEEP_NS);
+        __atomic_fetch_sub(&counter->num_sleepers, 1, __ATOMIC_SEQ_CST);
+        if (has_reached(load(counter), least)) return WaitResult::done;
+        if (read_abort_word(state) != 0) return WaitResult::aborted;
+        if (left_ns <= 0) return WaitResult::timed_out;
+    }
+}
+
+}  // namespace
 
 WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins) {
     if (has_reached(load(counter), least)) return WaitResult::done;
@@ -81,20 +103,27 @@ WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counte
         if (turn % YIELDS_PER_HEARTBEAT == 0) raise_heartbeat(state, rank);
         sched_yield();
     }
-    const i64 end_ns = timeout_ns < 0 ? 0 : now_ns() + timeout_ns;
-    for (;;) {
-        raise_heartbeat(state, rank);
-        // Announce the sleeper before the last look: advance_counter stores the value before it looks for sleepers.
-        __atomic_fetch_add(&counter->num_sleepers, 1, __ATOMIC_SEQ_CST);
-        const u32 value = __atomic_load_n(&counter->value, __ATOMIC_SEQ_CST);
-        const bool is_done = has_reached(value, least), is_aborted = read_abort_word(state) != 0;
-        const i64 left_ns = timeout_ns < 0 ? FUTEX_SLEEP_NS : end_ns - now_ns();
-        if (!is_done && !is_aborted && left_ns > 0) sleep_on(counter, value, left_ns < FUTEX_SLEEP_NS ? left_ns : FUTEX_SLEEP_NS);
-        __atomic_fetch_sub(&counter->num_sleepers, 1, __ATOMIC_SEQ_CST);
-        if (has_reached(load(counter), least)) return WaitResult::done;
-        if (read_abort_word(state) != 0) return WaitResult::aborted;
-        if (left_ns <= 0) return WaitResult::timed_out;
+    return sleep_for_counter(state, rank, counter, least, timeout_ns);
+}
+
+WaitResult wait_for_message(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins) {
+    if (spins && state->message_yield_ns > 0) {
+        const i64 end_ns = monotonic_ns() + state->message_yield_ns;
+        for (u32 turn = 0;; ++turn) {
+            if (has_reached(load(counter), least)) return WaitResult::done;
+            if (read_abort_word(state) != 0) return WaitResult::aborted;
+            if (turn < state->num_spins) {
+                pause();
+                continue;
+            }
+            if (turn % YIELDS_PER_HEARTBEAT == 0) {
+                raise_heartbeat(state, rank);
+                if (monotonic_ns() >= end_ns) break;
+            }
+            sched_yield();
+        }
     }
+    return wait_for_counter(state, rank, counter, least, timeout_ns, spins && state->message_yield_ns == 0);
 }
 
 void advance_counter(SharedCounter* counter, u32 value) {
@@ -107,20 +136,33 @@ void arrive_at_barrier(BarrierState* state, int rank) {
     advance_counter(arrived, __atomic_load_n(&arrived->value, __ATOMIC_RELAXED) + 1);
 }
 
-WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins) {
-    const u32 wanted = __atomic_load_n(&state->ranks[rank].arrived.value, __ATOMIC_RELAXED);
-    const i64 end_ns = timeout_ns < 0 ? 0 : now_ns() + timeout_ns;
+namespace {
+
+WaitResult wait_for_others(BarrierState* state, int rank, int size, u32 wanted, i64 end_ns, bool spins) {
     for (int other = 0; other < size; ++other) {
         if (other == rank) continue;
         i64 left_ns = -1;
-        if (timeout_ns >= 0) {
-            left_ns = end_ns - now_ns();
+        if (end_ns >= 0) {
+            left_ns = end_ns - monotonic_ns();
             if (left_ns < 0) left_ns = 0;
         }
         const WaitResult result = wait_for_counter(state, rank, &state->ranks[other].arrived, wanted, left_ns, spins);
         if (result != WaitResult::done) return result;
     }
     return WaitResult::done;
+}
+
+}  // namespace
+
+WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins) {
+    const u32 wanted = __atomic_load_n(&state->ranks[rank].arrived.value, __ATOMIC_RELAXED);
+    bool is_late = false;
+    for (int other = 0; other < size && !is_late; ++other) is_late = !has_reached(load(&state->ranks[other].arrived), wanted);
+    if (!is_late) return WaitResult::done;
+    const i64 began_ns = monotonic_ns();
+    const WaitResult result = wait_for_others(state, rank, size, wanted, timeout_ns < 0 ? -1 : began_ns + timeout_ns, spins);
+    count_wait(state, rank, monotonic_ns() - began_ns, result == WaitResult::timed_out ? 0 : 1);
+    return result;
 }
 
 bool process_barrier_wait(BarrierState* state, int rank, int size) {

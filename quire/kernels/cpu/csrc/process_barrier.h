@@ -27,6 +27,10 @@ struct alignas(128) RankState {
     u32 location;      // where the rank is, for messages: a layer's number + 1, 0 for nowhere. Set by whoever computes
     u32 process_beat;  // raised by a thread of the rank's process, whatever the rank does: stands still in a stopped process
     i32 pid;
+    // Written by the rank's thread that waits, read by the leader for metrics.
+    u64 num_waits;  // barriers at which another rank was missing when this one came
+    u64 wait_ns;    // of these; a barrier that all have reached reads no clock
+    u64 num_bytes;  // of rows that this rank wrote for the others
 };
 
 // Why a group ends. The abort word is reason << 16 | rank + 1; 0 while the group runs.
@@ -37,13 +41,14 @@ struct alignas(128) BarrierState {
     u32 num_ranks;
     u32 num_spins;   // before a wait yields
     u32 num_yields;  // before it sleeps
+    u32 message_yield_ns;  // how long the reader of messages yields before it sleeps, see wait_for_message
     RankState ranks[MAX_RANKS];
 };
 
 enum class WaitResult { done = 0, aborted = 1, timed_out = 2 };
 
 // Set up a state before any rank uses it. More ranks than cores should spin little: the rank that is waited for needs the core.
-void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields);
+void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields, u32 message_yield_ns = 0);
 
 // Arrive at the next barrier and wait until all ranks have. False: the group was aborted (see abort_word) while a rank is missing,
 // and nothing may be assumed of what other ranks have written. A barrier that all have reached is passed even in an aborted group,
@@ -60,6 +65,9 @@ int find_missing_rank(const BarrierState* state, int rank, int size);
 
 // Wait until a counter has reached `least`; done even in an aborted group where it has.
 WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
+// The same for a message, which comes after time in which another rank does something else: it yields for message_yield_ns before it
+// sleeps, so that a message soon after the last one wakes nobody.
+WaitResult wait_for_message(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
 // Set a counter of this rank's own, after all that it wrote before, and wake those who sleep on it.
 void advance_counter(SharedCounter* counter, u32 value);
 
@@ -71,6 +79,17 @@ static inline u32 read_abort_word(const BarrierState* state) { return __atomic_l
 
 // Say that the rank is alive. Called by waits, and by loops that compute for long without one.
 static inline void raise_heartbeat(BarrierState* state, int rank) { __atomic_fetch_add(&state->ranks[rank].heartbeat, 1, __ATOMIC_RELAXED); }
+
+static inline void add_count(u64* count, u64 more) { __atomic_store_n(count, __atomic_load_n(count, __ATOMIC_RELAXED) + more, __ATOMIC_RELAXED); }
+
+// Count a wait of a rank for others, by its own thread; count 0: one that goes on.
+static inline void count_wait(BarrierState* state, int rank, i64 ns, u64 count = 1) {
+    add_count(&state->ranks[rank].num_waits, count);
+    add_count(&state->ranks[rank].wait_ns, static_cast<u64>(ns));
+}
+
+// Nanoseconds of the monotonic clock.
+i64 monotonic_ns();
 
 static inline void set_location(BarrierState* state, int rank, u32 location) { __atomic_store_n(&state->ranks[rank].location, location, __ATOMIC_RELAXED); }
 

@@ -37,4 +37,20 @@ u8* SharedRows::reserve(i64 num_bytes) {
     return data_;
 }
 
+void RankGroup::meet() {
+    ++num_barriers;
+    i64 num_bytes = 0;
+    for (const WrittenBlock& block : written) num_bytes += block.count * block.num_bytes;
+    add_count(&barrier->ranks[rank].num_bytes, static_cast<u64>(num_bytes));
+    if (exchange && !is_aborted) {
+        arrive_at_barrier(barrier, rank);
+        const i64 began_ns = monotonic_ns();
+        is_aborted = !exchange(rows.data(), written);
+        count_wait(barrier, rank, monotonic_ns() - began_ns);
+    } else {
+        is_aborted = is_aborted || !process_barrier_wait(barrier, rank, size);
+    }
+    written.clear();
+}
+
 }  // namespace quire

@@ -4,6 +4,9 @@
 // writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So nothing is summed
 // across ranks, and logits have the same bits at any number of ranks.
 #pragma once
+#include <functional>
+#include <vector>
+
 #include "process_barrier.h"
 
 namespace quire {
@@ -21,11 +24,18 @@ public:
     // Map at least so many bytes. What was in them is still there. Throws std::runtime_error where the system has no memory.
     u8* reserve(i64 num_bytes);
     i64 num_bytes() const { return num_bytes_; }
+    u8* data() const { return data_; }
 
 private:
     int file_ = -1;
     u8* data_ = nullptr;
     i64 num_bytes_ = 0;
+};
+
+// Values that a rank has written to the shared rows since its last barrier: `count` times `num_bytes`, `stride` bytes apart.
+struct WrittenBlock {
+    u8* data;
+    i64 count, stride, num_bytes;
 };
 
 struct RankGroup {
@@ -35,6 +45,18 @@ struct RankGroup {
     SharedRows rows;
     u64 num_barriers = 0;
     bool is_aborted = false;
+    std::vector<WrittenBlock> written;
+    // Where ranks do not share memory (other hosts): gives the other ranks what this one has written and takes what they have, at the
+    // same places after `base`, which every rank lays out alike. False: the group has ended. Empty: the memory is shared.
+    std::function<bool(u8* base, const std::vector<WrittenBlock>& written)> exchange;
+
+    // Say what the rank has written before it comes to the next barrier.
+    void wrote(float* first, i64 count, i64 stride, i64 width) {
+        if (barrier != nullptr && count > 0 && width > 0)
+            written.push_back({reinterpret_cast<u8*>(first), count, stride * 4, width * 4});
+    }
+    // Wait until all ranks have come here and what they wrote can be read.
+    void meet();
 };
 
 }  // namespace quire

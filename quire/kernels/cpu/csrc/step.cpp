@@ -35,6 +35,10 @@ struct Stepper : StepExperts {
             kernels.linear->unpack_row(embed, static_cast<i32>(token), extra(row));
             if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(extra(row), plan.hidden_, plan.embed_scale_, 0.0f);
         });
+        for (i64 row = 0; worker.rank == 0 && row < in.batch.num_tokens; ++row) {
+            const i64 token = in.token_ids[row] - plan.group_.first_output;
+            if (token >= 0 && token < embed.n) wrote(extra(row), 1, hidden_stride(), plan.hidden_);
+        }
         rank_barrier();
         each(in.batch.num_tokens, [&](i64 row) {
             memcpy(x(row), extra(row), sizeof(float) * plan.hidden_);
@@ -180,6 +184,8 @@ struct Stepper : StepExperts {
             if (row < num_rows) memcpy(whole_q(row) + l.first_head * dim, own, sizeof(float) * q_size);
             memcpy(whole_q(row) + total_q + l.first_kv_head * dim, own + q_size, sizeof(float) * kv_size);
         });
+        wrote(whole_q(0) + l.first_head * dim, num_rows, width, q_size);
+        wrote(whole_q(0) + total_q + l.first_kv_head * dim, in.batch.num_tokens, width, kv_size);
         rank_barrier();
         each(in.batch.num_tokens, [&](i64 row) {
             float* const own = plan.qkv_ + row * row_stride(qkv_size(l));
@@ -251,6 +257,7 @@ struct Stepper : StepExperts {
         a.out_stride = row_stride(l.total_heads * l.head_dim);
         a.scratch = plan.attention_scratch_.data;
         kernels.attention->attend(worker, a, batch);
+        wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.head_dim);
         rank_barrier();
     }
 
@@ -319,6 +326,7 @@ struct Stepper : StepExperts {
             const LinearJob second = job(*l.up, up_input, Finish::multiply, own, inner);
             run(&second, 1);
         }
+        wrote(own, num_rows, inner, l.up->weight.n);
         rank_barrier();
         pack_all(l.down_site, plan.inner_, inner);
         return result;
@@ -394,6 +402,7 @@ struct Stepper : StepExperts {
         float* const own = plan.is_sharded() ? plan.shared_logits_ + plan.group_.first_output : out;
         const LinearJob head = job(*plan.head_, input, Finish::store, own, plan.vocab_);
         run(&head, 1);
+        if (plan.is_sharded()) wrote(own, count, plan.vocab_, plan.head_->weight.n);
         if (plan.has_plain_logits()) return;
         each(count, [&](i64 i) { kernels.elementwise->scale_and_cap(own + i * plan.vocab_, plan.head_->weight.n, plan.logit_scale_, plan.softcap_); });
     }
@@ -476,13 +485,14 @@ void Plan::share_best(const StepInput& input, int num_threads_used) {
         const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, num_threads_used, rank_best_values_[place]);
         rank_best_indices_[place] = found < 0 ? -1 : found + group_.first_output;
     }
+    group_.wrote(rank_best_values_ + group_.rank, input.num_logit_rows, group_.size, 1);
+    group_.wrote(reinterpret_cast<float*>(rank_best_indices_) + group_.rank, input.num_logit_rows, group_.size, 1);
     if (is_screening_) screening_.end();
 }
 
 void Plan::meet_ranks() {
-    ++group_.num_barriers;
     set_location(group_.barrier, group_.rank, 0);
-    group_.is_aborted = group_.is_aborted || !process_barrier_wait(group_.barrier, group_.rank, group_.size);
+    group_.meet();
     if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
 }
 

@@ -75,12 +75,15 @@ struct StepExperts : StepRows {
                 j.slope = l.gate_slope;
                 return j;
             });
+        const i64 pairs = static_cast<i64>(num_rows) * l.top_k;
+        wrote(plan.inner_ + l.first_inner, pairs, inner, l.experts[0].up->weight.n);
         rank_barrier();
         run_experts(
             l, l.down_site.forms[0], [&](i64 place) { return plan.inner_ + place * inner; },
             [&](const Expert& expert, const Packed& input, i64 first) {
                 return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden + l.first_output, hidden);
             });
+        wrote(plan.pair_out_ + l.first_output, pairs, hidden, l.experts[0].down->weight.n);
         rank_barrier();
         each(num_rows, [&](i64 row) { add_experts(l, row); });
     }

@@ -35,13 +35,14 @@ struct StepRows {
 
     // Wait until all ranks have come here; nothing with one rank. In an aborted group it returns at once: `layers` ends the step.
     void rank_barrier() {
-        RankGroup& group = plan.group_;
-        if (group.barrier == nullptr) return;
-        if (worker.rank == 0) {
-            ++group.num_barriers;
-            group.is_aborted = group.is_aborted || !process_barrier_wait(group.barrier, group.rank, group.size);
-        }
+        if (plan.group_.barrier == nullptr) return;
+        if (worker.rank == 0) plan.group_.meet();
         barrier(worker);
+    }
+
+    // Say which shared rows this rank has written since the last barrier: `count` times `width` values, `stride` apart.
+    void wrote(float* first, i64 count, i64 stride, i64 width) const {
+        if (worker.rank == 0) plan.group_.wrote(first, count, stride, width);
     }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
@@ -176,6 +177,7 @@ struct StepRows {
         const LinearJob j = waiting != nullptr ? job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride())
                                                : job(weight, input, Finish::add, plan.x_, hidden_stride(), l.residual_scale);
         run(&j, 1);
+        if (waiting != nullptr) wrote(plan.extra_ + l.first_output, num_rows, hidden_stride(), weight.weight.n);
         rank_barrier();
     }
 };

@@ -82,7 +82,10 @@ export class EngineView {
     const figures = h("dl", { class: "figures" }, FIGURES.map(([name, label, , unit]) => h("div", {}, h("dt", {}, label), this.figures.get(name), h("dd", { class: "unit" }, unit))));
     this.cards = {};
     const cards = h("div", { class: "cards" }, this.stepCard(), this.kvCard(), this.queueCard(), this.rateCard(), this.ttftCard(), this.timelineCard());
-    root.append(h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), figures, cards);
+    this.rankTable = table("Processes that share the model", ["Rank", "Process", "State", "Memory", "Share", "Waited"]);
+    this.rankTable.element.id = "card-ranks";
+    this.rankTable.element.hidden = true;
+    root.append(h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), figures, cards, this.rankTable.element);
   }
 
   card(name, title, canvas, twin, { legend = [], note = null, wide = false, control = null } = {}) {
@@ -286,6 +289,8 @@ export class EngineView {
   }
 
   showTables() {
+    this.rankTable.element.hidden = !this.model.ranks.length;
+    this.rankTable.show(this.model.rankRows());
     if (!this.isShown || this.isPaused) return;
     const { model, cards } = this;
     const isOpen = (name) => cards[name].details.open;

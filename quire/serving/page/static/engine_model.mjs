@@ -6,6 +6,7 @@ export const CACHED = -1;
 export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
+const RANK = ["rank", "pid", "state", "memory", "share", "wait"];
 const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason", "owner"];
 const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
 
@@ -47,6 +48,7 @@ export class EngineModel {
     this.kv = null;
     this.queue = null;
     this.shape = null;
+    this.ranks = []; // processes that share the model
     this.engine = "unknown";
     this.phase = "unknown";
     this.heardMs = 0;
@@ -58,6 +60,12 @@ export class EngineModel {
   // The feed's time now, as far as it can be told.
   now() {
     return this.nowMs + performance.now() - this.heardMs;
+  }
+
+  // Rows of a table: rank, process, state, memory, share of the weights, time in barriers.
+  rankRows() {
+    return this.ranks.map((row) => named(RANK, row)).map(({ rank, pid, state, memory, share, wait }) =>
+      [rank, pid || "–", state, memory ? `${(memory / 2 ** 20).toFixed(0)} MiB` : "–", `${(share * 100).toFixed(1)} %`, `${(wait / 1000).toFixed(2)} s`]);
   }
 
   get lastStep() {
@@ -75,7 +83,7 @@ export class EngineModel {
     this.heardMs = performance.now();
     this.engine = frame.engine;
     this.phase = frame.phase;
-    for (const name of ["shape", "queue", "kv"]) if (frame[name]) this[name] = frame[name];
+    for (const name of ["shape", "queue", "kv", "ranks"]) if (frame[name]) this[name] = frame[name];
     if (frame.queue) this.waited.push([frame.now_ms, frame.queue.classes.reduce((total, row) => total + row.num_requests, 0)]);
     while (this.waited.length > 1 && this.waited[1][0] < frame.now_ms - (WINDOW_S + 2) * 1000) this.waited.shift();
     for (const row of frame.requests ?? []) this.requests.set(row[0], named(REQUEST, row));

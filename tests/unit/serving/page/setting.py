@@ -20,6 +20,7 @@ class Engine:
         self.state = "ready"
         self.info = engine_info()
         self.watched = []
+        self.ranks = []
 
     def watch(self, hz):
         self.watched.append(hz)

@@ -3,9 +3,10 @@
 import json
 import secrets
 
+from quire.contracts.rank_stats import RankStats
 from quire.serving.page.static_files import FOLDER
 from quire.serving.page.view import EngineView
-from quire.serving.page.wire import RequestRow, StepRow
+from quire.serving.page.wire import RankRow, RequestRow, StepRow
 from tests.unit.serving.page.setting import Setting, run, take
 
 
@@ -191,3 +192,29 @@ def test_states_of_all_replicas_are_told_at_first_and_when_one_changes():
     states[1] = "restarting"
     view.update()
     assert view.frame(mark, False).replicas == ["ready", "restarting"]
+
+
+def test_ranks_are_told_when_they_change():
+    async def scenario(s):
+        s.engine.ranks = [
+            RankStats(rank=0, pid=7, memory_bytes=1024, share=2 / 3, wait_s=0.25),
+            RankStats(rank=1, state="failed"),
+        ]
+        frames = s.feed.frames(10, False)
+        told = (await take(frames))[2]["ranks"]
+        assert told == [[0, 7, "ready", 1024, 0.6667, 250.0], [1, 0, "failed", 0, 0.0, 0.0]]
+        s.add_request("another")
+        s.feed.tick()
+        assert "ranks" not in (await take(frames))[2]
+        s.engine.ranks = []
+        s.feed.tick()
+        assert (await take(frames))[2]["ranks"] == []
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_the_page_knows_the_columns_of_a_rank():
+    columns = [f'"{name}"' for name in ("rank", "pid", "state", "memory", "share", "wait")]
+    assert f"const RANK = [{', '.join(columns)}];" in (FOLDER / "engine_model.mjs").read_text()
+    assert len(columns) == len(RankRow.__struct_fields__)

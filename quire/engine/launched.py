@@ -1,0 +1,14 @@
+"""What a process does that a launcher has made a worker of another process's engine."""
+
+from __future__ import annotations
+
+from quire.contracts.config import EngineConfig
+from quire.worker.parallel_launch import serve_as_worker
+
+
+def exit_if_worker(config: EngineConfig) -> None:
+    """Be a worker until rank 0 closes the group, and then raise SystemExit; return at once where no launcher (torchrun,
+    LeaderWorkerSet) has made this process another rank than 0."""
+    status = serve_as_worker(config)
+    if status is not None:
+        raise SystemExit(status)

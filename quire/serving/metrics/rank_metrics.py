@@ -1,0 +1,51 @@
+"""RankMetrics: what the engine's last heartbeat said of its ranks, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.contracts.rank_stats import RankStats
+from quire.serving.metrics.definitions import Definitions
+from quire.serving.metrics.instruments import Cell
+
+
+class RankMetrics:
+    """Writes the metrics of an engine's ranks; counts of one that has been started again begin at zero and are added.
+
+    labels  values of the labels that tell the engine from the server's other ones; empty where it is the only one
+    """
+
+    def __init__(self, defined: Definitions, read: Callable[[], Sequence[RankStats]], labels: tuple[str, ...] = ()) -> None:
+        self._defined = defined
+        self._labels = labels
+        self._read = read
+        self._last: dict[tuple[str, str, str], float] = {}
+        self._known: set[str] = set()
+
+    def write(self) -> None:
+        """Bring the metrics up to date; called before they are rendered."""
+        defined, labels, ranks = self._defined, self._labels, self._read()
+        for rank in self._known - {str(stats.rank) for stats in ranks}:
+            defined.rank_up.labels(*labels, rank).set(0)
+        for stats in ranks:
+            rank = str(stats.rank)
+            self._known.add(rank)
+            defined.rank_up.labels(*labels, rank).set(float(stats.state == "ready"))
+            defined.rank_memory.labels(*labels, rank).set(stats.memory_bytes)
+            defined.rank_share.labels(*labels, rank).set(stats.share)
+            self._count("waits", rank, "", stats.num_waits, defined.rank_waits.labels(*labels, rank))
+            self._count_operation(rank, "barrier", stats.num_barriers, stats.num_bytes, stats.wait_s)
+            for name, each in stats.collectives.items():
+                self._count_operation(rank, name, each.num_calls, each.num_bytes, each.seconds)
+
+    def _count_operation(self, rank: str, operation: str, calls: int, num_bytes: int, seconds: float) -> None:
+        defined, labels = self._defined, self._labels
+        self._count("calls", rank, operation, calls, defined.rank_calls.labels(*labels, rank, operation))
+        self._count("bytes", rank, operation, num_bytes, defined.rank_bytes.labels(*labels, rank, operation))
+        self._count("seconds", rank, operation, seconds, defined.rank_seconds.labels(*labels, rank, operation))
+
+    def _count(self, kind: str, rank: str, operation: str, total: float, cell: Cell) -> None:
+        key = (kind, rank, operation)
+        before = self._last.get(key, 0.0)
+        cell.add(total - before if total >= before else total)
+        self._last[key] = total

@@ -1,0 +1,125 @@
+"""Who starts the ranks of a group (this process, a launcher, or Ray), and what all ranks must have alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import quire
+from quire.base.errors import ConfigError, UnsupportedError, WorkerError
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.model.resolve import resolve_model
+from quire.parallel.barrier import native_extension
+from quire.parallel.joined_workers import join_group, lead_group
+from quire.parallel.launch import spawn_workers
+from quire.parallel.ray_workers import start_ray_workers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.rendezvous import Rendezvous, read_environment
+from quire.parallel.worker_group import LaunchOptions, WorkerGroup
+
+logger = get_logger(__name__)
+
+WORKER_MODULE = "quire.worker.parallel_worker"
+
+_OF_EACH_HOST = ("model", "tokenizer", "revision", "num_threads", "tile_table", "distributed_executor_backend")
+"""Options that may differ between ranks."""
+
+_HEAD_BYTES = 64 << 10
+_CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.gguf")
+
+
+def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
+    """Return which rank a launcher has made of this process; None where the leader starts the others itself.
+
+    Raises ConfigError where the launcher has started another number of processes than the configuration has ranks.
+    """
+    size = config.parallel.world_size
+    if size == 1 or config.distributed_executor_backend is not None:
+        return None
+    rendezvous = read_environment(environment)
+    if rendezvous is None or rendezvous.world_size == 1:
+        return None
+    if rendezvous.world_size != size:
+        raise ConfigError(
+            f"{rendezvous.source} has started {rendezvous.world_size} processes, but tensor_parallel_size asks for {size} "
+            "ranks; start as many processes, or give distributed_executor_backend='spawn' to start the ranks from each"
+        )
+    return rendezvous
+
+
+def serve_as_worker(config: EngineConfig) -> int | None:
+    """Be a worker until rank 0 closes the group, and return the status to exit with, where a launcher has made this process
+    another rank than 0. Returns None at once in every other process. Raises ConfigError and WorkerError."""
+    rendezvous = launched_group(config)
+    if rendezvous is None or rendezvous.rank == 0:
+        return None
+    from quire.worker.parallel_worker import main  # it imports this module's neighbours
+
+    return join_group(rendezvous, main, own=config)
+
+
+def start_workers(config: EngineConfig, rank_config: dict[str, Any], options: LaunchOptions) -> WorkerGroup | RemoteWorkers:
+    """Start the workers of the configuration's group, or wait for those that a launcher has started; this process is rank 0."""
+    rendezvous = launched_group(config)
+    if rendezvous is not None:
+        if rendezvous.rank != 0:
+            raise WorkerError(f"this process is rank {rendezvous.rank}: the engine runs on rank 0", rendezvous.rank)
+        return lead_group(rendezvous, rank_config, options)
+    if config.distributed_executor_backend == "ray":
+        return start_ray_workers(WORKER_MODULE, config.parallel.world_size, rank_config, options)
+    return spawn_workers(WORKER_MODULE, config.parallel.world_size, rank_config, options)
+
+
+# What all ranks must have alike
+
+
+def config_fields(config: EngineConfig) -> dict[str, str]:
+    """Return the options that must be the same on all ranks, as text."""
+    return {
+        field.name: repr(getattr(config, field.name)) for field in dataclasses.fields(config) if field.name not in _OF_EACH_HOST
+    }
+
+
+def fingerprint(folder: Path, fields: Mapping[str, str]) -> dict[str, str]:
+    """Return what check_fingerprints compares: versions, the checkpoint, the options."""
+    return {
+        "version": quire.__version__,
+        "kernels": _kernel_version(),
+        "checkpoint": checkpoint_hash(folder),
+        **{f"option {name}": value for name, value in sorted(fields.items())},
+    }
+
+
+def own_fingerprint(own: Any, folder: Path, fields: Mapping[str, str]) -> dict[str, str]:
+    """Return a worker's fingerprint: of its own configuration where a launcher has started it with one."""
+    if isinstance(own, EngineConfig):
+        return fingerprint(resolve_model(own.model, own.revision), config_fields(own))
+    return fingerprint(folder, fields)
+
+
+def _kernel_version() -> str:
+    """Return the hash of the native kernels and the instruction set that they use here: other ones may round differently."""
+    native = native_extension()
+    if native.__file__ is None:
+        raise UnsupportedError("the native kernels have no file")
+    digest = hashlib.sha256(Path(native.__file__).read_bytes()).hexdigest()[:16]
+    return f"{digest} {native.isa()}"
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Return a hash of a checkpoint's configuration and index, and of the names, sizes and heads of its files of weights."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _CHECKPOINT_FILES for path in _files(folder, pattern)}):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEAD_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return [folder] if folder.is_file() else list(folder.glob(pattern))

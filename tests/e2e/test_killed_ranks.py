@@ -1,0 +1,42 @@
+"""Ranks killed or stopped in random states, a hundred times and more: the others end soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import collections
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.base.environment import environment_with_quire
+from quire.kernels.native import load_native
+
+NUM_ROUNDS = 110
+STOPPED_S = 3.0
+"""Within which a stopped rank is noticed: half a second of being stopped, and the turns of a busy machine."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+def test_ranks_killed_in_random_states_end_the_group_and_leave_nothing(tmp_path):
+    before = set(Path("/dev/shm").iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kill_rounds", "1000", str(NUM_ROUNDS)],
+        env={**environment_with_quire(), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == NUM_ROUNDS
+    assert [each for each in rounds if each["slowest_s"] is None] == []
+    assert max(each["slowest_s"] for each in rounds if each["signal"] == "SIGSTOP") < STOPPED_S
+    states = collections.Counter((each["state"], each["victim"] == 0) for each in rounds)
+    assert {state for state, _ in states} == {"loading", "ready", "step", "idle"}
+    assert all(states[state, is_leader] for state in ("loading", "step", "idle") for is_leader in (False, True))
+    assert set(tmp_path.iterdir()) == set()
+    assert set(Path("/dev/shm").iterdir()) - before == set()

@@ -1,0 +1,233 @@
+"""Ranks that a launcher starts: torchrun, a LeaderWorkerSet, on one host and on two; what they say where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.base.environment import environment_with_quire
+from quire.kernels.native import load_native
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
+
+PROMPT = "It was a cold morning when"
+GENERATE = ("-m", "quire", "generate", PROMPT, "--max-tokens", "12", "--temperature", "0", "--num-threads", "1")
+TIMEOUT_S = 240
+LEADER_ADDRESS, WORKER_ADDRESS = "10.77.41.1", "10.77.41.2"
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _torchrun(rank, size, port, address="127.0.0.1"):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _lws(rank, size, port, address="127.0.0.1"):
+    return {
+        "LWS_WORKER_INDEX": str(rank),
+        "LWS_GROUP_SIZE": str(size),
+        "LWS_LEADER_ADDRESS": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _start(environment, *arguments, prefix=()):
+    command = (*prefix, sys.executable, *arguments)
+    return subprocess.Popen(
+        command, env={**environment_with_quire(), **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def _end(processes):
+    """Return (status, output, errors) of each; none is left."""
+    try:
+        found = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        return [(process.returncode, *texts) for process, texts in zip(processes, found, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _expected():
+    ((status, text, errors),) = _end([_start({}, *GENERATE)])
+    assert status == 0, errors
+    assert text.startswith(PROMPT)
+    return text
+
+
+def _left_behind():
+    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize("launcher", [_torchrun, _lws])
+def test_ranks_of_one_host_give_the_tokens_of_one_process(launcher):
+    before, port = _left_behind(), _free_port()
+    ranks = [_start(launcher(rank, 2, port), *GENERATE, "-tp", "2") for rank in (0, 1)]
+    leader, worker = _end(ranks)
+    assert (leader[0], worker[0]) == (0, 0), leader[2] + worker[2]
+    assert leader[1] == _expected()
+    assert worker[1] == ""
+    assert _left_behind() == before
+
+
+def test_torchrun_itself_starts_a_script_with_an_llm(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from quire import LLM, SamplingParams\n"
+        "llm = LLM('demo', tensor_parallel_size=2, num_threads=1, num_kv_blocks=64, max_num_seqs=2)\n"
+        f"outputs = llm.generate([{PROMPT!r}], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)\n"
+        "print(outputs[0].prompt + outputs[0].outputs[0].text, flush=True)\n"
+        "assert [rank.state for rank in llm.llm_engine.stats.ranks] == ['ready', 'ready']\n"
+        "llm.close()\n"
+    )
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    ((status, text, errors),) = _end([_start({}, *launch)])
+    assert status == 0, errors
+    assert text.strip() == _expected().strip()
+
+
+def test_ranks_that_are_told_other_options_are_named_with_both():
+    port = _free_port()
+    ranks = [_start(_torchrun(0, 2, port), *GENERATE, "-tp", "2")]
+    ranks += [_start(_torchrun(1, 2, port), *GENERATE, "-tp", "2", "--quantization", "int8")]
+    leader, worker = _end(ranks)
+    assert leader[0] != 0
+    assert worker[0] != 0
+    assert "rank 1 has option quantization 'int8', rank 0 None" in leader[2]
+
+
+def test_another_number_of_processes_than_ranks_is_refused():
+    ((status, _, errors),) = _end([_start(_torchrun(0, 3, _free_port()), *GENERATE, "-tp", "2")])
+    assert status != 0
+    assert "torchrun has started 3 processes, but tensor_parallel_size asks for 2 ranks" in errors
+
+
+def test_a_worker_that_is_killed_ends_the_leader_and_a_leader_its_workers():
+    for victim in (1, 0):
+        port = _free_port()
+        long = [*GENERATE[:4], "--max-tokens", "900", "--temperature", "0", "--num-threads", "1", "--no-echo", "-tp", "2"]
+        ranks = [_start(_torchrun(rank, 2, port), *long) for rank in (0, 1)]
+        assert ranks[0].stdout.read(8)  # it computes
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        began_s = time.monotonic()
+        ranks[1 - victim].wait(timeout=10)
+        assert time.monotonic() - began_s < 5
+        results = _end(ranks)
+        assert results[1 - victim][0] not in (0, None)
+        if victim == 1:
+            assert f"rank 1 (pid {ranks[1].pid}" in results[0][2]
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces with an address each; returns the words before a command that runs in each."""
+    names, made = [f"quire{os.getpid()}{letter}" for letter in "ab"], []
+
+    def ip(*words):
+        try:
+            return subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("needs the command ip")
+
+    try:
+        for name in names:
+            done = ip("netns", "add", name)
+            if done.returncode != 0:
+                pytest.skip(f"network namespaces are not permitted here: {done.stderr.strip()}")
+            made.append(name)
+        ends = [f"q{os.getpid() % 10**6}{letter}" for letter in "ab"]
+        done = ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        if done.returncode != 0:
+            pytest.skip(f"virtual links are not permitted here: {done.stderr.strip()}")
+        for name, end, address in zip(names, ends, (LEADER_ADDRESS, WORKER_ADDRESS), strict=True):
+            for words in (
+                ("addr", "add", f"{address}/24", "dev", end),
+                ("link", "set", end, "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                assert ip("-n", name, *words).returncode == 0
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in made:
+            ip("netns", "del", name)
+
+
+@pytest.mark.parametrize("launcher", [_torchrun, _lws])
+def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts, launcher):
+    port = _free_port()
+    ranks = [
+        _start(launcher(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *GENERATE, "-tp", "2", prefix=two_hosts[rank])
+        for rank in (0, 1)
+    ]
+    leader, worker = _end(ranks)
+    assert (leader[0], worker[0]) == (0, 0), leader[2] + worker[2]
+    assert leader[1] == _expected()
+    assert "the ranks are on several hosts" in leader[2]
+
+
+def test_a_worker_of_another_host_that_is_killed_ends_the_leader(two_hosts):
+    port = _free_port()
+    long = [*GENERATE[:4], "--max-tokens", "900", "--temperature", "0", "--num-threads", "1", "--no-echo", "-tp", "2"]
+    ranks = [
+        _start(_torchrun(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *long, prefix=two_hosts[rank]) for rank in (0, 1)
+    ]
+    assert ranks[0].stdout.read(8)
+    os.kill(ranks[1].pid, signal.SIGKILL)  # ip netns exec becomes the command
+    ranks[0].wait(timeout=15)
+    results = _end(ranks)
+    assert results[0][0] != 0
+    assert "rank 1" in results[0][2]
+
+
+def test_a_server_that_torchrun_has_started_serves_and_ends_with_its_worker():
+    pytest.importorskip("uvicorn", reason="needs quire[server]")
+    import httpx
+
+    port, http = _free_port(), _free_port()
+    serve = ("-m", "quire", "serve", "demo", "--port", str(http), "-tp", "2", "--num-threads", "1", "--num-kv-blocks", "64")
+    ranks = [_start(_torchrun(rank, 2, port), *serve) for rank in (0, 1)]
+    try:
+        url, end_s = f"http://127.0.0.1:{http}", time.monotonic() + TIMEOUT_S
+        while time.monotonic() < end_s:
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        assert PROMPT + text == _expected().strip("\n")
+        time.sleep(1.5)  # the next heartbeat
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'rank="1"' in metrics
+        assert "quire:rank_barrier_waits_total" in metrics
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        assert ranks[0].wait(timeout=60) != 0  # the launcher starts both again
+    finally:
+        results = _end(ranks)
+    assert f"rank 1 (pid {ranks[1].pid}" in results[0][2]

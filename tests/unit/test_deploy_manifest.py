@@ -1,0 +1,63 @@
+"""The LeaderWorkerSet manifest: its required fields, and that all pods run the same command."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.parallel.rendezvous import DEFAULT_PORT
+
+yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+
+PATH = Path(__file__).resolve().parents[2] / "deploy" / "leaderworkerset.yaml"
+
+
+@pytest.fixture
+def documents():
+    return list(yaml.safe_load_all(PATH.read_text()))
+
+
+def _container(template):
+    (container,) = template["spec"]["containers"]
+    return container
+
+
+def test_required_fields_of_a_leader_worker_set(documents):
+    group = documents[0]
+    assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    assert group["metadata"]["name"]
+    assert group["spec"]["replicas"] >= 1
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    for name in ("leaderTemplate", "workerTemplate"):
+        container = _container(template[name])
+        assert container["image"]
+        assert container["resources"]["requests"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in template[name]["spec"]["volumes"]}
+
+
+def test_pods_are_as_many_as_ranks_and_run_one_command(documents):
+    template = documents[0]["spec"]["leaderWorkerTemplate"]
+    leader, worker = _container(template["leaderTemplate"]), _container(template["workerTemplate"])
+    assert leader["command"] == worker["command"]
+    assert leader["env"] == worker["env"]
+    command = leader["command"]
+    assert command[command.index("--tensor-parallel-size") + 1] == str(template["size"])
+    assert {"name": "MASTER_PORT", "value": str(DEFAULT_PORT)} in leader["env"]
+
+
+def test_options_of_the_command_are_those_of_quire_serve(documents):
+    from quire.cli.main import make_parser
+
+    args = make_parser().parse_args(_container(documents[0]["spec"]["leaderWorkerTemplate"]["leaderTemplate"])["command"][1:])
+    assert args.tensor_parallel_size == 2
+
+
+def test_only_the_leader_is_ready_and_gets_requests(documents):
+    group, service = documents
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert _container(template["leaderTemplate"])["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert "readinessProbe" not in _container(template["workerTemplate"])
+    selector = service["spec"]["selector"]
+    assert selector.items() <= template["leaderTemplate"]["metadata"]["labels"].items()
+    assert not selector.items() <= template["workerTemplate"]["metadata"]["labels"].items()
