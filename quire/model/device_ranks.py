@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import AttentionSpec
+from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.adding import add_parts_launch
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_shards import DeviceShard
@@ -27,10 +27,9 @@ class DeviceRanks:
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
-        """Attention of all layers of all ranks, which may have different numbers of query heads for each KV head."""
-        specs = [self.shard.spec_of(rank) for rank in range(len(self.shard.ranks))]
-        return [layer.attention for spec in specs for layer in spec.layers]
+    def specs(self) -> list[ModelSpec]:
+        """The model that each rank runs; they may have different numbers of query heads for each KV head."""
+        return [self.shard.spec_of(rank) for rank in range(len(self.shard.ranks))]
 
     def gather_columns(self, part: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
         """Return the columns of all ranks one after the other, [T, sum(sizes)]; in `out` if that is given.
