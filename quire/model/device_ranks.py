@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,20 +12,38 @@ from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.adding import add_parts_launch
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_shards import DeviceShard
-from quire.parallel.communicator import Communicator
-from quire.parallel.torch_communicator import ORDERED_BYTES
+from quire.parallel.torch_communicator import ORDERED_BYTES, TorchCommunicator
+
+
+class Collectives(Protocol):
+    """What of a Communicator the steps of a model need."""
+
+    size: int
+
+    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator."""
+        ...
+
+    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """See Communicator."""
+        ...
 
 
 class DeviceRanks:
     """The group of a rank. All ranks make the same calls in the same order; nothing here waits for the device.
 
-    communicator  of the group, on the model's device
+    communicator  of the group, on the model's device; closed with the ranks where it has to be
     shard         the part of this rank
     """
 
-    def __init__(self, communicator: Communicator, shard: DeviceShard) -> None:
+    def __init__(self, communicator: Collectives, shard: DeviceShard) -> None:
         self.communicator, self.shard = communicator, shard
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
+
+    def close(self) -> None:
+        """Close the communicator; nothing may be under way."""
+        if isinstance(self.communicator, TorchCommunicator):
+            self.communicator.close()
 
     @property
     def specs(self) -> list[ModelSpec]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
-from quire.kernels.triton.narrow_weights import fits_kernels
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
 from quire.parallel.shards import ShardRange, shard_range
@@ -166,8 +165,6 @@ def reason_not_to_take_columns(weight: Opened, columns: Sequence[ShardRange]) ->
         return None
     if any(part.start % group_size or (part.stop % group_size and part.stop != weight.shape[1]) for part in columns):
         return f"a rank's columns are no multiple of {group_size}, which share a scale"
-    if not all(fits_kernels(group_size, part.size) for part in columns):
-        return f"kernels take scales of multiples of 32 columns, not of {group_size}"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import clear_frames
 from typing import NamedTuple
 
@@ -467,6 +467,20 @@ class GpuStepExecutor:
         logits = self._decoder.logits(hidden.index_select(0, sampled.device["logit_rows"]))
         self._sample(logits, sampled.device, call.sampling)
         return logits, hidden
+
+    def fill_staging(self, staged: NDArray[np.uint8]) -> None:
+        """Take over what another rank has in its staging buffer, before run_staged."""
+        self._staging.wait()
+        self._staging.holds = None
+        self._staging.host_bytes[: len(staged)] = staged
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Return the logits of rows of hidden states."""
+        return self._decoder.logits(hidden)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Launch on the model's device meanwhile."""
+        return self._decoder.on_device()
 
     def _arrange_mixed(self, call: StagedCall, lists: Sequence[TileLists]) -> tuple[Staged, Staged]:
         """Return the arrays of a step with prompts, and of the tokens of it that get a next one."""
