@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.base.errors import ConfigError, InvariantError
+from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
@@ -28,7 +28,7 @@ from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
-from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
+from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig, rank_device
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
 from quire.worker.device.leader_executor import LeaderGpuExecutor
 from quire.worker.device.memory import (
@@ -86,19 +86,21 @@ def build_device_runner(
 
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
-    told = RankConfig.of(config, report, sizes).to_json()
-    workers = spawn_workers(WORKER_MODULE, config.tensor_parallel_size, told, LaunchOptions(with_store=True))
+    told = RankConfig.of(config, report, sizes)
+    workers = spawn_workers(WORKER_MODULE, config.tensor_parallel_size, told.to_json(), LaunchOptions(with_store=True))
     try:
-        if workers.store is None:
-            raise InvariantError("workers with a store have none")
+        assert workers.store is not None
         workers.startup.stage("connecting")
-        group = GpuGroup.connect(workers, workers.store, device, config, report)
+        group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
         workers.startup.stage("loading weights")
         built = build_rank(config, device, report, sizes, group)
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
         built.executor.lead()
+    except WorkerError:
+        workers.wait_ready()  # raises what the rank at fault has failed with, in its class
+        raise
     except BaseException:
         workers.kill()
         raise

@@ -11,6 +11,7 @@ import torch
 
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
+from quire.contracts.model_spec import ModelSpec
 from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import tie_missing_head
 from quire.model.config_reader import read_model_spec
@@ -74,12 +75,19 @@ class RankConfig:
         """Return the device of a rank."""
         return rank_device(torch.device("cuda" if self.is_on_gpu else "cpu"), rank)
 
+    def spec(self) -> ModelSpec:
+        """Return the whole model."""
+        folder = Path(self.config.model)
+        spec = read_model_spec(folder, self.config.dtype)
+        return tie_missing_head(folder, spec) if self.config.allow_missing_head else spec
+
+    def shard(self, rank: int) -> DeviceShard:
+        """Return the part of a rank."""
+        return DeviceShard.of(self.spec(), rank, self.config.parallel.shares, self.config.deterministic)
+
     def report(self, rank: int) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""
-        config, folder, device = self.config, Path(self.config.model), self.device(rank)
-        spec = read_model_spec(folder, config.dtype)
-        if config.allow_missing_head:
-            spec = tie_missing_head(folder, spec)
+        config, folder, device, spec = self.config, Path(self.config.model), self.device(rank), self.spec()
         shapes = parameter_shapes(spec)
         max_model_len = effective_max_model_len(spec, config.max_model_len)
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder, rank)
@@ -108,19 +116,21 @@ class GpuGroup:
         member: SpawnedWorkers | WorkerContext,
         store: Store,
         device: torch.device,
-        config: EngineConfig,
-        report: ModelReport,
+        told: RankConfig,
+        workers: SpawnedWorkers | None = None,
     ) -> GpuGroup:
-        """Connect a rank to the others, over NCCL, or over gloo where kernels are interpreted; every rank calls this."""
+        """Connect a rank to the others, over NCCL, or over gloo where kernels are interpreted; every rank calls this.
+
+        member  what the rank is, as the leader or a worker; workers: the leader's
+        """
         barrier = member.barrier
-        shard = DeviceShard.of(report.spec, barrier.rank, config.parallel.shares, config.deterministic)
+        shard = told.shard(barrier.rank)
         barrier.wait()  # all are there, so that none waits for a rank that has failed before
         if device.type == "cuda":
             torch.cuda.set_device(device)
             communicator = TorchCommunicator.nccl(store, barrier.rank, barrier.size, check=barrier.check)
         else:
             communicator = TorchCommunicator.gloo(store, barrier.rank, barrier.size, interface="lo", check=barrier.check)
-        workers = member if isinstance(member, SpawnedWorkers) else None
         return cls(DeviceRanks(communicator, shard), member.communicator, barrier, workers)
 
     @property

@@ -26,7 +26,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage("inspecting the model")
     report = told.report(context.rank)
     context.startup.stage("connecting")
-    group = GpuGroup.connect(context, context.connect_store(), device, config, report)
+    group = GpuGroup.connect(context, context.connect_store(), device, told)
     context.startup.stage("loading weights")
     built = build_rank(config, device, report, told.sizes, group)
     context.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
