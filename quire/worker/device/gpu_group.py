@@ -20,7 +20,7 @@ from quire.model.device_shards import DeviceShard
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
 from quire.parallel.barrier import ProcessBarrier
-from quire.parallel.communicator import Communicator
+from quire.parallel.communicator import Communicator, all_agree, least_of
 from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.gpu_executor import StepSizes
@@ -144,13 +144,11 @@ class GpuGroup:
 
     def least(self, value: int) -> int:
         """Return the least of what all ranks give."""
-        values = torch.empty(self.host.size, dtype=torch.int64)
-        self.host.all_gather(values, torch.tensor([value]))
-        return int(values.min())
+        return least_of(self.host, value)
 
     def agree(self, says_yes: bool) -> bool:
         """Return whether all ranks say yes."""
-        return self.least(int(says_yes)) == 1
+        return all_agree(self.host, says_yes)
 
     def close(self) -> None:
         """End the threads of the communicator."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quire import LLM, PoolingParams, SamplingParams
-from quire.base.errors import ConfigError, DeviceLostError
+from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError
 from quire.kernels.native import load_native
 from quire.worker.device import build
 from quire.worker.device.gpu_group import RankConfig
@@ -146,8 +146,8 @@ def test_requests_end_with_the_reason_when_a_worker_is_killed(qwen):
 
 def test_what_a_worker_fails_with_while_it_loads_is_raised(qwen, monkeypatch):
     told = RankConfig.to_json
-    monkeypatch.setattr(RankConfig, "to_json", lambda own: told(replace(own, config=replace(own.config, dtype="float8"))))
-    with pytest.raises(ConfigError, match="rank 1 failed in inspecting the model: .*float8"):
+    monkeypatch.setattr(RankConfig, "to_json", lambda own: told(replace(own, config=replace(own.config, model="/nowhere"))))
+    with pytest.raises(ModelFormatError, match="rank 1 failed in inspecting the model: .*/nowhere"):
         engine(qwen, 2)
 
 

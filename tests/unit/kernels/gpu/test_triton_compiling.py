@@ -76,6 +76,9 @@ ATTENTION_LIMITS = {
 OTHER_LIMITS = {
     "norm": (64, {}),
     "norm-sandwich": (64, {}),
+    "parts-2": (40, {}),
+    "parts-8": (64, {}),
+    "parts-8-sum": (64, {}),
     "activate": (40, {}),
     "heads-decode": (40, {}),
     "heads-prefill": (64, {}),
@@ -168,6 +171,7 @@ LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
     *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
     "widen-4",
+    "parts-8",
 ]
 LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "projected")
 # Where no multiply becomes one with an add: the noise is the CPU's only so, and so are weights that are made dense; a tile of
