@@ -18,7 +18,6 @@ from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
 from quire.parallel.startup import StartupBoard, StartupReporter
 
-
 _STORES = {}  # by the memory of a group
 
 

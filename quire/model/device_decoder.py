@@ -39,7 +39,8 @@ class DeviceDecoder:
 
     Between the matrix products a layer has five launches: norm, heads (norm of q and k, rope, store), attention, norm with the
     residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another. In
-    decode steps of few sequences most layers are five launches, products included: see device_layers.py.
+    decode steps of few sequences most layers are five launches, products included: see device_layers.py. With ranks, each sum that
+    crosses them is one more.
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
     max_model_len  the longest sequence it will see; some rope scalings depend on it
@@ -94,9 +95,10 @@ class DeviceDecoder:
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived)) is not None)
         logger.info(
-            "%d of %d layers are five launches each in decode steps of up to %d sequences%s",
+            "%d of %d layers are %s launches each in decode steps of up to %d sequences%s",
             len(self._layers) - reasons.total(),
             len(self._layers),
+            "five" if ranks is None else "seven",
             FEW_TOKENS,
             "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items()),
         )

@@ -17,9 +17,7 @@ from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import LayerRanks
 
 
-def reason_not_to_fuse(
-    spec: LayerSpec, linears: Mapping[str, DeviceLinear], ranks: LayerRanks | None = None
-) -> str | None:
+def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ranks: LayerRanks | None = None) -> str | None:
     """Return what a layer has that the five launches do not know; None: nothing."""
     if any(linear.is_in_order for linear in linears.values()):
         return "sums in one order at any number of rows"

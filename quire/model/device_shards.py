@@ -126,9 +126,7 @@ def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[floa
 
 
 def _layer_of(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
-    attention = replace(
-        layer.attention, num_heads=shard.heads.heads.size, num_kv_heads=shard.heads.kv_heads.size
-    )
+    attention = replace(layer.attention, num_heads=shard.heads.heads.size, num_kv_heads=shard.heads.kv_heads.size)
     if isinstance(layer.mlp, MoeSpec):
         mlp = replace(layer.mlp, expert=replace(layer.mlp.expert, intermediate_size=shard.inner.size))
     else:

@@ -38,6 +38,7 @@ _LINEARS = ("qkv", "o", "gate_up", "down")
 _ENDS = ("embed.weight", "lm_head.weight")
 _FLOAT8_CAPABILITY = (8, 9)
 
+
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
     """The parameters of a model on a device.

@@ -228,9 +228,7 @@ class _Measured(NamedTuple):
             each.record_samples()
 
 
-def _measured_plan(
-    config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore
-) -> MemoryPlan:
+def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore) -> MemoryPlan:
     num_recordings = sum(len(each.keys) for each in own.steppers)
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if config.enforce_eager else recordings)

@@ -437,9 +437,7 @@ class GpuStepExecutor:
     def _publish(self, call: StagedCall, staged: NDArray[np.uint8]) -> None:
         """Tell other ranks what is launched now, with the bytes of the staging buffer; here there are none."""
 
-    def run_staged(
-        self, call: StagedCall, lists: Sequence[TileLists] = ()
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def run_staged(self, call: StagedCall, lists: Sequence[TileLists] = ()) -> tuple[Tensor | None, Tensor | None]:
         """Send what is in the staging buffer, and launch a call; return the logits and the hidden states of its step.
 
         lists  the tiles of a step without a recording; none: they are found

@@ -12,11 +12,11 @@ from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError
 from quire.kernels.native import load_native
 from quire.worker.device import build
 from quire.worker.device.gpu_group import RankConfig
-from tests.thread_workers import ThreadWorkers
 from tests.device_ranks import one_launch_at_a_time
+from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.speculate.proposers import PROPOSERS, install
 from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.speculate.proposers import PROPOSERS, install
 
 pytestmark = [
     pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo"),

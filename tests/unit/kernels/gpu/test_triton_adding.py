@@ -53,7 +53,11 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(device):
 
 @pytest.mark.parametrize(
     "shape, parts, words",
-    [((3, 40), (2, 3, 41), "parts must be"), ((3, 40), (2, 4, 40), "parts must be"), ((3, 40), (0, 3, 40), "at least one part")],
+    [
+        ((3, 40), (2, 3, 41), "parts must be"),
+        ((3, 40), (2, 4, 40), "parts must be"),
+        ((3, 40), (0, 3, 40), "at least one part"),
+    ],
 )
 def test_what_does_not_fit_is_refused(shape, parts, words):
     with pytest.raises(InvariantError, match=words):
