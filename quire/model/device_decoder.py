@@ -39,8 +39,8 @@ class DeviceDecoder:
 
     Between the matrix products a layer has five launches: norm, heads (norm of q and k, rope, store), attention, norm with the
     residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another. In
-    decode steps of few sequences most layers are five launches, products included: see device_layers.py. With ranks, each sum that
-    crosses them is one more.
+    decode steps of few sequences most layers are five launches, products included: see device_layers.py. With ranks, each sum
+    over them is one more.
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
     max_model_len  the longest sequence it will see; some rope scalings depend on it
