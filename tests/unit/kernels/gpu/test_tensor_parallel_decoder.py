@@ -15,6 +15,8 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_shards import DeviceShard
+from quire.model.device_weights import load_on_device
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.variants import ServedModel, meta_decoder
@@ -210,6 +212,18 @@ def test_weights_that_are_quantised_while_they_are_loaded_have_the_numbers_of_on
 def narrow_spec():
     layers = [LayerSpec(attention(), MlpSpec(128, "silu"), attn_in=RMS, mlp_in=RMS)] * 2
     return ModelSpec("test", "float32", 61, 64, tuple(layers), RMS, 64)
+
+
+@pytest.mark.parametrize("is_in_order", [True, False], ids=["deterministic", "usual"])
+def test_a_tied_embedding_is_cut_once(is_in_order, device):
+    spec = spec_of("qwen3", is_tied=True)
+    expected, found = one_rank(spec, device, is_in_order), on_ranks(spec, device, is_in_order)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b) if is_in_order else torch.allclose(a, b, atol=3e-5, rtol=3e-5)
+    shard = DeviceShard.of(spec, 1, (1, 1), is_in_order)
+    weights = load_on_device(parameters_of(spec), spec, device, shard=shard)
+    assert weights.linears["embed.weight"][0].shape == (29, 48)  # of 61 rows, in panels of 16
+    assert "lm_head.weight" not in weights.linears
 
 
 CHECKPOINTS = [("qwen3", "awq"), ("qwen3", "gptq"), ("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("qwen3_moe", "awq")]
