@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from traceback import clear_frames
 from typing import NamedTuple
 
@@ -475,10 +475,6 @@ class GpuStepExecutor:
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits of rows of hidden states."""
         return self._decoder.logits(hidden)
-
-    def on_device(self) -> AbstractContextManager[object]:
-        """Launch on the model's device meanwhile."""
-        return self._decoder.on_device()
 
     def _arrange_mixed(self, call: StagedCall, lists: Sequence[TileLists]) -> tuple[Staged, Staged]:
         """Return the arrays of a step with prompts, and of the tokens of it that get a next one."""

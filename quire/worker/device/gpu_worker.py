@@ -21,6 +21,7 @@ from quire.worker.device.staged_call import GpuCall, decode_staged
 
 def main(context: WorkerContext) -> None:
     """Load the part, then follow the leader until it closes the group."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // context.size))  # that load weights
     told = RankConfig.from_json(context.config)
     config, device = told.config, told.device(context.rank)
     context.startup.stage("inspecting the model")
@@ -47,7 +48,7 @@ class Follower:
     def follow(self, message: RingMessage) -> None:
         """Make the call of a message; it returns before the device is done."""
         call = GpuCall(int(message.header[0]))
-        with torch.inference_mode(), self._executor.on_device():
+        with self._executor.step_scope():
             if call is GpuCall.STAGED:
                 staged_call, staged = decode_staged(message)
                 self._executor.fill_staging(staged)
