@@ -251,7 +251,7 @@ def test_narrow_checkpoints_have_the_numbers_of_one_rank_and_what_cannot_be_cut_
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a, b) if is_in_order else (a - b).abs().max() <= 1e-5 * a.abs().max()
     said = [record.getMessage() for record in caplog.records if "cut by their outputs" in record.getMessage()]
-    assert bool(said) == (method == "gptq" or family == "qwen3_moe")
+    assert bool(said) == (method == "gptq")  # the experts' columns share one scale, which every rank may have
     if method == "gptq":
         assert "layers.0.o.weight" in said[0]
         assert "order of their own" in said[0]
