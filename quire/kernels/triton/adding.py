@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.kernels.triton.arithmetic import narrow, rounded
+from quire.kernels.triton.arithmetic import cast_to, rounded
 from quire.kernels.triton.launching import Launch, check_contiguous
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,4 +70,4 @@ def _add_parts(
         if IS_SCALED:
             total = rounded(total * residual_scale, DTYPE)
         total = tl.load(out_ptr + token * WIDTH + columns, mask=mask, other=0.0).to(tl.float32) + total
-    tl.store(out_ptr + token * WIDTH + columns, narrow(total, DTYPE), mask=mask)
+    tl.store(out_ptr + token * WIDTH + columns, cast_to(total, DTYPE), mask=mask)

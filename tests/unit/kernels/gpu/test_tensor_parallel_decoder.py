@@ -8,9 +8,9 @@ import torch
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -22,7 +22,7 @@ from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.variants import ServedModel, meta_decoder
 from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
 from tests.unit.kernels.gpu.conftest import HAS_GPU
-from tests.unit.kernels.gpu.narrow_checkpoints import write
+from tests.unit.kernels.gpu.quantized_checkpoints import write
 from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS, attention
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo")
@@ -62,14 +62,14 @@ def steps():
             for table, length, run in zip(TABLES, lengths, runs, strict=True)
             for place in range(length - len(run), length)
         ]
-        step = AttentionInput(torch.stack(places), [0, len(runs[0]), len(positions)], lengths, TABLES)
+        step = AttentionMetadata(torch.stack(places), [0, len(runs[0]), len(positions)], lengths, TABLES)
         yield (positions * 7 + torch.arange(len(positions)) * 3) % 61, positions, step
 
 
 def logits_of(decoder, pool, device):
     found = []
     for token_ids, positions, step in steps():
-        hidden = decoder.forward(token_ids.to(device), positions.to(device), DeviceStep.of(step, device), pool)
+        hidden = decoder.forward(token_ids.to(device), positions.to(device), DeviceAttentionMetadata.of(step, device), pool)
         found.append(decoder.logits(hidden))
     return found
 
@@ -126,7 +126,7 @@ def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
     pool = DeviceKvPool(KvSpec.of(decoder.spec, 16, "float32"), 4, torch.device("meta"))
     ids = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     with torch.inference_mode(), noted_launches() as launches:
-        hidden = decoder.forward(ids, ids, DeviceStep.of_decode(*places, tables, 64), pool)
+        hidden = decoder.forward(ids, ids, DeviceAttentionMetadata.of_decode(*places, tables, 64), pool)
         decoder.logits(hidden)
     return launches, calls
 
