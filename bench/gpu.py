@@ -39,6 +39,7 @@ SECTIONS = [
     Section("in-order-large", 20),
     Section("in-order-small", 15),
     Section("launches", 10),
+    Section("ranks", 40),
     Section("profile", 40),
 ]
 MODELS = {
@@ -67,6 +68,7 @@ def section_rows(
     import gpu_launches
     import gpu_model
     import gpu_profile
+    import gpu_ranks
     import gpu_start
     import torch
 
@@ -86,6 +88,8 @@ def section_rows(
         yield from gpu_start.start_rows(shape.name, checkpoint, gpu_model.start_options(place), folder / "cache", until_s)
     elif name == "profile":
         yield from gpu_profile.profile_rows(place, small, until_s)
+    elif name == "ranks":
+        yield from gpu_ranks.rank_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "kernels":

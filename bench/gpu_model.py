@@ -30,6 +30,8 @@ from quire.kernels.triton.precompile import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_ranks import Collectives, DeviceRanks
+from quire.model.device_shards import DeviceShard
 from quire.model.parameters import parameter_shapes
 from quire.quant.float8 import Float8Weight
 from quire.quant.quantize import LINEAR_LEVELS
@@ -288,8 +290,13 @@ def decode_cases(place: Place) -> list[tuple[int, int]]:
     return [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (64, 960), (64, 4000), (256, 960)]
 
 
-def make_model(place: Place, shape: Shape, options: Options, compiled: list[Row]) -> RandomModel:
-    """Return a model on the device, once its kernels are compiled, of which `compiled` gets a row."""
+def make_model(
+    place: Place, shape: Shape, options: Options, compiled: list[Row], communicator: Collectives | None = None
+) -> RandomModel:
+    """Return a model on the device, once its kernels are compiled, of which `compiled` gets a row.
+
+    communicator  of a group of one rank, whose steps have collectives; None: there are no ranks
+    """
     (place.folder / f"{shape.name}-config").mkdir(parents=True, exist_ok=True)
     (place.folder / f"{shape.name}-config" / "config.json").write_text(json.dumps(shape.config()))
     spec = read_model_spec(place.folder / f"{shape.name}-config", "auto")
@@ -302,7 +309,10 @@ def make_model(place: Place, shape: Shape, options: Options, compiled: list[Row]
         compiled.append({"section": "compile", **common, **_compile_ahead(spec, options, kv, sizes)})
     parameters = _random_parameters(spec, place.device, options.weights)
     weight_bytes = _read_bytes(parameters, shape)
-    decoder = DeviceDecoder(spec, parameters, shape.max_positions, place.device, None, options.is_in_order)
+    ranks = None
+    if communicator is not None:
+        ranks = DeviceRanks(communicator, DeviceShard.of(spec, 0, (1.0,), options.is_in_order))
+    decoder = DeviceDecoder(spec, parameters, shape.max_positions, place.device, None, options.is_in_order, ranks)
     return RandomModel(shape, decoder, kv, sizes, num_blocks, weight_bytes, common)
 
 

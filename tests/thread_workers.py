@@ -6,7 +6,10 @@ The leader, the messages, the shared memory and the barriers are those of proces
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 from types import SimpleNamespace
+
+from torch.distributed import HashStore
 
 from quire.contracts.rank_stats import RankStats
 from quire.parallel.barrier import AbortReason, GroupClosedError, ProcessBarrier
@@ -15,27 +18,31 @@ from quire.parallel.ring import RingReader, RingWriter, ring_areas
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
 from quire.parallel.startup import StartupBoard, StartupReporter
-from quire.worker import parallel_worker, pipeline_worker
 
-_MAINS = {
-    "quire.worker.parallel_worker": parallel_worker.main,
-    "quire.worker.pipeline_worker": pipeline_worker.main,
-}
+_STORES = {}  # by the memory of a group
+
+
+class _Context(WorkerContext):
+    __slots__ = ()
+
+    def connect_store(self):
+        return _STORES[id(self.memory)]
 
 
 class ThreadWorkers:
     """Stands in for SpawnedWorkers."""
 
     def __init__(self, module, size, config, options):
-        self._main = _MAINS[module]
         self.exchange = self.num_on_host = None
+        self._main = import_module(module).main
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
         areas |= options.areas
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)
-        self.ring = RingWriter(self.memory, self.barrier)
         self.communicator = ShmCommunicator(self.memory, self.barrier)
+        self.store = HashStore() if options.with_store else None
+        self.ring = RingWriter(self.memory, self.barrier)
         self.board = StartupBoard(self.memory)
         self.startup = StartupReporter(self.board, 0)
         self.errors = []
@@ -46,7 +53,7 @@ class ThreadWorkers:
 
     def _work(self, rank, config):
         barrier = ProcessBarrier(self.memory, rank, self.size)
-        context = WorkerContext(
+        context = _Context(
             rank=rank,
             size=self.size,
             config=config,
@@ -58,6 +65,7 @@ class ThreadWorkers:
             monitor=SimpleNamespace(),
             store_port=None,
         )
+        _STORES[id(self.memory)] = self.store
         try:
             self._main(context)
         except GroupClosedError:

@@ -123,7 +123,8 @@ class EngineConfig:
                             None: torch's own choice
     speculative_config      draft tokens and verify several in a step: a SpeculativeConfig, or a dict or JSON of its fields
     tensor_parallel_size    processes of this host that share the model: each has a part of every weight and of the KV cache,
-                            and num_threads divided by their number. The same tokens at any number. On a CPU
+                            and num_threads divided by their number, or a GPU each. The same tokens at any number on a CPU, and
+                            with deterministic on GPUs
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
     data_parallel_size      replicas: engines of this host that share nothing and divide the requests. Each has a process,
                             weights and a KV pool of its own, and a GPU of its own where GPUs are used. num_threads and the

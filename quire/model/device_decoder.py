@@ -18,6 +18,7 @@ from quire.kernels.reference.activation import apply_xielu
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
+from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
@@ -27,7 +28,8 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
 from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
-from quire.model.device_refusal import device_refusal
+from quire.model.device_ranks import DeviceRanks, LayerRanks
+from quire.model.device_refusal import device_refusal, ranks_refusal
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
@@ -40,12 +42,15 @@ class DeviceDecoder:
 
     Between the matrix products a layer has five launches: norm, heads (norm of q and k, rope, store), attention, norm with the
     residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another. In
-    decode steps of few sequences most layers are five launches, products included: see device_layers.py.
+    decode steps of few sequences most layers are five launches, products included: see device_layers.py. With ranks, each sum
+    over them is one more.
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     policy         how weights are quantised while they are loaded; None: run as they are stored, narrow where kernels are
     is_in_order    a row has the same bits at any number of rows: sums are formed in one order, by kernels of our own
+    ranks          of tensor parallelism, of which this is one: it has a part of every weight, and `spec` becomes what it runs.
+                   All ranks have to take the same steps in the same order
     Raises ConfigError where a policy is given and weights are quantised already.
 
     is_fused, which may be changed between steps, says whether layers that can be are five launches where they may be.
@@ -60,21 +65,26 @@ class DeviceDecoder:
         device: torch.device,
         policy: QuantizationPolicy | None = None,
         is_in_order: bool = False,
+        ranks: DeviceRanks | None = None,
     ) -> None:
         refusal = device_refusal(spec)
         if refusal is not None:
             raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
-        self.spec = spec
+        refusal = None if ranks is None else ranks_refusal(spec)
+        if refusal is not None:
+            raise UnsupportedError(f"{refusal} is not supported on several GPUs; leave tensor_parallel_size at 1")
+        self.spec = spec if ranks is None else ranks.shard.local_spec
+        self.ranks = ranks
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
         self.is_in_order = is_in_order
         quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)
-        weights = load_on_device(parameters, spec, device, quantize)
+        weights = load_on_device(parameters, spec, device, quantize, shard=None if ranks is None else ranks.shard)
         own = weights.tensors
         self._positions = own.get("pos.weight")
         self.embedding = DeviceLinear(weights.linears["embed.weight"])
-        head = weights.linears.get("lm_head.weight", self.embedding.parts)
-        self.head = DeviceLinear(head, own.get("lm_head.bias"), is_in_order)
+        head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
+        self.head = DeviceLinear(weights.linears[head], own.get("lm_head.bias"), is_in_order, weights.whole_rows[head])
         fill_missing_weights(own, spec, self.dtype, device)
         self._embed_norm = norm_of(own, "embed_norm", spec.embed_norm)
         scale = spec.embed_scale
@@ -86,18 +96,20 @@ class DeviceDecoder:
         }
         self.num_long_rope_rows = max_model_len
         self._layers = [
-            DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order) for index, layer in enumerate(spec.layers)
+            DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order, _layer_ranks(ranks, index, weights))
+            for index, layer in enumerate(self.spec.layers)
         ]
         self.is_fused = True
         self._tapped: dict[int, int] = {}
         self._features: Tensor | None = None
-        most_kv_heads = max((layer.attention.num_kv_heads for layer in spec.layers), default=1)
+        most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived)) is not None)
         logger.info(
-            "%d of %d layers are five launches each in decode steps of up to %d sequences%s",
+            "%d of %d layers are %s launches each in decode steps of up to %d sequences%s",
             len(self._layers) - reasons.total(),
             len(self._layers),
+            "five" if ranks is None else "seven",
             FEW_TOKENS,
             "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items()),
         )
@@ -132,7 +144,10 @@ class DeviceDecoder:
                               have num_long_rope_rows added to their positions
         Returns               [T, hidden_size], after the final norm
         """
-        x = self.embedding.lookup(token_ids, self.dtype)
+        if self.ranks is None:
+            x = self.embedding.lookup(token_ids, self.dtype)
+        else:
+            x = self.ranks.lookup(self.embedding, token_ids, self.dtype)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
         if self._positions is not None:
@@ -164,6 +179,8 @@ class DeviceDecoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype; in `out` if that is given."""
+        if self.ranks is not None:
+            return self.finish_logits(self.ranks.gather_logits(self.head(hidden), out))
         return self.finish_logits(self.head(hidden, out))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
@@ -185,14 +202,33 @@ def _rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: 
     return Rope(spec, torch.cat((long.table, short.table)))
 
 
+def _layer_ranks(ranks: DeviceRanks | None, index: int, weights: DeviceWeights) -> LayerRanks | None:
+    if ranks is None:
+        return None
+    prefix = f"layers.{index}."
+    names = {name.removeprefix(prefix).removesuffix(".weight") for name in weights.row_parallel if name.startswith(prefix)}
+    return LayerRanks(ranks, index, frozenset(names))
+
+
 class DeviceLayer:
+    """A layer of a DeviceDecoder, whose launches are separate ones; of a rank where `ranks` is not None."""
+
     def __init__(
-        self, spec: LayerSpec, prefix: str, weights: DeviceWeights, ropes: Mapping[RopeSpec, Rope], is_in_order: bool
+        self,
+        spec: LayerSpec,
+        prefix: str,
+        weights: DeviceWeights,
+        ropes: Mapping[RopeSpec, Rope],
+        is_in_order: bool,
+        ranks: LayerRanks | None = None,
     ) -> None:
         own = _under(weights.tensors, prefix)
-        self._spec, self._is_in_order = spec, is_in_order
+        self._spec, self._is_in_order, self._ranks = spec, is_in_order, ranks
+        whole_rows = _under(weights.whole_rows, prefix)
         self._linears = {
-            name.removesuffix(".weight"): DeviceLinear(parts, own.get(f"{name.removesuffix('weight')}bias"), is_in_order)
+            name.removesuffix(".weight"): DeviceLinear(
+                parts, own.get(f"{name.removesuffix('weight')}bias"), is_in_order, whole_rows[name]
+            )
             for name, parts in _under(weights.linears, prefix).items()
         }
         self._experts = _under(weights.experts, prefix)
@@ -215,10 +251,11 @@ class DeviceLayer:
 
     def fuse(self, arrived: Tensor) -> str | None:
         """Set `fused` where the layer can be, and return why it cannot; arrived as in FusedLayer."""
-        reason = reason_not_to_fuse(self._spec, self._linears)
+        reason = reason_not_to_fuse(self._spec, self._linears, self._ranks)
         if reason is None:
             norms = self.attn_in, self._mlp_in
-            self.fused = FusedLayer(self._spec, self._linears, norms, self._qk_norms, self._rope, arrived)
+            attention = ProjectedAttention(self._spec.attention, self._rope, self._qk_norms, arrived)
+            self.fused = FusedLayer(self._spec, self._linears, norms, attention, self._ranks)
         return reason
 
     def forward(
@@ -245,25 +282,37 @@ class DeviceLayer:
         q, k, v = qkv.split(self._sizes, 1)
         norms, rope = self._qk_norms, self._rope
         if norms is not None and spec.qk_norm_over == "all":
+            q, k = (q, k) if self._ranks is None else self._ranks.gather_heads(q, k)
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
+            q, k = (q, k) if self._ranks is None else self._ranks.own_heads(q, k)
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         q = place_heads(heads, cache, step.slots, positions, rope, norms, self._is_in_order)
-        return self._linears["o"](attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
+        return self._close("o", attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
+
+    def _close(self, name: str, rows: Tensor) -> Tensor:
+        """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
+        linear = self._linears[name]
+        return linear(rows) if self._ranks is None else self._ranks.close_block(name, linear, rows)
 
     def _mlp(self, y: Tensor) -> Tensor:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-            return mixture_of_experts(y, self._router(y), spec, *weights, self._is_in_order, self._expert_biases)
+            given = y, self._router(y), spec, *weights, self._is_in_order, self._expert_biases
+            if self._ranks is None:
+                return mixture_of_experts(*given)
+            if "experts.down" in self._ranks.row_parallel:
+                return self._ranks.sum_parts(mixture_of_experts(*given))
+            return self._ranks.gather_outputs(mixture_of_experts(*given, gather=self._ranks.gather_inner))
         both = self._linears["gate_up"](y)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
-            return self._linears["down"](activate(gate, up, spec.activation))
+            return self._close("down", activate(gate, up, spec.activation))
         if self._xielu is not None:
-            return self._linears["down"](apply_xielu(both, *self._xielu))
-        return self._linears["down"](activate(both, None, spec.activation))
+            return self._close("down", apply_xielu(both, *self._xielu))
+        return self._close("down", activate(both, None, spec.activation))
 
 
 T = TypeVar("T")

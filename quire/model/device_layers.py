@@ -12,12 +12,12 @@ from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.norm import Norm
-from quire.kernels.triton.qk_rope_store import Rope
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear
+from quire.model.device_ranks import LayerRanks
 
 
-def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear]) -> str | None:
+def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ranks: LayerRanks | None = None) -> str | None:
     """Return what a layer has that the five launches do not know; None: nothing."""
     if any(linear.is_in_order for linear in linears.values()):
         return "sums in one order at any number of rows"
@@ -43,15 +43,18 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear]) -> 
         return "a norm over all heads"
     if not all(linear.is_dense for linear in linears.values()):
         return "quantised weights"
+    if ranks is not None and not ranks.row_parallel >= {"o", "down"}:
+        return "weights cut by their outputs"
     return None
 
 
 class FusedLayer:
     """Norm and q, k, v; attention; its output and the residual; norm, gate, up and activation; down and the residual.
 
-    linears  qkv, o, gate_up and down; `reason_not_to_fuse` has none against them
-    norms    before attention, and before the feed-forward block
-    arrived  zeros, see ProjectedAttention
+    linears    qkv, o, gate_up and down; `reason_not_to_fuse` has none against them
+    norms      before attention, and before the feed-forward block
+    attention  with its rope and the norms of q and k
+    ranks      of tensor parallelism: o and down give parts of a sum, which a further launch each adds to the residual stream
     """
 
     def __init__(
@@ -59,17 +62,16 @@ class FusedLayer:
         spec: LayerSpec,
         linears: Mapping[str, DeviceLinear],
         norms: tuple[Norm | None, Norm | None],
-        qk_norms: tuple[Norm, Norm] | None,
-        rope: Rope | None,
-        arrived: Tensor,
+        attention: ProjectedAttention,
+        ranks: LayerRanks | None = None,
     ) -> None:
         assert isinstance(spec.mlp, MlpSpec)
         self._attn_in, self._mlp_in = norms
-        self._attention = ProjectedAttention(spec.attention, rope, qk_norms, arrived)
+        self._attention, self._ranks, self._residual_scale = attention, ranks, spec.residual_scale
         self._weights = {name: linear.parts[0] for name, linear in linears.items() if isinstance(linear.parts[0], Tensor)}
         self._attention_width = spec.attention.num_heads * spec.attention.head_dim
         self._inner_width = spec.mlp.intermediate_size
-        scale = spec.residual_scale
+        scale = spec.residual_scale if ranks is None else None
         self._epilogues = {
             "qkv": Epilogue(linears["qkv"].bias),
             "o": Epilogue(linears["o"].bias, residual_scale=scale),
@@ -86,10 +88,19 @@ class FusedLayer:
         self._multiply("qkv", qkv, x, self._attn_in)
         attended = self._new(x, self._attention_width)
         self._attention.launch(attended, qkv, cache, step, positions).run()
-        self._multiply("o", x, attended)
+        self._add("o", x, attended)
         inner = self._new(x, self._inner_width)
         self._multiply("gate_up", inner, x, self._mlp_in)
-        self._multiply("down", x, inner)
+        self._add("down", x, inner)
+
+    def _add(self, name: str, x: Tensor, rows: Tensor) -> None:
+        """Add a product to the residual stream."""
+        if self._ranks is None:
+            self._multiply(name, x, rows)
+            return
+        part = torch.empty_like(x)
+        self._multiply(name, part, rows)
+        self._ranks.add_sum(x, part, self._residual_scale)
 
     def _multiply(self, name: str, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
         multiply_few_launch(out, x, self._weights[name], norm, self._epilogues[name]).run()

@@ -27,11 +27,13 @@ class DeviceLinear:
     parts        the rows of the weight, one part after the other
     bias         [O] or None
     is_in_order  sums have the same order at any number of tokens, so that a row has the same bits; slower
+    whole_rows   of each part, on all tensor-parallel ranks together; None: the parts are whole
     """
 
     parts: tuple[DeviceWeight, ...]
     bias: Tensor | None = None
     is_in_order: bool = False
+    whole_rows: tuple[int, ...] | None = None
 
     @property
     def is_dense(self) -> bool:
@@ -43,25 +45,27 @@ class DeviceLinear:
         if len(self.parts) > 1:
             sizes = [part.shape[0] for part in self.parts]
             biases = [None] * len(sizes) if self.bias is None else list(self.bias.split(sizes))
-            products = [self._product(x, part, bias) for part, bias in zip(self.parts, biases, strict=True)]
+            products = [self._product(x, index, bias) for index, bias in enumerate(biases)]
             return torch.cat(products, 1, out=out)
-        return self._product(x, self.parts[0], self.bias, out)
+        return self._product(x, 0, self.bias, out)
 
     def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows ids [R] i64 of a weight of one part, dense."""
         weight = self.parts[0]
         return F.embedding(ids, weight) if isinstance(weight, Tensor) else widen(weight, dtype, ids)
 
-    def _product(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, index: int, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        weight = self.parts[index]
+        whole_rows = None if self.whole_rows is None else self.whole_rows[index]
         if isinstance(weight, DeviceQuantizedWeight):
             is_float8 = not self.is_in_order and suits_float8(x, weight)
             if is_float8 or self.is_in_order or len(x) < _WIDENED_FROM:
-                found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias)
+                found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)
                 return found if out is None else out.copy_(found)
             x = x if weight.columns is None else x.index_select(1, weight.columns)
             weight = widen(weight, x.dtype)
         elif self.is_in_order:
-            return multiply_in_order(x, weight, bias, out)
+            return multiply_in_order(x, weight, bias, out, whole_rows)
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

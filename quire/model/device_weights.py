@@ -23,6 +23,7 @@ from quire.kernels.triton.quantized_weights import (
 )
 from quire.model.device_copies import DeviceCopies
 from quire.model.device_linear import DeviceWeight
+from quire.model.device_shards import DeviceShard, Opened, reason_not_to_take_columns, take_columns, take_rows
 from quire.model.parameters import Shape, parameter_shapes
 from quire.quant.float8 import Float8Weight
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter
@@ -37,8 +38,6 @@ _LINEARS = ("qkv", "o", "gate_up", "down")
 _ENDS = ("embed.weight", "lm_head.weight")
 _FLOAT8_CAPABILITY = (8, 9)
 
-Opened = Tensor | QuantizedWeight | Float8Weight
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
@@ -48,20 +47,28 @@ class DeviceWeights:
     linears  the weights of linear layers, the embedding and the head, each in parts of rows; where q, k and v are there,
              layers.N.qkv holds their rows, one after the other, and gate_up those of gate and up
     experts  of a layer: [E, O, K], or quantised, with the rows of all experts one after the other
+    whole_rows    of a tensor-parallel rank: rows of each part of `linears` on all ranks together
+    row_parallel  names in `linears` and `experts` of what is cut by its inputs
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     linears: dict[str, tuple[DeviceWeight, ...]] = field(default_factory=dict)
     experts: dict[str, Tensor | DeviceQuantizedWeight] = field(default_factory=dict)
+    whole_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    row_parallel: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Rows [start, start + count) of a tensor on the device, which has another name where it is joined."""
+    """Rows [start, start + count) of a tensor on the device, which has another name where it is joined.
+
+    whole  rows of the parameter on all ranks together
+    """
 
     name: str
     start: int
     count: int
+    whole: int
 
 
 def load_on_device(
@@ -70,6 +77,7 @@ def load_on_device(
     device: torch.device,
     quantize: ParameterQuantizer | None = None,
     shapes: Mapping[str, Shape] | None = None,
+    shard: DeviceShard | None = None,
 ) -> DeviceWeights:
     """Return every parameter on a device, quantised where it is stored so, else in the model's dtype; `parameters` is emptied.
 
@@ -78,8 +86,9 @@ def load_on_device(
 
     quantize  applied on the device to every weight that is dense in the checkpoint, to an expert's on its own
     shapes    of the parameters, q before k before v and gate before up; None: those of the spec
+    shard     the part of this rank, of a model that several share; None: all
     """
-    return _Loader(parameters, spec, device, quantize, shapes).load()
+    return _Loader(parameters, spec, device, quantize, shapes, shard).load()
 
 
 class _Loader:
@@ -90,18 +99,25 @@ class _Loader:
         device: torch.device,
         quantize: ParameterQuantizer | None,
         shapes: Mapping[str, Shape] | None,
+        shard: DeviceShard | None,
     ) -> None:
-        self._parameters, self._device, self._quantize = parameters, device, quantize
+        self._parameters, self._device, self._quantize, self._shard = parameters, device, quantize, shard
         self._copies = DeviceCopies.to(device)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         shapes = dict(parameter_shapes(spec) if shapes is None else shapes)
         shapes |= {name: shapes["embed.weight"] for name in _ENDS[1:] if name in parameters and name not in shapes}
-        self._shapes, self._places = shapes, _places(shapes)
+        whole = {name: shape[0] for name, shape in shapes.items()}
+        if shard is not None:
+            own = shard.shapes()
+            shapes |= {name: own.get(name, own["embed.weight"]) for name in shapes}
+        self._shapes, self._places = shapes, _places(shapes, whole)
         self._sizes: dict[str, int] = {}
         for place in self._places.values():
             self._sizes[place.name] = max(self._sizes.get(place.name, 0), place.start + place.count)
         self._dense: dict[str, Tensor] = {}
         self._parts: dict[str, list[tuple[_Place, DeviceQuantizedWeight | None]]] = {}
+        self._row_parallel: set[str] = set()
+        self._cut_by_outputs: dict[str, list[str]] = {}
         self._widened: dict[str, list[str]] = {}
         self._orders: dict[bytes, Tensor] = {}
         self._takes_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
@@ -110,20 +126,24 @@ class _Loader:
         found = DeviceWeights()
         twins: dict[int, str] = {}
         owned: list[Parameter | StoredParameter] = []  # so that no identity is used twice
-        for name in tqdm(list(self._parameters), "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
+        # A bias is cut as its weight was.
+        names = sorted(self._parameters, key=lambda name: self._shard is not None and name.endswith(".bias"))
+        for name in tqdm(names, "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
             parameter, place = self._parameters.pop(name), self._places[name]
             if name in _ENDS:
                 owned.append(parameter)
                 twin = twins.setdefault(id(parameter), name)
                 if twin != name:
                     found.linears[name] = found.linears[twin]
+                    found.whole_rows[name] = found.whole_rows[twin]
                     continue
             if len(self._shapes[name]) == 3:
                 found.experts[name] = self._place_experts(parameter, name)
             elif _is_linear(place.name):
                 self._place_rows(parameter, place, name)
+                place = self._places[name]
                 if place.start + place.count == self._sizes[place.name]:
-                    found.linears[place.name] = self._finish(place.name)
+                    found.linears[place.name], found.whole_rows[place.name] = self._finish(place.name)
             else:
                 # Biases of experts and norms of heads are joined from those of each: no view of what is stored.
                 is_stack = len(self._shapes[name]) > 1 and name != "pos.weight"
@@ -131,11 +151,16 @@ class _Loader:
                 opened = opened.open() if isinstance(opened, StoredParameter) else opened
                 if isinstance(opened, QuantizedStack):
                     raise InvariantError(f"{name} is a stack of weights")
+                opened = self._own_part(opened, name)
+                if opened is None:
+                    continue
                 self._copy(opened, place, name)
                 found.tensors[place.name] = self._dense[place.name]
             if isinstance(parameter, StoredParameter):
                 parameter.give_back()
         self._copies.finish()
+        found.row_parallel.update(self._row_parallel)
+        self._tell_of_shards()
         for reason, names in self._widened.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             logger.warning("%d weights take more memory: run in %s, as %s: %s", len(names), self._dtype, reason, shown)
@@ -145,7 +170,8 @@ class _Loader:
         opened = parameter.open_quantized() if isinstance(parameter, StoredParameter) else parameter
         if isinstance(opened, QuantizedStack):
             raise InvariantError(f"{name} is a stack of weights")
-        opened = self._quantized(opened, name)
+        opened = self._sharded(opened, name)
+        place = self._places[name]
         packed = self._open_quantized(opened, name)
         if packed is None:
             self._copy(opened, place, name)
@@ -153,27 +179,103 @@ class _Loader:
             raise InvariantError(f"{name} is {packed.shape}, its place on the device {self._shapes[name]}")
         self._parts.setdefault(place.name, []).append((place, packed))
 
-    def _finish(self, name: str) -> tuple[DeviceWeight, ...]:
-        """Return the parts of a weight, as few as they can be."""
+    def _sharded(self, weight: Opened, name: str) -> Opened:
+        """Return this rank's part of a linear weight, or of that of an expert, quantised where that is to be.
+
+        What is cut by its inputs is quantised as a whole, so that it has the numbers of one rank; its place is set.
+        """
+        if self._shard is None:
+            return self._quantized(weight, name)
+        if not self._shard.is_row_parallel(name):
+            return self._quantized(self._take_outputs(weight, name), name)
+        weight, columns = self._quantized(weight, name), self._shard.columns(name)
+        reason = reason_not_to_take_columns(weight, columns)
+        if reason is None:
+            self._row_parallel.add(name)
+            self._set_shape(name, weight.shape[0], columns[self._shard.rank].size)
+            return take_columns(weight, columns[self._shard.rank])
+        if name in self._row_parallel:
+            raise InvariantError(f"one expert of {name} is cut by its inputs, and another cannot be: {reason}")
+        names = self._cut_by_outputs.setdefault(reason, [])
+        if name not in names:
+            names.append(name)
+        return self._take_outputs(weight, name)
+
+    def _take_outputs(self, weight: Opened, name: str) -> Opened:
+        rows = None if self._shard is None else self._shard.rows(name, weight.shape[0])
+        if rows is None:
+            return weight
+        self._set_shape(name, sum(part.size for part in rows), weight.shape[1])
+        return take_rows(weight, rows)
+
+    def _set_shape(self, name: str, num_rows: int, num_columns: int) -> None:
+        self._shapes[name] = (*self._shapes[name][:-2], num_rows, num_columns)
+        place = self._places[name]
+        if len(self._shapes[name]) == 2 and place.count != num_rows:
+            self._places[name] = replace(place, count=num_rows)
+            self._sizes[place.name] = num_rows  # of o or down, which are joined with nothing
+
+    def _own_part(self, tensor: Opened, name: str) -> Opened | None:
+        """Return this rank's part of a dense parameter; None: it has none, as of the bias of a sum that rank 0 adds."""
+        shard = self._shard
+        if shard is None or not isinstance(tensor, Tensor):
+            return tensor
+        is_stack = ".experts." in name
+        is_of_sum = f"{name.removesuffix('bias')}weight" in self._row_parallel and name.endswith(".bias")
+        rows = None if is_of_sum else shard.rows(name, tensor.shape[-1] if is_stack else tensor.shape[0])
+        if is_stack:
+            if is_of_sum:
+                self._shapes[name] = tuple(tensor.shape)
+                return tensor if shard.rank == 0 else torch.zeros_like(tensor)
+            if rows is None:
+                raise InvariantError(f"{name} of experts is on every rank")
+            self._shapes[name] = (tensor.shape[0], sum(part.size for part in rows))
+            return torch.cat([tensor[:, part.start : part.stop] for part in rows], 1)
+        if is_of_sum:
+            return tensor if shard.rank == 0 else None
+        if rows is None:
+            return tensor
+        self._set_bias_size(name, sum(part.size for part in rows))
+        return take_rows(tensor, rows)
+
+    def _set_bias_size(self, name: str, num_rows: int) -> None:
+        self._shapes[name] = (num_rows,)
+        place = self._places[name]
+        if place.count != num_rows:
+            self._places[name] = replace(place, count=num_rows)
+            self._sizes[place.name] = num_rows
+
+    def _tell_of_shards(self) -> None:
+        for reason, names in self._cut_by_outputs.items():
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            logger.warning("%d weights are cut by their outputs, not their inputs, as %s: %s", len(names), reason, shown)
+
+    def _finish(self, name: str) -> tuple[tuple[DeviceWeight, ...], tuple[int, ...]]:
+        """Return the parts of a weight, as few as they can be, and the rows of each on all ranks together."""
         parts: list[DeviceWeight] = []
+        whole_rows: list[int] = []
         runs: list[tuple[int, int]] = []  # of dense rows
         for place, packed in self._parts.pop(name):
             end = place.start + place.count
             if packed is None and parts and isinstance(parts[-1], Tensor):
                 runs[-1] = (runs[-1][0], end)
                 parts[-1] = self._dense[name][slice(*runs[-1])]
+                whole_rows[-1] += place.whole
             elif packed is None:
                 runs.append((place.start, end))
                 parts.append(self._dense[name][place.start : end])
+                whole_rows.append(place.whole)
             else:
                 last = parts[-1] if parts else None
                 joined = join_rows([last, packed]) if isinstance(last, DeviceQuantizedWeight) else None
                 if joined is None:
                     parts.append(packed)
+                    whole_rows.append(place.whole)
                 else:
                     parts[-1] = joined
+                    whole_rows[-1] += place.whole
         self._dense.pop(name, None)
-        return tuple(parts)
+        return tuple(parts), tuple(whole_rows)
 
     def _quantized(self, weight: Opened, name: str) -> Opened:
         if self._quantize is None or not isinstance(weight, Tensor):
@@ -219,7 +321,8 @@ class _Loader:
         shape = self._shapes[name]
         stack: DeviceQuantizedWeight | None = None
         for index in range(shape[0]):
-            packed = self._open_quantized(self._quantized(_expert(parameter, index, True), name), name)
+            packed = self._open_quantized(self._sharded(_expert(parameter, index, True), name), name)
+            shape = self._shapes[name]
             stack = None if packed is None else self._put(stack, packed, index, shape, name)
             if isinstance(parameter, StoredParameter):
                 parameter.give_back(index)
@@ -229,10 +332,19 @@ class _Loader:
             return stack
         dense = torch.empty(shape, dtype=self._dtype, device=self._device)
         for index in range(shape[0]):
-            self._copy_one(_expert(parameter, index, False), dense[index], name)
+            self._copy_one(self._own_expert(_expert(parameter, index, False), name), dense[index], name)
             if isinstance(parameter, StoredParameter):
                 parameter.give_back(index)
         return dense
+
+    def _own_expert(self, weight: Opened, name: str) -> Opened:
+        """Return this rank's part of an expert that is to be dense, cut as the first one was."""
+        if self._shard is None:
+            return weight
+        if name in self._row_parallel:
+            dense = weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
+            return take_columns(dense, self._shard.columns(name)[self._shard.rank])
+        return self._take_outputs(weight, name)
 
     def _put(
         self, stack: DeviceQuantizedWeight | None, expert: DeviceQuantizedWeight, index: int, shape: Shape, name: str
@@ -278,7 +390,7 @@ def _is_linear(name: str) -> bool:
     return name in _ENDS or (len(parts) == 4 and parts[0] == "layers" and parts[2] in _LINEARS and parts[3] == "weight")
 
 
-def _places(shapes: Mapping[str, Shape]) -> dict[str, _Place]:
+def _places(shapes: Mapping[str, Shape], whole: Mapping[str, int]) -> dict[str, _Place]:
     found: dict[str, _Place] = {}
     ends: dict[str, int] = {}
     for name, shape in shapes.items():  # q, k, v and gate, up come in this order
@@ -287,7 +399,7 @@ def _places(shapes: Mapping[str, Shape]) -> dict[str, _Place]:
             parts[2] = _JOINED[parts[2]]
         joined = ".".join(parts)
         start = ends.get(joined, 0)
-        found[name] = _Place(joined, start, shape[0])
+        found[name] = _Place(joined, start, shape[0], whole[name])
         ends[joined] = start + shape[0]
     return found
 

@@ -138,6 +138,18 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+def least_of(communicator: Communicator, value: int) -> int:
+    """Return the least of what all ranks of a group on the host give."""
+    values = torch.empty(communicator.size, dtype=torch.int64)
+    communicator.all_gather(values, torch.tensor([value]))
+    return int(values.min())
+
+
+def all_agree(communicator: Communicator, says_yes: bool) -> bool:
+    """Return whether all ranks of a group on the host say yes."""
+    return least_of(communicator, int(says_yes)) == 1
+
+
 class LocalCommunicator:
     """A group of one rank: everything is a copy."""
 

@@ -30,6 +30,7 @@ from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shards import ShardRange
 from quire.parallel.worker_group import LaunchOptions, WorkerGroup
 from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.worker.device.device_select import check_rank_devices
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
 from quire.worker.parallel_launch import config_fields, fingerprint, launched_group, start_workers
@@ -81,10 +82,9 @@ class RankConfig:
 def check_tensor_parallel(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the model cannot run on tensor_parallel_size ranks here."""
     if report.device != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but the model runs on {report.device}: tensor parallelism "
-            "runs on CPUs only; choose device='cpu' or tensor_parallel_size=1"
-        )
+        check_rank_devices(config, report.device)
+        native_extension()  # raises UnsupportedError
+        return
     native_extension()  # raises UnsupportedError
     refusal = native_refusal(report.spec, cpu_block_size(config))
     if refusal is not None:
@@ -111,11 +111,13 @@ class RankMemory:
 def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
     """Return what each rank will hold."""
     found: list[RankMemory] = []
+    whole = report.num_parameters  # that weight_bytes is of; on GPUs it is of rank 0's
     for rank in range(config.tensor_parallel_size):
         shard = ModelShard.of(report.spec, rank, config.parallel.shares)
         own = sum(map(math.prod, shard.parameter_shapes(report.parameters).values()))
         kv = shard.kv_spec(report.spec, report.memory.kv.block_size, report.memory.kv.dtype)
-        num_bytes = report.memory.weight_bytes * own // report.num_parameters
+        whole = own if rank == 0 and report.device != "cpu" else whole
+        num_bytes = report.memory.weight_bytes * own // whole
         heads = shard.layers[0].heads
         found.append(RankMemory(num_bytes, kv.bytes_per_block * report.memory.num_kv_blocks, heads.heads, heads.kv_heads))
     return found

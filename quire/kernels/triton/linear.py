@@ -21,20 +21,23 @@ _ROWS_OF_PROGRAM = 64
 _GROUPED = 8
 
 
-def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None) -> Tensor:
     """Return x @ weight^T (+ bias), summed in f32: the scales multiply sums of at most 128 products of x and the codes.
 
     x        [T, K] float, rows in one piece
     bias     [O] float
+    whole_rows  rows of the weight on all tensor-parallel ranks together, of which this is a shard; None: it is whole
     Returns  [T, O] in x's dtype; a row depends on no other row, nor on how many there are
     """
     x = x if weight.columns is None else x.index_select(1, weight.columns)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    run_all(multiply_launches(out, x, weight, bias))
+    run_all(multiply_launches(out, x, weight, bias, whole_rows))
     return out
 
 
-def multiply_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:
+def multiply_launches(
+    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None
+) -> list[Launch]:
     """Return the launches of `multiply`, which write `out`; the columns of x are in the order of the stored ones."""
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
@@ -42,7 +45,7 @@ def multiply_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bia
     tile = linear_tile(num_tokens, x.dtype)
     num_steps = -(-num_columns // weight.run)
     tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
-    splits = _split(num_rows, num_steps, tiles[0] * tiles[1])
+    splits = _split(whole_rows or num_rows, num_steps, tiles[0] * tiles[1])
     parts = _parts(out, splits)
     arguments = {
         "x_ptr": x,
@@ -66,20 +69,25 @@ def multiply_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bia
     return [launch, *_add_launches(out, parts, bias, splits)]
 
 
-def multiply_in_order(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def multiply_in_order(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, whole_rows: int | None = None
+) -> Tensor:
     """Return x @ weight^T (+ bias), summed in f32 in the same order at any number of rows, which libraries do not promise.
 
     x        [T, K] float, rows in one piece
     weight   [O, K] in x's dtype, in one piece
     out      [T, O] in x's dtype, where the result is written; None: a new one
+    whole_rows  as in `multiply`
     """
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    run_all(in_order_launches(out, x, weight, bias))
+    run_all(in_order_launches(out, x, weight, bias, whole_rows))
     return out
 
 
-def in_order_launches(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Launch]:
+def in_order_launches(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, whole_rows: int | None = None
+) -> list[Launch]:
     """Return the launches of `multiply_in_order`, which write `out`."""
     num_rows, num_columns = weight.shape
     check_contiguous("weight", weight, (num_rows, num_columns), x.dtype)
@@ -88,7 +96,7 @@ def in_order_launches(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     tile = dense_tile(num_tokens, x.dtype)
     num_steps = -(-num_columns // tile.columns)
     num_tiles = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens)
-    splits = _split(num_rows, num_steps, num_tiles)
+    splits = _split(whole_rows or num_rows, num_steps, num_tiles)
     parts = _parts(out, splits)
     arguments = {
         "x_ptr": x,
@@ -154,7 +162,10 @@ class _Splits(NamedTuple):
 
 
 def _split(num_rows: int, num_steps: int, num_programs: int) -> _Splits:
-    """Return how sums are split: into how many by the shape of the weight alone, so that a row's bits are its own."""
+    """Return how sums are split: into how many by the shape of the weight alone, so that a row's bits are its own.
+
+    num_rows  of the whole weight, so that the bits do not depend on how many ranks share it
+    """
     count = 1
     while count < 8 and count * -(-num_rows // _ROWS_OF_PROGRAM) < _MANY_PROGRAMS and num_steps >= 8 * count:
         count *= 2

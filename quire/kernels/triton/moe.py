@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ def mixture_of_experts(
     down: ExpertWeights,
     is_in_order: bool = False,
     biases: ExpertBiases | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
 
@@ -58,12 +60,32 @@ def mixture_of_experts(
     down     [E, N, I]
     is_in_order  sums have the same order at any number of rows
     biases   of experts that have them, in x's dtype
-    Returns  [T, N] in x's dtype; a row depends on no other row
+    gather   with shards of experts by their outputs: returns the columns [P, I] of all ranks, given this rank's. `spec` has
+             this rank's columns, `down` rows for this rank's outputs, over all columns
+    Returns  [T, N] in x's dtype, or this rank's outputs; a row depends on no other row
     Raises UnsupportedError for experts without a gate, InvariantError for what does not fit.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run_all(expert_launches(out, x, logits, spec, gate_up, down, is_in_order, biases))
+    width = down.shape[-2] if isinstance(down, Tensor) else down.shape[0] // spec.num_experts
+    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    call = _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, gather is not None)
+    launches, hidden, close = _begin_launches(call)
+    run_all(launches)
+    run_all(close(hidden if gather is None else gather(hidden)))
     return out
+
+
+class _ExpertCall(NamedTuple):
+    """What `mixture_of_experts` is given; is_gathered: with a gather."""
+
+    out: Tensor
+    x: Tensor
+    logits: Tensor
+    spec: MoeSpec
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    is_in_order: bool
+    biases: ExpertBiases | None
+    is_gathered: bool = False
 
 
 class _Pairs(NamedTuple):
@@ -85,34 +107,29 @@ def expert_launches(
     biases: ExpertBiases | None = None,
 ) -> list[Launch]:
     """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
-    _check(out, x, logits, spec, gate_up, down)
-    _check_biases(x, spec, biases)
-    num_tokens, width = x.shape
-    inner = spec.expert.intermediate_size
+    launches, hidden, close = _begin_launches(_ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases))
+    return [*launches, *close(hidden)]
+
+
+def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[Tensor], list[Launch]]]:
+    """Return the launches up to the inside of the experts, that [P, I], and what returns the other launches, given it."""
+    out, x, logits, spec, biases = call.out, call.x, call.logits, call.spec, call.biases
+    _check(call)
+    _check_biases(out, spec, biases)
+    num_tokens, inner = x.shape[0], spec.expert.intermediate_size
     num_pairs = num_tokens * spec.top_k
-    is_swapped = is_in_order or isinstance(gate_up, DeviceQuantizedWeight) or isinstance(down, DeviceQuantizedWeight)
+    is_swapped = (
+        call.is_in_order or isinstance(call.gate_up, DeviceQuantizedWeight) or isinstance(call.down, DeviceQuantizedWeight)
+    )
     tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, x.dtype)
 
     def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     shares, experts = empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32)
-    route = Launch(
-        route_rows,
-        (num_tokens,),
-        {"logits_ptr": logits, "weights_ptr": shares, "experts_ptr": experts, "logits_stride": logits.stride(0)},
-        {
-            "NUM_EXPERTS": spec.num_experts,
-            "TOP_K": spec.top_k,
-            "BLOCK_E": power_of_two(spec.num_experts),
-            "IS_RENORMALIZED": spec.is_renormalized,
-            "DTYPE": ELEMENT_TYPES[torch.float32 if spec.is_weight_f32 else x.dtype],
-        },
-        num_warps=1,
-        num_stages=1,
-    )
+    route = _route_launch(logits, spec, shares, experts, x.dtype)
     sort, pairs = _sort_launches(experts, spec.num_experts, tile)
-    hidden, parts = empty(num_pairs, inner), empty(num_pairs, width)
+    hidden, width = empty(num_pairs, inner), out.shape[1]
     clamp = spec.expert.clamp
     gate = {
         "ACTIVATION": ACTIVATION_KINDS[spec.expert.activation],
@@ -120,13 +137,35 @@ def expert_launches(
         "SLOPE": 1.0 if clamp is None else clamp.slope,
     }
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    products = [
-        _product(hidden, x, gate_up, (gate_up_bias, None), pairs, tile, {"TOP_K": spec.top_k, "IS_GATED": True, **gate}),
-        _product(parts, hidden, down, (down_bias, shares), pairs, tile, {"TOP_K": 1, "IS_GATED": False, **gate}),
-    ]
-    constants = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
-    total = Launch(sum_pairs, (num_tokens, triton.cdiv(width, _BLOCK)), {"y_ptr": parts, "out_ptr": out}, constants, 4, 1)
-    return [route, *sort, *products, total]
+    constants: dict[str, int | bool | float] = {"TOP_K": spec.top_k, "IS_GATED": True, **gate}
+    first = _product(hidden, x, call.gate_up, (gate_up_bias, None), pairs, tile, constants)
+
+    def close(whole: Tensor) -> list[Launch]:
+        parts = empty(num_pairs, width)
+        own = {"TOP_K": 1, "IS_GATED": False, **gate}
+        second = _product(parts, whole, call.down, (down_bias, shares), pairs, tile, own)
+        sizes = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
+        grid = (num_tokens, triton.cdiv(width, _BLOCK))
+        return [second, Launch(sum_pairs, grid, {"y_ptr": parts, "out_ptr": out}, sizes, 4, 1)]
+
+    return [route, *sort, first], hidden, close
+
+
+def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor, dtype: torch.dtype) -> Launch:
+    return Launch(
+        route_rows,
+        (len(logits),),
+        {"logits_ptr": logits, "weights_ptr": shares, "experts_ptr": experts, "logits_stride": logits.stride(0)},
+        {
+            "NUM_EXPERTS": spec.num_experts,
+            "TOP_K": spec.top_k,
+            "BLOCK_E": power_of_two(spec.num_experts),
+            "IS_RENORMALIZED": spec.is_renormalized,
+            "DTYPE": ELEMENT_TYPES[torch.float32 if spec.is_weight_f32 else dtype],
+        },
+        num_warps=1,
+        num_stages=1,
+    )
 
 
 def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple[list[Launch], _Pairs]:
@@ -205,15 +244,21 @@ def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, obje
     }
 
 
-def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: ExpertWeights, down: ExpertWeights) -> None:
+def _check(call: _ExpertCall) -> None:
+    spec, x, out = call.spec, call.x, call.out
     if not spec.expert.is_gated or spec.expert.activation not in ACTIVATION_KINDS:
         raise UnsupportedError(f"experts must be gated, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}")
     check_tensor("x", x, (None, None), *_FLOATS)
     num_tokens, width = x.shape
     inner = spec.expert.intermediate_size
-    check_contiguous("out", out, (num_tokens, width), x.dtype)
-    check_tensor("logits", logits, (num_tokens, spec.num_experts), *_FLOATS)
-    for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
+    num_outputs, num_inputs = width, inner
+    if call.is_gathered:
+        num_outputs = out.shape[1]
+        num_inputs = call.down.shape[-1]
+    check_contiguous("out", out, (num_tokens, num_outputs), x.dtype)
+    check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *_FLOATS)
+    shapes = (("gate_up", call.gate_up, (2 * inner, width)), ("down", call.down, (num_outputs, num_inputs)))
+    for name, weight, shape in shapes:
         if isinstance(weight, Tensor):
             check_contiguous(name, weight, (spec.num_experts, *shape), x.dtype)
             continue
@@ -224,9 +269,9 @@ def _check(out: Tensor, x: Tensor, logits: Tensor, spec: MoeSpec, gate_up: Exper
             )
 
 
-def _check_biases(x: Tensor, spec: MoeSpec, biases: ExpertBiases | None) -> None:
+def _check_biases(out: Tensor, spec: MoeSpec, biases: ExpertBiases | None) -> None:
     if (biases is not None) != spec.expert.has_bias:
         raise InvariantError(f"biases come with experts that have them alone, got {biases} for {spec.expert}")
     if biases is not None:
-        check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, 2 * spec.expert.intermediate_size), x.dtype)
-        check_contiguous("bias of down", biases.down, (spec.num_experts, x.shape[1]), x.dtype)
+        check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, 2 * spec.expert.intermediate_size), out.dtype)
+        check_contiguous("bias of down", biases.down, (spec.num_experts, out.shape[1]), out.dtype)

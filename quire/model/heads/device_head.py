@@ -15,6 +15,7 @@ from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder, DeviceLayer, norm_of
 from quire.model.device_linear import DeviceLinear
+from quire.model.device_ranks import DeviceRanks
 from quire.model.device_weights import load_on_device
 from quire.model.heads.head_spec import LayerHead
 from quire.model.heads.stored import body_shapes
@@ -34,6 +35,7 @@ class DeviceHead:
     """
 
     is_in_order = False
+    ranks: DeviceRanks | None = None
 
     def __init__(self, head: LayerHead, target: DeviceDecoder, max_model_len: int, most_tokens: int) -> None:
         body, device = head.body, target.device

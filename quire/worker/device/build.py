@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.libraries import load_library
@@ -18,6 +19,7 @@ from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
+from quire.parallel.launch import LaunchOptions, spawn_workers
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
@@ -26,7 +28,9 @@ from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig, rank_device
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device.leader_executor import LeaderGpuExecutor
 from quire.worker.device.memory import (
     HOW_TO_SAVE,
     CudaMemory,
@@ -44,40 +48,102 @@ from quire.worker.step_driver import AsyncStepDriver
 logger = get_logger(__name__)
 
 
+class BuiltRank(NamedTuple):
+    """What runs the steps of a model, or of this rank's part of it, and the memory that it takes."""
+
+    executor: GpuStepExecutor
+    drafter: Drafter | None
+    plan: MemoryPlan
+
+
 def build_device_runner(
     config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
 ) -> tuple[AsyncStepDriver, ModelReport]:
     """Load a model on a device and return its step driver, with the report of what it takes there.
 
+    With tensor_parallel_size > 1 this is rank 0; the other ranks are started and have loaded their parts.
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
-    if device.type != "cuda" and not INTERPRETED:
-        raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        choose_table(torch.cuda.get_device_name(device), f"{major}.{minor}", config.tile_table)
-    elif config.tile_table is not None:
-        raise ConfigError("tile_table is for a GPU; leave it out")
+    sizes = step_sizes(config, report, num_batched_tokens)
+    if config.tensor_parallel_size > 1:
+        built = build_leader(config, device, report, sizes)
+    else:
+        built = build_rank(config, device, report, sizes)
+    for line in built.plan.describe().splitlines():
+        logger.info(line)
+    report, speculator = replace(report, memory=built.plan), None
+    try:
+        if config.speculative_config is not None:
+            limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
+            there = {} if built.drafter is None else {built.drafter.method: built.drafter.proposer()}
+            speculator = build_speculator(config.speculative_config, report, None, limits, there)
+    except BaseException:
+        built.executor.close()
+        raise
+    drafting = () if built.drafter is None else built.drafter.executors
+    return AsyncStepDriver(built.executor, speculator, drafting, config.async_scheduling is not False), report
+
+
+def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
+    """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
+    told = RankConfig.of(config, report, sizes)
+    workers = spawn_workers(WORKER_MODULE, config.tensor_parallel_size, told.to_json(), LaunchOptions(with_store=True))
+    try:
+        assert workers.store is not None
+        workers.startup.stage("connecting")
+        group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
+        workers.startup.stage("loading weights")
+        built = build_rank(config, device, report, sizes, group)
+        workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
+        workers.wait_ready()
+        assert isinstance(built.executor, LeaderGpuExecutor)
+        built.executor.lead()
+    except WorkerError:
+        workers.wait_ready()  # raises what the rank at fault has failed with, in its class
+        raise
+    except BaseException:
+        workers.kill()
+        raise
+    logger.info("tensor parallel  %d ranks, %d KV blocks on each", config.tensor_parallel_size, built.plan.num_kv_blocks)
+    return built
+
+
+def build_rank(
+    config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, group: GpuGroup | None = None
+) -> BuiltRank:
+    """Load a model, or this rank's part of it; plan its memory and make its KV pool.
+
+    group  of tensor parallelism: every rank calls this, and all find the same number of blocks
+    Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
+    """
+    _choose_tiles(config, device)
     memory = _memory_to_plan(device)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
-    max_model_len, kv = report.memory.max_model_len, report.memory.kv
-    sizes = step_sizes(config, report, num_batched_tokens)
     recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
     try:
         parameters = open_parameters(report.folder, report.spec)
-        compilation = _compile_ahead(device, config, report, sizes, parameters)
+        is_first = group is None or group.rank == 0
+        compilation = _compile_ahead(device, config, report, sizes, parameters) if is_first else None
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
-        decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, config.deterministic)
+        ranks, agree = (None, None) if group is None else (group.ranks, group.agree)
+        max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
+        decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, is_in_order, ranks)
+        kv = KvSpec.of(decoder.spec, report.memory.kv.block_size, report.memory.kv.dtype)
         pool = DeviceKvPool(kv, 1, device)
-        specs = [layer.attention for layer in report.spec.layers]
+        specs = [layer.attention for layer in decoder.spec.layers]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
-        drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder))
-        stepper = GpuStepExecutor(decoder, pool, sizes, StepGraphs(recorder), library)
+        drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
+        parts = decoder, pool, sizes, StepGraphs(recorder, agree), library
+        is_leader = group is not None and group.workers is not None
+        stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts)
         if compilation is not None:
             compilation.wait()
+        if group is not None:
+            group.wait()  # for what rank 0 has compiled
         own = _Measured(stepper, sizes, drafter)
-        plan = report.memory if memory is None else _measured_plan(config, memory, own, report, before)
+        plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
+        if group is not None:
+            plan = replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks))
         stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
@@ -88,14 +154,19 @@ def build_device_runner(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    for line in plan.describe().splitlines():
-        logger.info(line)
-    report, speculator = replace(report, memory=plan), None
-    if config.speculative_config is not None:
-        limits = StepLimits(config.max_num_seqs, num_batched_tokens, most_drafts_on_device(config, report.spec.vocab_size))
-        there = {} if drafter is None else {drafter.method: drafter.proposer()}
-        speculator = build_speculator(config.speculative_config, report, None, limits, there)
-    return AsyncStepDriver(stepper, speculator, own.steppers[1:], config.async_scheduling is not False), report
+    return BuiltRank(stepper, drafter, plan)
+
+
+def _choose_tiles(config: EngineConfig, device: torch.device) -> None:
+    """Make a device the current one, and choose its tiles. Raises ConfigError for a device that cannot be used so."""
+    if device.type != "cuda" and not INTERPRETED:
+        raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        choose_table(torch.cuda.get_device_name(device), f"{major}.{minor}", config.tile_table)
+    elif config.tile_table is not None:
+        raise ConfigError("tile_table is for a GPU; leave it out")
 
 
 def _memory_to_plan(device: torch.device) -> DeviceMemory | None:
@@ -128,7 +199,9 @@ def _compile_ahead(
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    return Precompilation(Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table()), parameters)
+    shares = config.parallel.shares
+    order = Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table(), shares=shares)
+    return Precompilation(order, parameters)
 
 
 class _Measured(NamedTuple):
@@ -155,13 +228,10 @@ class _Measured(NamedTuple):
             each.record_samples()
 
 
-def _measured_plan(
-    config: EngineConfig, memory: DeviceMemory, own: _Measured, report: ModelReport, before: MemoryBefore
-) -> MemoryPlan:
+def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore) -> MemoryPlan:
     num_recordings = sum(len(each.keys) for each in own.steppers)
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if config.enforce_eager else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     usage = replace(usage, activation_bytes=usage.activation_bytes + held)
-    kv, max_model_len = report.memory.kv, own.sizes.max_model_len
-    return plan_device_memory(config, kv, usage, max_model_len, draft_block_bytes=block_bytes)
+    return plan_device_memory(config, kv, usage, own.sizes.max_model_len, draft_block_bytes=block_bytes)

@@ -140,3 +140,35 @@ def _refuse(config: EngineConfig) -> None:
         missing.append(f"deterministic with attention_backend {config.attention_backend!r} (choose 'triton')")
     if missing:
         raise ConfigError(f"not supported on a GPU yet: {'; '.join(missing)}; or choose device='cpu'")
+
+
+def check_rank_devices(config: EngineConfig, device: str) -> None:
+    """Raise ConfigError where the ranks of tensor_parallel_size cannot have a GPU each, or for what they do not run.
+
+    device  of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
+    """
+    size, drafting = config.tensor_parallel_size, config.speculative_config
+    heads = [] if drafting is None else [method for method in drafting.methods if method in _HEADS]
+    if heads:
+        raise ConfigError(
+            f"speculative_config with method {heads[0]!r} is not supported with tensor_parallel_size {size} on GPUs, as a head "
+            "reads the whole embedding and LM head: choose ngram, suffix, lookahead or draft_model, or tensor_parallel_size=1"
+        )
+    if device == "interpreter":
+        return
+    num_devices = torch.cuda.device_count()
+    if num_devices < size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but there {'is' if num_devices == 1 else 'are'} {num_devices} CUDA "
+            f"device{'' if num_devices == 1 else 's'} here, and each rank needs one: lower tensor_parallel_size to "
+            f"{num_devices}, or see CUDA_VISIBLE_DEVICES"
+        )
+    if device != "cuda:0":
+        raise ConfigError(
+            f"device is {device!r}, but with tensor_parallel_size {size} rank r runs on cuda:r: leave device out, and choose "
+            "the GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    for rank in range(size):
+        lack = _what_it_lacks(torch.device("cuda", rank))
+        if lack is not None:
+            raise ConfigError(f"rank {rank} of tensor_parallel_size {size} cannot run on cuda:{rank}: {lack}")

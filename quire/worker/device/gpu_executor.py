@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, WorkerError
@@ -44,6 +45,7 @@ from quire.worker.device.host_step import (
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.mixed_step import (
     MixedSizes,
+    StepShape,
     exact_sizes,
     exact_step,
     fill_tiles,
@@ -55,6 +57,7 @@ from quire.worker.device.mixed_step import (
 )
 from quire.worker.device.peaks import measure_device_peaks
 from quire.worker.device.sampling_table import SamplingTable, option_parts, row_options
+from quire.worker.device.staged_call import ChangeCounts, StagedCall
 from quire.worker.device.staging import NUM_READBACKS, Part, Readback, Staged, Staging, staged_bytes
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
 
@@ -138,7 +141,9 @@ class GpuStepExecutor:
         self.draw: Draw | None = draw_on_device
         self.grid = GraphGrid(sizes.max_num_seqs)
         is_recording = graphs.is_recording and library is None
-        most_tokens = most_recorded_tokens(spec, sizes.max_num_batched_tokens) if is_recording else 0
+        specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
+        most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
+        most_tokens = most_recorded if is_recording else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         max_blocks = -(-sizes.max_model_len // pool.spec.block_size)
@@ -159,11 +164,12 @@ class GpuStepExecutor:
         # Tokens i64, then their statuses, two i32 in one, so that one copy brings both.
         most_sampled = sizes.max_num_seqs + sizes.max_num_drafts
         self._result = torch.zeros(_result_size(most_sampled), dtype=torch.int64, device=device)
-        self._readback = Readback(self._result)
+        self._readback = Readback(self._result, self._wait_for)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
-        kinds = {tile_queries(layer.attention, decoder.dtype, kv_dtype, is_in_order) for layer in spec.layers}
+        attention = [layer.attention for each in specs for layer in each.layers]
+        kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
         self.tile_kinds = sorted(kinds)
-        self._staging = Staging(self._most_bytes(max_blocks), device)
+        self._staging = Staging(self._most_bytes(max_blocks), device, self._wait_for)
         self._frames: dict[GraphKey | PromptKey, _Frame] = {}
 
     def _most_bytes(self, max_blocks: int) -> int:
@@ -197,6 +203,10 @@ class GpuStepExecutor:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
 
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of the device."""
+        event.synchronize()
+
     def set_sampling(self, batch_slot: int, sampling: SlotSampling) -> None:
         """See StepExecutor."""
         self.sampling_table.set(batch_slot, sampling)
@@ -215,7 +225,7 @@ class GpuStepExecutor:
         if not updates.is_empty:
             self._staging.wait()
             self._staging.holds = None
-            self._send(0, updates)
+            self._call(StagedCall(ChangeCounts.of(updates)), 0, updates)
 
     def _take_updates(self) -> BlockTableUpdates:
         updates = BlockTableUpdates(self._entries, self._block_copies, self._moves)
@@ -297,7 +307,7 @@ class GpuStepExecutor:
         self._staging.wait()
         if step is None:
             self._staging.holds = None
-            self._send(0, changes)
+            self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
             return self._read_back(Launched())
         if step.is_decode and not kept.hidden and len(step.counts) <= self.grid.max_rows:
             return self._launch_decode(step, sampling, changes, kept)
@@ -359,9 +369,7 @@ class GpuStepExecutor:
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
         count = len(step.counts)
         key = self.grid.key(count, sampling)
-        frame = self._frames.get(key)
-        if frame is None:
-            frame = self._frames[key] = self._make_frame(key)
+        frame = self._decode_frame(key)
         host = frame.staged.host
         slots = (key, self.sampling_table.num_changes, step.rows.tobytes())
         if self._staging.holds != slots:
@@ -369,14 +377,18 @@ class GpuStepExecutor:
             self.sampling_table.fill(host)
             self._staging.holds = slots
         fill_places(host, step)
-        self._send(frame.staged.end, changes)
-        self._graphs.run(key, frame.run)
+        call = StagedCall(ChangeCounts.of(changes), key, None, sampling, key.num_rows)
+        self._call(call, frame.staged.end, changes)
         return self._read_back(Launched(count, key.num_rows, self._logits[:count] if kept.logits else None))
 
     def _read_back(self, launched: Launched) -> Launched:
         return launched._replace(readback=self._readback.start(_result_size(launched.num_rows)))
 
-    def _make_frame(self, key: GraphKey) -> _Frame:
+    def _decode_frame(self, key: GraphKey) -> _Frame:
+        """Return the arrays of a recorded step of as many sequences as tokens, and its launches."""
+        frame = self._frames.get(key)
+        if frame is not None:
+            return frame
         num_rows = key.num_rows
         staged = self._staging.arrange([*token_parts(num_rows, num_rows), *_sampled_parts(num_rows)])
         arrays = staged.device
@@ -390,7 +402,8 @@ class GpuStepExecutor:
             logits = self._decoder.logits(hidden, out=self._logits[:num_rows])
             self._sample(logits, arrays, key.sampling)
 
-        return _Frame(staged, run)
+        frame = self._frames[key] = _Frame(staged, run)
+        return frame
 
     def _launch_mixed(
         self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept, most_recorded_tokens: int
@@ -400,34 +413,93 @@ class GpuStepExecutor:
         key = None
         if num_tokens <= most_recorded_tokens:
             key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists), step.trees is not None)
-        frame = None if key is None else self._prompt_frame(key)
-        staged = self._staging.arrange(exact_sizes(step, lists).parts) if frame is None else frame.staged
-        sampled = self._staging.arrange(_sampled_parts(num_sampled), staged.end)
+        shape = StepShape.of(step) if key is None else None
+        call = StagedCall(ChangeCounts.of(changes), key, shape, sampling, num_sampled, kept.hidden)
+        staged, sampled = self._arrange_mixed(call, lists)
         self._staging.holds = None
         fill(staged.host, step, self.padding_slot)
         fill_tiles(staged.host, step, lists, self.tile_kinds)
         fill_sampled(sampled.host, step)
         self.sampling_table.fill(sampled.host)
-        self._send(sampled.end, changes)
-        if frame is None:
-            hidden = self._run_exact(step, lists, staged.device)
-        else:
-            self._graphs.run(key, frame.run)
-            hidden = self._hidden[:num_tokens]
-        kept_hidden = hidden if kept.hidden else None
+        logits, hidden = self._call(call, sampled.end, changes, lists)
+        kept_hidden = hidden[:num_tokens] if kept.hidden and hidden is not None else None
         if num_sampled == 0:
             return self._read_back(Launched(hidden=kept_hidden))
-        logits = self._decoder.logits(hidden.index_select(0, sampled.device["logit_rows"]))
-        self._sample(logits, sampled.device, sampling)
         return self._read_back(Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden))
 
-    def _run_exact(self, step: HostStep, lists: list[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
+    def _call(
+        self, call: StagedCall, start: int, changes: BlockTableUpdates, lists: Sequence[TileLists] = ()
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Write the changes behind the arrays of a step, which end at `start`, and launch; returns what run_staged does."""
+        end = start
+        if not changes.is_empty:
+            staged = self._staging.arrange(changes.parts(), start)
+            changes.fill(staged, self._tables.shape[1])
+            end = staged.end
+        self._publish(call, self._staging.host_bytes[:end])
+        return self.run_staged(call, lists)
+
+    def _publish(self, call: StagedCall, staged: NDArray[np.uint8]) -> None:
+        """Tell other ranks what is launched now, with the bytes of the staging buffer; here there are none."""
+
+    def run_staged(self, call: StagedCall, lists: Sequence[TileLists] = ()) -> tuple[Tensor | None, Tensor | None]:
+        """Send what is in the staging buffer, and launch a call; return the logits and the hidden states of its step.
+
+        lists  the tiles of a step without a recording; none: they are found
+        Logits are None where it samples nothing. Hidden states are None of a recorded decode step, and may have padding.
+        """
+        if isinstance(call.key, GraphKey):
+            frame = self._decode_frame(call.key)
+            self._send(frame.staged.end, call.changes)
+            self._graphs.run(call.key, frame.run)
+            return self._logits[: call.key.num_rows], None
+        if call.key is None and call.shape is None:
+            self._send(0, call.changes)
+            return None, None
+        if call.shape is not None and not lists:
+            lists = [list_tiles(call.shape.counts, *kind, call.shape.context_lens) for kind in self.tile_kinds]
+        staged, sampled = self._arrange_mixed(call, lists)
+        self._send(sampled.end, call.changes)
+        if call.key is not None:
+            self._graphs.run(call.key, self._prompt_frame(call.key).run)
+            hidden = self._hidden
+        else:
+            hidden = self._run_exact(call, lists, staged.device)
+        if call.num_sampled == 0:
+            return None, hidden
+        logits = self._decoder.logits(hidden.index_select(0, sampled.device["logit_rows"]))
+        self._sample(logits, sampled.device, call.sampling)
+        return logits, hidden
+
+    def fill_staging(self, staged: NDArray[np.uint8]) -> None:
+        """Take over what another rank has in its staging buffer, before run_staged."""
+        self._staging.wait()
+        self._staging.holds = None
+        self._staging.host_bytes[: len(staged)] = staged
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Return the logits of rows of hidden states."""
+        return self._decoder.logits(hidden)
+
+    def _arrange_mixed(self, call: StagedCall, lists: Sequence[TileLists]) -> tuple[Staged, Staged]:
+        """Return the arrays of a step with prompts, and of the tokens of it that get a next one."""
+        if isinstance(call.key, PromptKey):
+            staged = self._prompt_frame(call.key).staged
+        elif call.shape is not None:
+            staged = self._staging.arrange(exact_sizes(call.shape, lists).parts)
+        else:
+            raise InvariantError("a step with prompts is recorded, or has a shape")
+        return staged, self._staging.arrange(_sampled_parts(call.num_sampled), staged.end)
+
+    def _run_exact(self, call: StagedCall, lists: Sequence[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
         """Launch a step one by one, and return its hidden states."""
-        device = self._decoder.device
-        ids = torch.empty(len(step.given_ids), dtype=torch.int64, device=device)
-        tables = torch.empty(len(step.counts), self._tables.shape[1], dtype=torch.int32, device=device)
+        device, shape = self._decoder.device, call.shape
+        if shape is None:
+            raise InvariantError("a step that is launched one by one has a shape")
+        ids = torch.empty(sum(shape.counts), dtype=torch.int64, device=device)
+        tables = torch.empty(len(shape.counts), self._tables.shape[1], dtype=torch.int32, device=device)
         self._take_inputs(ids, tables, arrays)
-        device_step = exact_step(step, arrays, tables, lists, self.tile_kinds, self._library)
+        device_step = exact_step(shape, arrays, tables, lists, self.tile_kinds, self._library)
         return self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
 
     def _record_prompts(self, key: PromptKey) -> None:
@@ -470,22 +542,21 @@ class GpuStepExecutor:
         run_all(sample_launches(choices, logits, row_options(arrays), sampling == "cuts"))
         keep_ids_launch(self._last_ids, choices.tokens, arrays["sampled_rows"]).run()
 
-    def _send(self, start: int, changes: BlockTableUpdates) -> None:
+    def _send(self, start: int, changes: ChangeCounts) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
         if changes.is_empty:
             if start:
                 self._staging.send(start)
             return
-        staged = self._staging.arrange(changes.parts(), start)
-        changes.fill(staged, self._tables.shape[1])
+        staged = self._staging.arrange(change_parts(*changes), start)
         if staged.end:
             self._staging.send(staged.end)
         arrays = staged.device
-        if changes.moves is not None:
+        if changes.num_moved:
             self._pool.move_tokens(arrays["move_sources"], arrays["move_targets"], arrays["move_starts"])
-        if changes.block_copies:
+        if changes.num_copies:
             self._pool.copy_blocks(arrays["sources"], arrays["targets"])
-        if changes.entries:
+        if changes.num_entries:
             self._tables.view(-1).index_copy_(0, arrays["places"], arrays["blocks"])
 
 

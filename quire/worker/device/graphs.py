@@ -55,7 +55,7 @@ class GraphGrid:
 ShortRuns = Literal["any", "single", "none"]
 """The sequences of few queries in a step: any; all of one query; none. What is right for one is right for those behind it."""
 
-_SHORT_RUNS: tuple[ShortRuns, ...] = ("any", "single", "none")
+SHORT_RUNS: tuple[ShortRuns, ...] = ("any", "single", "none")
 _FEWEST_TOKENS, _FEWEST_OF_DRAFTS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 8, 256, 4
 
 
@@ -99,7 +99,7 @@ class PromptGrid:
     def keys(self) -> list[PromptKey]:
         """All keys, the one whose step takes most memory first."""
         kinds = [("any", True)] if self._has_trees else []
-        kinds += [(short_runs, False) for short_runs in _SHORT_RUNS]
+        kinds += [(short_runs, False) for short_runs in SHORT_RUNS]
         found = product(reversed(self._tokens), reversed(self._max_context_lens), kinds)
         return [PromptKey(num_tokens, length, *kind) for num_tokens, length, kind in found]
 
@@ -126,10 +126,13 @@ class StepGraphs:
     """Runs steps: each kind once as it is, and from then on, with a recorder, as a recorded whole.
 
     So the first step of a kind loads its kernels, which no recording may do, and nothing is recorded that is never needed.
+
+    agree  of ranks that run steps together, in the same order: returns whether all of them say yes. Whether a collective is
+           part of a recording is a matter of all ranks: where one cannot record a kind, all launch it one by one
     """
 
-    def __init__(self, recorder: GraphRecorder | None = None) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: GraphRecorder | None = None, agree: Callable[[bool], bool] | None = None) -> None:
+        self._recorder, self._agree = recorder, agree
         self._recorded: dict[Hashable, Callable[[], None]] = {}
         self._more: list[Callable[[], None]] = []
         self._one_by_one: set[Hashable] = set()  # what cannot be recorded
@@ -156,10 +159,16 @@ class StepGraphs:
         step()
         if self._recorder is None or key in self._one_by_one:
             return
+        recorded: Callable[[], None] | None = None
         try:
-            self._recorded[key] = self._recorder.record(step)
+            recorded = self._recorder.record(step)
         except Exception as error:  # noqa: BLE001 - the step itself has run, and the log says what is wrong
             self._give_up(key, error)
+        if self._agree is not None and not self._agree(recorded is not None) and recorded is not None:
+            logger.warning("another rank cannot record steps of %s: they are launched one by one on all ranks", key)
+            self._one_by_one.add(key)
+        elif recorded is not None:
+            self._recorded[key] = recorded
 
     def record_more(self, key: Hashable, step: Callable[[], None], count: int) -> None:
         """Record a step of a kind that is recorded so many times more, and run each: what they take is seen so, until `clear`.
@@ -177,7 +186,8 @@ class StepGraphs:
         try:
             replay()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            # Other ranks may have launched theirs, and wait in it: with them it cannot be launched otherwise.
+            if not is_out_of_memory(error) or self._agree is not None:
                 raise
             del self._recorded[key]
             self._give_up(key, error)

@@ -18,6 +18,7 @@ from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.config_reader import read_quantization_config
+from quire.model.device_shards import DeviceShard
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import Mxfp4Config, has_quantized_form
 from quire.quant.gguf_blocks import device_bytes
@@ -243,12 +244,21 @@ def estimate_memory(
     shapes: Mapping[str, tuple[int, ...]],
     max_model_len: int,
     folder: Path,
+    rank: int = 0,
 ) -> MemoryPlan:
-    """Return the plan for a model that is not loaded; for the interpreter's device, which is the CPU, that of the CPU."""
+    """Return the plan for a model that is not loaded; for the interpreter's device, which is the CPU, that of the CPU.
+
+    rank  of tensor parallelism, whose part the plan is for
+    Raises ConfigError, also where the model cannot be shared by so many ranks.
+    """
+    num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
+    if config.tensor_parallel_size > 1:
+        shard = DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic)
+        num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
+        num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
     kv = KvSpec.of(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
-    num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory(config.host_memory_bytes)

@@ -72,10 +72,28 @@ def _tree_parts(num_tokens: int, num_sequences: int) -> list[Part]:
     ]
 
 
-def exact_sizes(step: HostStep, lists: Sequence[TileLists]) -> MixedSizes:
+class StepShape(NamedTuple):
+    """What the launches of a step depend on that is launched one by one.
+
+    counts        tokens of each sequence
+    context_lens  of each sequence, with them
+    has_trees     whether drafts are trees
+    """
+
+    counts: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    has_trees: bool = False
+
+    @classmethod
+    def of(cls, step: HostStep) -> StepShape:
+        """Return that of a step."""
+        return cls(step.counts, tuple(step.context_lens.tolist()), step.trees is not None)
+
+
+def exact_sizes(shape: StepShape, lists: Sequence[TileLists]) -> MixedSizes:
     """Return the sizes of a step without padding."""
     tiles = tuple((len(own.short), len(own.long)) for own in lists)
-    return MixedSizes(len(step.given_ids), len(step.counts), tiles, step.trees is not None)
+    return MixedSizes(sum(shape.counts), len(shape.counts), tiles, shape.has_trees)
 
 
 def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind]) -> MixedSizes:
@@ -114,7 +132,7 @@ def short_runs(lists: Sequence[TileLists]) -> ShortRuns:
 
 
 def exact_step(
-    step: HostStep,
+    shape: StepShape,
     arrays: Mapping[str, Tensor],
     tables: Tensor,
     lists: Sequence[TileLists],
@@ -122,9 +140,8 @@ def exact_step(
     library: AttentionLibrary | None,
 ) -> DeviceAttentionMetadata:
     """Return a step of exact_sizes, whose arrays are on the device; tables [S, max_blocks] i32."""
-    lengths = tuple(step.context_lens.tolist())
     places = *_places(arrays), tables, *_trees(arrays)
-    found = DeviceAttentionMetadata(*places, step.counts, max(lengths), False, lengths, library)
+    found = DeviceAttentionMetadata(*places, shape.counts, max(shape.context_lens), False, shape.context_lens, library)
     _place_tiles(found, arrays, kinds, [own.longest_short for own in lists])
     return found
 

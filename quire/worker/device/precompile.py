@@ -51,6 +51,7 @@ class Order(NamedTuple):
     table          of tiles, with which kernels are launched
     has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
     head           what is compiled instead of the model: a head beside it
+    shares         of tensor-parallel ranks: the part of rank 0 is compiled
     """
 
     folder: Path
@@ -63,11 +64,12 @@ class Order(NamedTuple):
     table: TileTable
     has_launchers: bool = True
     head: ServedHead | None = None
+    shares: tuple[float, ...] = (1.0,)
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
-        return ServedModel(self.spec, parameters, policy, self.is_in_order)
+        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares)
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,10 +48,12 @@ class Staging:
     """A buffer on the host, pinned where the device is a GPU, and one of the same size on the device, at a fixed address.
 
     holds  what stands in the host's buffer already, as its filler names it; None: what nobody will use again
+    wait   waits for an event; None: torch does
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, wait: Callable[[torch.cuda.Event], None] | None = None) -> None:
         self.holds: Hashable = None
+        self._wait = wait or torch.cuda.Event.synchronize
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -59,7 +61,12 @@ class Staging:
     def wait(self) -> None:
         """Wait until what was sent has left the host's buffer, which may then be filled anew."""
         if self._event is not None:
-            self._event.synchronize()
+            self._wait(self._event)
+
+    @property
+    def host_bytes(self) -> NDArray[np.uint8]:
+        """The host's buffer."""
+        return self._host.numpy()
 
     def arrange(self, parts: Sequence[Part], start: int = 0) -> Staged:
         """Return arrays one behind the other from an offset on: the same places for the same parts."""
@@ -87,9 +94,13 @@ NUM_READBACKS = 2
 
 
 class Readback:
-    """Brings the first numbers of a device tensor [N] i64 to the host, after each step: a ring of NUM_READBACKS buffers."""
+    """Brings the first numbers of a device tensor [N] i64 to the host, after each step: a ring of NUM_READBACKS buffers.
 
-    def __init__(self, source: Tensor) -> None:
+    wait  waits for an event; None: torch does
+    """
+
+    def __init__(self, source: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> None:
+        self._wait = wait or torch.cuda.Event.synchronize
         is_cuda = source.device.type == "cuda"
         self._source = source
         self._hosts = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_cuda) for _ in range(NUM_READBACKS)]
@@ -112,7 +123,7 @@ class Readback:
     def wait(self, place: int, count: int) -> NDArray[np.int64]:
         """Return what `start` copied to a place, a view; waits for what was launched before that alone."""
         if self._events:
-            self._events[place].synchronize()
+            self._wait(self._events[place])
         return self._hosts[place][:count].numpy()
 
 

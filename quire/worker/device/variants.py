@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_ranks import DeviceRanks
+from quire.model.device_shards import DeviceShard
 from quire.model.heads.device_head import DeviceHead
 from quire.model.heads.head_spec import LayerHead
 from quire.model.parameters import parameter_shapes
@@ -39,12 +41,14 @@ class ServedModel(NamedTuple):
     parameters   all of them: tensors, or still in their checkpoint
     policy       how they are quantised while they are loaded; None: run as they are stored
     is_in_order  see DeviceDecoder
+    shares       of tensor-parallel ranks: the part of rank 0 is served
     """
 
     spec: ModelSpec
     parameters: Mapping[str, Parameter | StoredParameter]
     policy: QuantizationPolicy | None = None
     is_in_order: bool = False
+    shares: tuple[float, ...] = (1.0,)
 
     def kinds(self) -> list[tuple[object, ...]]:
         """Return of each layer what its launches depend on, and last of what is in no layer."""
@@ -164,7 +168,25 @@ class NotRecording:
 
 def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
     """Return a decoder without memory."""
-    return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, model.policy, model.is_in_order)
+    ranks = None
+    if len(model.shares) > 1:
+        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order)
+        ranks = DeviceRanks(_NoExchange(len(model.shares)), shard)
+    options = model.policy, model.is_in_order, ranks
+    return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, *options)
+
+
+class _NoExchange:
+    """Stands for a communicator on a device without memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Do nothing."""
+
+    def all_reduce(self, x: torch.Tensor, in_order: bool = True) -> None:
+        """Do nothing."""
 
 
 def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:

@@ -7,6 +7,7 @@ In a process of its own: where kernels are interpreted their parameters are not 
 """
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -109,8 +110,9 @@ def random_step(rng, sizes):
 
 def missing_variants(model, kv_dtype, sizes):
     """Return names of the kernels that random steps launch in a variant that was not found ahead, and of all that were."""
-    kv = KvSpec.of(model.spec, 64, kv_dtype)
-    return missing_of(meta_decoder(model, sizes.max_model_len), kv, sizes, set(serving_variants(model, kv, sizes)))
+    decoder = meta_decoder(model, sizes.max_model_len)
+    kv = KvSpec.of(decoder.spec, 64, kv_dtype)
+    return missing_of(decoder, kv, sizes, set(serving_variants(model, kv, sizes)))
 
 
 def missing_of(decoder, kv, sizes, found):
@@ -251,6 +253,10 @@ if __name__ == "__main__":
             describe(title, narrow, sizes=SIZES._replace(has_trees=False))
         sys.exit()
     models = plain_models()
+    if mode == "ranks":
+        for title, is_in_order in itertools.product(("plain", "experts"), (False, True)):
+            describe(title, models[title]._replace(is_in_order=is_in_order, shares=(1.0, 1.0)))
+        sys.exit()
     for title, plain in models.items():
         for kv, in_order in (("bfloat16", False), ("fp8", False), ("bfloat16", True)):
             last_variants = describe(title, plain._replace(is_in_order=in_order), kv)

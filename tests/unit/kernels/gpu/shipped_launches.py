@@ -12,6 +12,7 @@ import torch
 from quire.contracts.model_spec import AttentionSpec, GateClamp, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton.activation import activate_launch
+from quire.kernels.triton.adding import add_parts_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.float8 import float8_launches
@@ -73,6 +74,10 @@ F32, I32, I64 = torch.float32, torch.int32, torch.int64
 def norm_launch(width, is_sandwich=False):
     x, norm = meta(512, width), Norm(NormSpec("rms", 1e-6), meta(width))
     return add_and_normalize_launch(meta(512, width), x, x, meta(512, width), norm, norm if is_sandwich else None)
+
+
+def add_parts(num_ranks, width, residual_scale=1.0):
+    return add_parts_launch(meta(64, width), meta(num_ranks, 64, width), residual_scale)
 
 
 def heads_launch(num_tokens, kv_dtype=BF16):
@@ -250,6 +255,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-d96": lambda: attention_launches(count=1024, head_dim=96, heads=(32, 32))[0],
     "prefill-d192": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8))[0],
     "norm": lambda: norm_launch(4096),
+    "parts-2": lambda: add_parts(2, 4096),
+    "parts-8": lambda: add_parts(8, 8192, 0.5),
+    "parts-8-sum": lambda: add_parts(8, 5376, None),
     "norm-sandwich": lambda: norm_launch(5376, is_sandwich=True),
     "activate": lambda: activate_launch(meta(64, 12288), *meta(64, 24576).chunk(2, -1), "silu"),
     "heads-decode": lambda: heads_launch(8),

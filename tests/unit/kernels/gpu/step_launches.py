@@ -15,7 +15,6 @@ from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelS
 from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.launching import Launch
 from quire.kv.device_pool import DeviceKvPool
-from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
 from quire.quant.float8 import Float8Weight
@@ -25,6 +24,7 @@ from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import full_step
 from quire.worker.device.staging import Readback
+from quire.worker.device.variants import ServedModel, meta_decoder
 from quire.worker.step_executor import Moves
 
 META = torch.device("meta")
@@ -33,7 +33,7 @@ RMS = NormSpec("rms", 1e-6)
 
 def parameter(name, shape, kind):
     """Return a parameter without data, its linear weights of a kind."""
-    if kind in ("plain", "in-order") or len(shape) < 2 or not name.startswith("layers."):
+    if kind in ("plain", "in-order", "ranks", "in-order-ranks") or len(shape) < 2 or not name.startswith("layers."):
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
     rows, columns = shape
     if kind == "fp8":
@@ -50,8 +50,10 @@ def add_launches_of_steps(kind, found):
     )
     spec = ModelSpec("test", "bfloat16", 151936, 1024, (layer,), RMS, 40960, is_tied=True)
     parameters = {name: parameter(name, shape, kind) for name, shape in parameter_shapes(spec).items()}
-    decoder = DeviceDecoder(spec, parameters, 40960, META, None, kind == "in-order")
-    pool = DeviceKvPool(KvSpec.of(spec, 64, "bfloat16"), 1000, META)
+    is_in_order = kind.startswith("in-order")
+    shares = (1.0, 1.0) if kind.endswith("ranks") else (1.0,)
+    decoder = meta_decoder(ServedModel(spec, parameters, None, is_in_order, shares), 40960)
+    pool = DeviceKvPool(KvSpec.of(decoder.spec, 64, "bfloat16"), 1000, META)
     stepper = GpuStepExecutor(decoder, pool, StepSizes(256, 2048, 40960, 110), StepGraphs())
 
     def note(launch):

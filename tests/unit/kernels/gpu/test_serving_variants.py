@@ -60,6 +60,13 @@ def test_random_steps_launch_nothing_that_was_not_found_ahead(tmp_path):
     assert [RESERVED & set(model["parameters"]) for model in models] == [set()] * 14
 
 
+def test_random_steps_of_a_rank_launch_nothing_that_was_not_found_ahead(tmp_path):
+    models = run_without_interpreter(tmp_path, "ranks")
+    assert len(models) == 4
+    assert [model for model in models if model["missing"]] == []
+    assert all("_add_parts" in model["kernels"] for model in models)
+
+
 def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_found_ahead(tmp_path):
     models = run_without_interpreter(tmp_path, "narrow", tmp_path / "models")
     assert len(models) == 11

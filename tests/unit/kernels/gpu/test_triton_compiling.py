@@ -76,6 +76,9 @@ ATTENTION_LIMITS = {
 OTHER_LIMITS = {
     "norm": (64, {}),
     "norm-sandwich": (64, {}),
+    "parts-2": (40, {}),
+    "parts-8": (64, {}),
+    "parts-8-sum": (64, {}),
     "activate": (40, {}),
     "heads-decode": (40, {}),
     "heads-prefill": (64, {}),
@@ -168,6 +171,7 @@ LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
     *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
     "widen-4",
+    "parts-8",
 ]
 LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "projected")
 # Where no multiply becomes one with an add: the noise is the CPU's only so, and so are weights that are made dense; a tile of
@@ -234,7 +238,7 @@ def test_every_launch_has_limits():
 
 @pytest.mark.slow
 def test_what_the_steps_of_a_model_launch_compiles_without_spills():
-    found = compiled("step_launches", "plain", "fp8", "int4", "in-order")
+    found = compiled("step_launches", "plain", "fp8", "int4", "in-order", "ranks", "in-order-ranks")
     usual = {
         "_take_ids",
         "_take_tables",
@@ -246,7 +250,7 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
         "_keep_ids",
         "_move_rows",
     }
-    of_weights = {"multiply_packed", "widen_rows", "add_splits", "multiply_dense"}
+    of_weights = {"_add_parts", "multiply_packed", "widen_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}
     over = [kernel for kernel in found if kernel["stack"] + kernel["spills"] or kernel["shared"] > MAX_SHARED_BYTES]
     assert over == []

@@ -9,7 +9,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.worker.device.device_select import choose_device
+from quire.worker.device.device_select import check_rank_devices, choose_device
 
 real_find_spec = importlib.util.find_spec
 
@@ -186,3 +186,33 @@ def test_attention_by_a_library_is_refused_on_the_cpu_and_in_deterministic_mode(
     with pytest.raises(ConfigError, match=f"deterministic with attention_backend '{name}'"):
         choose("cuda", attention_backend=name, deterministic=True)
     assert choose("cuda", attention_backend=name) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "device, there, words",
+    [
+        ("cuda:0", {"num_devices": 1}, "tensor_parallel_size is 4, but there is 1 CUDA device here.*lower .* to 1"),
+        ("cuda:0", {"num_devices": 3}, "there are 3 CUDA devices here, and each rank needs one"),
+        ("cuda:2", {"num_devices": 8}, "rank r runs on cuda:r: leave device out"),
+        ("cuda:0", {"num_devices": 4, "capability": (8, 0)}, "rank 0 .* cannot run on cuda:0: .*capability 8.0"),
+    ],
+)
+def test_ranks_need_a_gpu_each(machine, device, there, words):
+    machine(**there)
+    with pytest.raises(ConfigError, match=words):
+        check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), device)
+
+
+def test_ranks_have_gpus_where_there_are_enough_and_share_the_interpreters_cpu(machine):
+    machine(4)
+    check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "cuda:0")
+    machine(0)
+    check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "interpreter")
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "interpreter"])
+def test_heads_that_draft_are_refused_on_ranks_of_gpus(machine, device):
+    machine(4)
+    config = EngineConfig(model="demo", tensor_parallel_size=2, speculative_config={"method": "eagle3", "model": "demo-eagle3"})
+    with pytest.raises(ConfigError, match="'eagle3' is not supported with tensor_parallel_size 2 on GPUs.*choose ngram"):
+        check_rank_devices(config, device)

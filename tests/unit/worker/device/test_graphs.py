@@ -8,7 +8,10 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from quire.kernels.native import load_native
+from quire.parallel.communicator import all_agree
 from quire.worker.device.graphs import CudaGraphRecorder, GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
+from tests.ranks import SharedGroup, run_threads
 
 
 class Recorder:
@@ -351,3 +354,31 @@ def test_small_steps_and_trees_have_kinds_of_their_own_where_drafts_are_expected
     assert trees.key(5, 90, "none", has_trees=True) == PromptKey(8, 96, "any", True)
     assert trees.keys[0] == PromptKey(128, 96, "any", True)
     assert len(trees.keys) == len(set(trees.keys)) == len(chains.keys) * 4 // 3
+
+
+@pytest.mark.skipif(load_native() is None, reason="ranks agree in shared memory, which needs the native extension")
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_one_rank_that_cannot_record_makes_all_launch_one_by_one(failing, caplog):
+    group = SharedGroup(2)
+    error = RuntimeError("operation not permitted when stream is capturing")
+
+    def rank_of(rank):
+        log = []
+        recorder = Broken(log, error) if rank == failing else Recorder(log)
+        communicator = group.communicator(rank)
+        graphs = StepGraphs(recorder, lambda says_yes: all_agree(communicator, says_yes))
+        for _ in range(3):
+            graphs.run(KEY, lambda: log.append("step"))
+        return log, graphs.num_recorded
+
+    found = run_threads(2, rank_of)
+    assert [log for log, _ in found] == [["step"] * 3] * 2
+    assert [num_recorded for _, num_recorded in found] == [1 if failing is None else 0] * 2
+    assert ("another rank cannot record" in caplog.text) == (failing is not None)
+
+
+def test_a_recording_that_cannot_be_launched_ends_the_step_when_other_ranks_may_have_launched_theirs():
+    graphs = StepGraphs(Unlaunchable([], torch.OutOfMemoryError("CUDA out of memory"), 2), lambda says_yes: says_yes)
+    graphs.run(KEY, lambda: None)  # which records it
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run(KEY, lambda: None)

@@ -1,0 +1,69 @@
+"""What a tensor-parallel rank costs on one GPU, for bench/gpu.py: decode steps with the collectives of a group of one rank,
+recorded with the rest of the step, beside steps without; and the sum of the ranks' parts by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from gpu_kernels import Case, time_case
+from gpu_launches import stamped_recorder
+from gpu_model import Options, Place, Row, Shape, decode_cases, make_model, release_memory, time_steps
+
+from quire.kernels.triton.adding import add_parts_launch
+from quire.kernels.triton.launching import Launch
+from quire.parallel.torch_communicator import TorchCommunicator
+
+_STEPS = 32
+_MOST_SEQUENCES = 64
+
+
+def rank_rows(place: Place, shape: Shape, until_s: float) -> Iterator[Row]:
+    """Yield the times of sums of parts, then those of decode steps without ranks and as a rank of one."""
+    yield from _sum_rows(place)
+    store = torch.distributed.HashStore()
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+        communicator = TorchCommunicator.nccl(store, 0, 1)
+    else:
+        communicator = TorchCommunicator.gloo(store, 0, 1, interface="lo")
+    try:
+        for is_in_order in (False,) if place.is_tiny else (False, True):
+            for own in (None, communicator):
+                compiled: list[Row] = []
+                model = make_model(place, shape, Options(is_in_order=is_in_order), compiled, own)
+                yield from compiled
+                recorder = stamped_recorder(place.device)
+                stepper = model.stepper(place, recorder)
+                for count, length in decode_cases(place):
+                    if time.perf_counter() > until_s or count > _MOST_SEQUENCES:
+                        break
+                    seconds = time_steps(stepper, count, length, 2 if place.is_tiny else _STEPS)
+                    row: Row = {"section": "ranks", **model.common, "has_collectives": own is not None, "batch": count}
+                    row |= {"context": length, "step_us": seconds * 1e6, "num_not_recorded": len(recorder.errors)}
+                    yield row | ({"error": recorder.errors[0]} if recorder.errors else {})
+                stepper.close()
+                del model, stepper
+                release_memory(place.device)
+    finally:
+        communicator.close()
+
+
+def _sum_rows(place: Place) -> Iterator[Row]:
+    sizes = [(2, 3, 96)] if place.is_tiny else [(ranks, tokens, 4096) for ranks in (1, 2, 8) for tokens in (1, 8, 64)]
+    for num_ranks, num_tokens, width in sizes:
+
+        def make(size: tuple[int, int, int] = (num_ranks, num_tokens, width)) -> list[Launch]:
+            parts = torch.randn(size, device=place.device).to(torch.bfloat16)
+            return [add_parts_launch(torch.zeros_like(parts[0]), parts, 1.0)]
+
+        case = Case(f"add parts {num_ranks} x {num_tokens} x {width}", make, 2 * (num_ranks + 2) * num_tokens * width)
+        row: Row = {"section": "ranks", "case": case.name}
+        if place.is_tiny:
+            make()[0].run()
+            yield row | {"us": None}
+        else:
+            us, spread_us = time_case(case)
+            yield row | {"us": us, "spread_us": spread_us}

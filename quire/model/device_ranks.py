@@ -1,0 +1,162 @@
+"""DeviceRanks: what the GPUs of a tensor-parallel group exchange while they run a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model_spec import ModelSpec
+from quire.kernels.triton.adding import add_parts_launch
+from quire.model.device_linear import DeviceLinear
+from quire.model.device_shards import DeviceShard
+from quire.parallel.torch_communicator import ORDERED_BYTES, TorchCommunicator
+
+
+class Collectives(Protocol):
+    """What of a Communicator the steps of a model need."""
+
+    size: int
+
+    def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator."""
+        ...
+
+    def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """See Communicator."""
+        ...
+
+
+class DeviceRanks:
+    """The group of a rank. All ranks make the same calls in the same order; nothing here waits for the device.
+
+    communicator  of the group, on the model's device; closed with the ranks where it has to be
+    shard         the part of this rank
+    """
+
+    def __init__(self, communicator: Collectives, shard: DeviceShard) -> None:
+        self.communicator, self.shard = communicator, shard
+        self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
+
+    def close(self) -> None:
+        """Close the communicator; nothing may be under way."""
+        if isinstance(self.communicator, TorchCommunicator):
+            self.communicator.close()
+
+    @property
+    def specs(self) -> list[ModelSpec]:
+        """The model that each rank runs; they may have different numbers of query heads for each KV head."""
+        return [self.shard.spec_of(rank) for rank in range(len(self.shard.ranks))]
+
+    def gather_columns(self, part: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the columns of all ranks one after the other, [T, sum(sizes)]; in `out` if that is given.
+
+        part   [T, sizes[rank]], this rank's
+        sizes  columns of each rank
+        """
+        most, num_tokens = max(sizes), len(part)
+        sent = part
+        if part.shape[1] < most:
+            sent = part.new_zeros(num_tokens, most)
+            sent[:, : part.shape[1]].copy_(part)
+        gathered = self._gather(sent.contiguous())
+        if num_tokens == 1 and out is None and min(sizes) == most:
+            return gathered.view(1, -1)
+        return torch.cat([gathered[rank, :, :size] for rank, size in enumerate(sizes)], 1, out=out)
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts [T, N] of it, which may be in the place of `part`.
+
+        In f32 in the order of ranks, up to ORDERED_BYTES; larger ones in an order of the library's.
+        """
+        if part.nbytes > ORDERED_BYTES:
+            self.communicator.all_reduce(part, in_order=False)
+            return part
+        out = torch.empty_like(part)
+        add_parts_launch(out, self._gather(part)).run()
+        return out
+
+    def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
+        """Add the sum of the ranks' parts [T, N], which are few tokens, to the residual stream x in place."""
+        add_parts_launch(x, self._gather(part), residual_scale).run()
+
+    def lookup(self, embedding: DeviceLinear, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows ids [T] i64 of an embedding of which each rank has some; exact, as all but one part are zeros."""
+        own = self.shard.own.vocabulary
+        is_elsewhere = (ids < own.start) | (ids >= own.stop)
+        rows = embedding.lookup((ids - own.start).masked_fill(is_elsewhere, 0), dtype)
+        return self.sum_parts(rows.masked_fill_(is_elsewhere[:, None], 0.0))
+
+    def gather_logits(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return logits [R, vocab_size], given those of this rank's tokens; in `out` if that is given."""
+        return self.gather_columns(part, self._vocabulary, out)
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """Return the parts of all ranks [R, T, N]."""
+        gathered = part.new_empty(self.communicator.size, *part.shape)
+        self.communicator.all_gather(gathered.view(-1, *part.shape[1:]), part)
+        return gathered
+
+
+class LayerRanks:
+    """What the ranks exchange in one layer.
+
+    row_parallel  names of this layer's weights that are cut by their inputs: "o", "down", "experts.down"
+    """
+
+    def __init__(self, ranks: DeviceRanks, index: int, row_parallel: frozenset[str]) -> None:
+        self._ranks, self.row_parallel = ranks, row_parallel
+        layers = [shard.layers[index] for shard in ranks.shard.ranks]
+        dim = ranks.shard.spec.layers[index].attention.head_dim
+        self._inputs = {
+            "o": tuple(layer.heads.heads.size * dim for layer in layers),
+            "down": tuple(layer.inner.size for layer in layers),
+        }
+        self._outputs = tuple(layer.outputs.size for layer in layers)
+        self._heads, self._own_heads = [layer.heads for layer in layers], layers[ranks.shard.rank].heads
+        self._dim = dim
+
+    def close_block(self, name: str, linear: DeviceLinear, rows: Tensor) -> Tensor:
+        """Return the output [T, hidden_size] of attention ("o") or of the feed-forward block ("down").
+
+        rows  [T, K] what this rank has of its inputs
+        """
+        if name in self.row_parallel:
+            return self._ranks.sum_parts(linear(rows))
+        return self.gather_outputs(linear(self._ranks.gather_columns(rows, self._inputs[name])))
+
+    def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
+        """See DeviceRanks."""
+        self._ranks.add_sum(x, part, residual_scale)
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """See DeviceRanks."""
+        return self._ranks.sum_parts(part)
+
+    def gather_inner(self, part: Tensor) -> Tensor:
+        """Return the inside [T, I] of the feed-forward block, given this rank's columns."""
+        return self._ranks.gather_columns(part, self._inputs["down"])
+
+    def gather_outputs(self, part: Tensor) -> Tensor:
+        """Return the output [T, hidden_size] of a block, given this rank's columns."""
+        return self._ranks.gather_columns(part, self._outputs)
+
+    def gather_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k of all heads, [T, H * D] and [T, K * D], given those of this rank's: for a norm over all of them."""
+        sizes = [(own.heads.size * self._dim, own.kv_heads.size * self._dim) for own in self._heads]
+        both = self._ranks.gather_columns(torch.cat((q, k), 1), [sum(pair) for pair in sizes])
+        parts = both.split([size for pair in sizes for size in pair], 1)
+        seen: set[int] = set()  # kv heads that several ranks have each
+        keys: list[Tensor] = []
+        for own, part in zip(self._heads, parts[1::2], strict=True):
+            if own.kv_heads.start not in seen:
+                seen.add(own.kv_heads.start)
+                keys.append(part)
+        return torch.cat(parts[::2], 1), torch.cat(keys, 1)
+
+    def own_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's heads of q and k of all heads."""
+        heads, kv_heads, dim = self._own_heads.heads, self._own_heads.kv_heads, self._dim
+        return q[:, heads.start * dim : heads.stop * dim], k[:, kv_heads.start * dim : kv_heads.stop * dim]

@@ -1,0 +1,183 @@
+"""DeviceShard: the part of a model's weights that a tensor-parallel rank has on its GPU, and how it is cut from whole ones.
+
+Two ways (https://arxiv.org/abs/1909.08053 has the second):
+
+column-parallel with all-gather
+    Every weight is cut by its outputs: no sum crosses ranks, so the bits are those of one rank. Used with `deterministic`.
+column- then row-parallel with a sum
+    q, k, v, gate and up are cut by outputs, o and down by inputs, and the ranks' parts of each sum are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.model.parameters import Shape, parameter_shapes
+from quire.model.tensor_shards import LayerShard, ModelShard
+from quire.parallel.shards import ShardRange, shard_range
+from quire.quant.float8 import Float8Weight, concatenate_float8
+from quire.quant.weight import QuantizedWeight, concatenate_rows
+
+Opened = Tensor | QuantizedWeight | Float8Weight
+_GROUP_SIZES = (128, 64, 32)
+_ROW_PARALLEL = ("o.weight", "down.weight", "experts.down.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShard:
+    """The part of one rank, and what it must know of the others'.
+
+    spec         of the whole model
+    ranks        the parts of all ranks
+    is_in_order  every weight is cut by its outputs
+    """
+
+    spec: ModelSpec
+    ranks: tuple[ModelShard, ...]
+    rank: int
+    is_in_order: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, rank: int, shares: Sequence[float], is_in_order: bool) -> DeviceShard:
+        """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
+
+        Raises ConfigError where a rank would have no part of a weight.
+        """
+        ranks = [ModelShard.of(spec, each, shares) for each in range(len(shares))]
+        if not is_in_order:
+            ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]
+        return cls(spec, tuple(ranks), rank, is_in_order)
+
+    @property
+    def own(self) -> ModelShard:
+        """The part of this rank."""
+        return self.ranks[self.rank]
+
+    def spec_of(self, rank: int) -> ModelSpec:
+        """Return the model that a rank runs: with its heads, and its columns of the inside of feed-forward blocks."""
+        layers = zip(self.spec.layers, self.ranks[rank].layers, strict=True)
+        return replace(self.spec, layers=tuple(_layer_of(layer, shard) for layer, shard in layers))
+
+    @property
+    def local_spec(self) -> ModelSpec:
+        """The model that this rank runs."""
+        return self.spec_of(self.rank)
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of this rank's parameters; those of _ROW_PARALLEL are found when they are opened."""
+        whole, own = parameter_shapes(self.spec), parameter_shapes(self.local_spec)
+        for name, shape in whole.items():
+            if name in ("embed.weight", "lm_head.weight"):
+                own[name] = (self.own.vocabulary.size, shape[1])
+            elif ".q_norm." in name or ".k_norm." in name:
+                own[name] = shape
+        return own
+
+    def is_row_parallel(self, name: str) -> bool:
+        """Return whether a weight is cut by its inputs where its scales allow."""
+        return not self.is_in_order and name.endswith(_ROW_PARALLEL)
+
+    def rows(self, name: str, num_rows: int) -> list[ShardRange] | None:
+        """Return which rows of a parameter this rank has, of num_rows; None: all, or it is row-parallel."""
+        if name in ("embed.weight", "lm_head.weight"):
+            return [self.own.vocabulary]
+        if not name.startswith("layers."):
+            return None
+        _, index, *middle, _ = name.split(".")
+        module, shard = ".".join(middle), self.own.layers[int(index)]
+        if module in ("q", "sinks"):
+            return [_scaled(shard.heads.heads, num_rows // shard.total_heads)]
+        if module in ("k", "v"):
+            return [_scaled(shard.heads.kv_heads, num_rows // shard.total_kv_heads)]
+        if module in ("gate", "up"):
+            return [shard.inner]
+        if module == "experts.gate_up":
+            inner, whole = shard.inner, num_rows // 2
+            return [inner, ShardRange(whole + inner.start, whole + inner.stop)]
+        return [shard.outputs] if module in ("o", "down", "experts.down") else None
+
+    def columns(self, name: str) -> list[ShardRange]:
+        """Return the columns of a row-parallel weight that each rank has."""
+        index, module = int(name.split(".")[1]), name.split(".")[2]
+        layer = self.spec.layers[index]
+        if module != "o":
+            return [shard.layers[index].inner for shard in self.ranks]
+        return [_scaled(shard.layers[index].heads.heads, layer.attention.head_dim) for shard in self.ranks]
+
+
+def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[float]) -> ModelShard:
+    """Return a part whose columns of the inside are whole groups of quantised weights, where that keeps the shares."""
+    layers: list[LayerShard] = []
+    for layer, own in zip(spec.layers, shard.layers, strict=True):
+        total = layer.mlp.expert.intermediate_size if isinstance(layer.mlp, MoeSpec) else layer.mlp.intermediate_size
+        is_equal = len(set(shares)) == 1
+        for multiple in _GROUP_SIZES:
+            if total % (multiple * len(shares)) == 0 if is_equal else total >= 16 * multiple * len(shares):
+                own = replace(own, inner=shard_range(total, shard.rank, shares, multiple))
+                break
+        layers.append(own)
+    return replace(shard, layers=tuple(layers))
+
+
+def _layer_of(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
+    attention = replace(layer.attention, num_heads=shard.heads.heads.size, num_kv_heads=shard.heads.kv_heads.size)
+    if isinstance(layer.mlp, MoeSpec):
+        mlp = replace(layer.mlp, expert=replace(layer.mlp.expert, intermediate_size=shard.inner.size))
+    else:
+        mlp = replace(layer.mlp, intermediate_size=shard.inner.size)
+    return replace(layer, attention=attention, mlp=mlp)
+
+
+def _scaled(part: ShardRange, rows: int) -> ShardRange:
+    return ShardRange(part.start * rows, part.stop * rows)
+
+
+def take_rows(weight: Opened, rows: Sequence[ShardRange]) -> Opened:
+    """Return ranges of the rows of a weight, or of another parameter, one after the other."""
+    if isinstance(weight, Tensor):
+        parts = [weight[part.start : part.stop] for part in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if isinstance(weight, QuantizedWeight):
+        joined = concatenate_rows([weight.rows(part.start, part.stop) for part in rows])
+    else:
+        joined = concatenate_float8([weight.rows(part.start, part.stop) for part in rows])
+    if joined is None:
+        raise InvariantError("the rows of one weight do not fit together")
+    return joined
+
+
+def reason_not_to_take_columns(weight: Opened, columns: Sequence[ShardRange]) -> str | None:
+    """Return why a weight cannot be cut into ranges of its columns; None: it can."""
+    if isinstance(weight, Tensor):
+        return None
+    if isinstance(weight, QuantizedWeight) and weight.columns is not None:
+        return "its columns have an order of their own"
+    group_size = weight.block[1] if isinstance(weight, Float8Weight) else weight.group_size
+    if group_size >= weight.shape[1]:
+        return None
+    if any(part.start % group_size or (part.stop % group_size and part.stop != weight.shape[1]) for part in columns):
+        return f"a rank's columns are no multiple of {group_size}, which share a scale"
+    return None
+
+
+def take_columns(weight: Opened, columns: ShardRange) -> Opened:
+    """Return a range of the columns of a weight; reason_not_to_take_columns has none against it."""
+    start, stop = columns.start, columns.stop
+    if isinstance(weight, Tensor):
+        return weight[:, start:stop]
+    if isinstance(weight, Float8Weight):
+        wide = weight.block[1]
+        if wide >= weight.shape[1]:
+            return replace(weight, codes=weight.codes[:, start:stop], block=(weight.block[0], columns.size))
+        return replace(weight, codes=weight.codes[:, start:stop], scale=weight.scale[:, start // wide : -(-stop // wide)])
+    if weight.group_size >= weight.shape[1]:
+        return replace(weight, codes=weight.codes[:, start:stop])
+    groups = slice(start // weight.group_size, stop // weight.group_size)
+    offset = None if weight.offset is None else weight.offset[:, groups]
+    return replace(weight, codes=weight.codes[:, start:stop], scale=weight.scale[:, groups], offset=offset)

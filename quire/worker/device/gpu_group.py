@@ -1,0 +1,155 @@
+"""GpuGroup: one rank's view of the GPUs that share a model; and what a rank is told when it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import ModelReport
+from quire.contracts.model_spec import ModelSpec
+from quire.model.build import effective_max_model_len
+from quire.model.checkpoint import tie_missing_head
+from quire.model.config_reader import read_model_spec
+from quire.model.device_ranks import DeviceRanks
+from quire.model.device_shards import DeviceShard
+from quire.model.generation_defaults import read_generation_defaults
+from quire.model.parameters import parameter_shapes
+from quire.parallel.barrier import ProcessBarrier
+from quire.parallel.communicator import Communicator, all_agree, least_of
+from quire.parallel.launch import SpawnedWorkers, WorkerContext
+from quire.parallel.torch_communicator import TorchCommunicator
+from quire.worker.device.gpu_executor import StepSizes
+from quire.worker.device.memory import estimate_memory
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+WORKER_MODULE = "quire.worker.device.gpu_worker"
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Return the device of a rank: GPU `rank` of this host; where kernels are interpreted, the CPU as well."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What every rank has to know to build its part; the leader's, sent to the workers as JSON.
+
+    config       with the folder of the model, and with what the leader has settled
+    is_on_gpu    whether ranks run on GPUs; otherwise their kernels are interpreted
+    """
+
+    config: EngineConfig
+    sizes: StepSizes
+    is_on_gpu: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes) -> RankConfig:
+        """Return that of a leader's configuration."""
+        settled = replace(
+            config,
+            model=str(report.folder),
+            revision=None,
+            max_model_len=report.memory.max_model_len,
+            block_size=report.memory.kv.block_size,
+            speculative_config=None,  # drafts are made by the leader
+        )
+        return cls(settled, sizes, report.device != "interpreter")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
+        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes), "is_on_gpu": self.is_on_gpu}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> RankConfig:
+        """Return what to_json was called on."""
+        return cls(EngineConfig(**fields["config"]), StepSizes(*fields["sizes"]), fields["is_on_gpu"])
+
+    def device(self, rank: int) -> torch.device:
+        """Return the device of a rank."""
+        return rank_device(torch.device("cuda" if self.is_on_gpu else "cpu"), rank)
+
+    def spec(self) -> ModelSpec:
+        """Return the whole model."""
+        folder = Path(self.config.model)
+        spec = read_model_spec(folder, self.config.dtype)
+        return tie_missing_head(folder, spec) if self.config.allow_missing_head else spec
+
+    def shard(self, rank: int) -> DeviceShard:
+        """Return the part of a rank."""
+        return DeviceShard.of(self.spec(), rank, self.config.parallel.shares, self.config.deterministic)
+
+    def report(self, rank: int) -> ModelReport:
+        """Return what the model is, as the leader has found, with a plan for this rank's memory."""
+        config, folder, device, spec = self.config, Path(self.config.model), self.device(rank), self.spec()
+        shapes = parameter_shapes(spec)
+        max_model_len = effective_max_model_len(spec, config.max_model_len)
+        memory = estimate_memory(config, device, spec, shapes, max_model_len, folder, rank)
+        name = str(device) if self.is_on_gpu else "interpreter"
+        return ModelReport(folder, folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuGroup:
+    """The ranks that share a model, as one of them sees them.
+
+    ranks    what they exchange on their devices
+    host     what they exchange on the host, which no device has to wait for
+    barrier  says when the group has ended
+    workers  the other ranks' processes; None: this is a worker
+    """
+
+    ranks: DeviceRanks
+    host: Communicator
+    barrier: ProcessBarrier
+    workers: SpawnedWorkers | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        member: SpawnedWorkers | WorkerContext,
+        store: Store,
+        device: torch.device,
+        told: RankConfig,
+        workers: SpawnedWorkers | None = None,
+    ) -> GpuGroup:
+        """Connect a rank to the others, over NCCL, or over gloo where kernels are interpreted; every rank calls this.
+
+        member  what the rank is, as the leader or a worker; workers: the leader's
+        """
+        barrier = member.barrier
+        shard = told.shard(barrier.rank)
+        barrier.wait()  # all are there, so that none waits for a rank that has failed before
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            communicator = TorchCommunicator.nccl(store, barrier.rank, barrier.size, check=barrier.check)
+        else:
+            communicator = TorchCommunicator.gloo(store, barrier.rank, barrier.size, interface="lo", check=barrier.check)
+        return cls(DeviceRanks(communicator, shard), member.communicator, barrier, workers)
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self.barrier.rank
+
+    def wait(self) -> None:
+        """Return when all ranks have called it."""
+        self.host.barrier()
+
+    def least(self, value: int) -> int:
+        """Return the least of what all ranks give."""
+        return least_of(self.host, value)
+
+    def agree(self, says_yes: bool) -> bool:
+        """Return whether all ranks say yes."""
+        return all_agree(self.host, says_yes)
+
+    def close(self) -> None:
+        """End the threads of the communicator."""
+        self.ranks.close()

@@ -1,0 +1,67 @@
+"""The process of a tensor-parallel rank on a GPU: loads its part of the model, and launches what the leader launches.
+
+Run by the leader as `python -m quire.worker.device.gpu_worker`, see quire.parallel.launch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.parallel.launch import WorkerContext, run_worker
+from quire.parallel.ring import RingMessage
+from quire.worker.device.build import build_rank
+from quire.worker.device.gpu_executor import GpuStepExecutor
+from quire.worker.device.gpu_group import GpuGroup, RankConfig
+from quire.worker.device.staged_call import GpuCall, decode_staged
+
+
+def main(context: WorkerContext) -> None:
+    """Load the part, then follow the leader until it closes the group."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // context.size))  # that load weights
+    told = RankConfig.from_json(context.config)
+    config, device = told.config, told.device(context.rank)
+    context.startup.stage("inspecting the model")
+    report = told.report(context.rank)
+    context.startup.stage("connecting")
+    group = GpuGroup.connect(context, context.connect_store(), device, told)
+    context.startup.stage("loading weights")
+    built = build_rank(config, device, report, told.sizes, group)
+    context.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
+    follower = Follower(built.executor)
+    while True:
+        message = context.ring.receive()
+        if message is not None:
+            follower.follow(message)
+
+
+class Follower:
+    """Makes the calls of the leader's executor on this rank's. It reads nothing back."""
+
+    def __init__(self, executor: GpuStepExecutor) -> None:
+        self._executor = executor
+        self._hidden: Tensor | None = None  # of the last step that kept its hidden states
+
+    def follow(self, message: RingMessage) -> None:
+        """Make the call of a message; it returns before the device is done."""
+        call = GpuCall(int(message.header[0]))
+        with self._executor.step_scope():
+            if call is GpuCall.STAGED:
+                staged_call, staged = decode_staged(message)
+                self._executor.fill_staging(staged)
+                _, hidden = self._executor.run_staged(staged_call)
+                self._hidden = hidden if staged_call.keeps_hidden else None
+            elif call is GpuCall.LOGITS:
+                if self._hidden is None:
+                    raise InvariantError("the leader asks for logits of a step that did not keep its hidden states")
+                first, last = message.header[1:3].tolist()
+                self._executor.logits_of(self._hidden[first:last])
+            else:
+                raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(main))

@@ -1,0 +1,137 @@
+"""LeaderGpuExecutor: runs the steps of a model that several GPUs share, and tells the other ranks what to launch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
+from quire.kernels.triton.step import AttentionLibrary
+from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_decoder import DeviceDecoder
+from quire.parallel.barrier import AbortReason
+from quire.parallel.launch import SpawnedWorkers
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched, StepSizes
+from quire.worker.device.gpu_group import GpuGroup
+from quire.worker.device.graphs import StepGraphs
+from quire.worker.device.host_step import HostStep, Sampling
+from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
+
+_SPINS = 200
+_PAUSE_S = 2e-5
+_NOTHING = Kept()
+
+
+class LeaderGpuExecutor(GpuStepExecutor):
+    """Implements StepExecutor on rank 0. Every call that computes is sent to the workers, then made here.
+
+    All ranks sample the same tokens, as they have the same logits and noise; only this one reads them.
+    Where the group has ended, for example because a worker was killed, a call raises DeviceLostError with the reason. So it
+    does where a call fails here: the other ranks would wait for this one for ever.
+    """
+
+    def __init__(
+        self,
+        decoder: DeviceDecoder,
+        pool: DeviceKvPool,
+        sizes: StepSizes,
+        graphs: StepGraphs,
+        library: AttentionLibrary | None,
+        group: GpuGroup,
+    ) -> None:
+        if group.workers is None:
+            raise InvariantError("the leader of a group has workers")
+        self._group, self._workers, self._is_leading = group, group.workers, False
+        super().__init__(decoder, pool, sizes, graphs, library)
+
+    def lead(self) -> None:
+        """Tell the workers of every call from now on. Before, all ranks make the same calls by themselves."""
+        self._is_leading = True
+
+    @property
+    def workers(self) -> SpawnedWorkers:
+        """The other ranks."""
+        return self._workers
+
+    @property
+    def worker_pids(self) -> dict[int, int]:
+        """The processes of the workers by rank."""
+        return self._workers.pids
+
+    def launch(self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = _NOTHING) -> Launched:
+        """See GpuStepExecutor."""
+        with self._scope():
+            return super().launch(step, sampling, changes, kept)
+
+    def flush(self) -> None:
+        """See StepExecutor."""
+        with self._scope():
+            super().flush()
+
+    def read_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
+        """See GpuStepExecutor."""
+        with self._scope():
+            return super().read_sampled(launched)
+
+    def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
+        """See StepExecutor. Each rank has the hidden states of the last step that kept them."""
+        with self._scope():
+            if self._is_leading:
+                self._workers.ring.send([GpuCall.LOGITS, first, last])
+            return super().logits_at(started, first, last)
+
+    def check_health(self) -> None:
+        """See StepExecutor."""
+        with self._scope():
+            self._workers.barrier.check()
+
+    def close(self) -> None:
+        """See StepExecutor: the workers end."""
+        cause = self._workers.barrier.abort_cause
+        self._workers.close()
+        if cause is None:  # else the device may wait for a rank that is gone, and so would who frees its memory
+            super().close()
+        self._group.close()
+
+    def give_pool(self, pool: DeviceKvPool) -> None:
+        """See GpuStepExecutor."""
+        super().close()
+        self._pool = pool
+
+    def _publish(self, call: StagedCall, staged: NDArray[np.uint8]) -> None:
+        if self._is_leading:
+            self._workers.ring.send(*encode_staged(call, staged))
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event, and see when the group has ended: then it may never come."""
+        for _ in range(_SPINS):
+            if event.query():
+                return
+        while not event.query():
+            self._workers.barrier.check()
+            time.sleep(_PAUSE_S)
+
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        """Turn an error of a call into the reason why the group has ended, and end it where this rank is at fault."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_leading:
+                raise
+            barrier = self._workers.barrier
+            if barrier.abort_cause is None:
+                text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+                barrier.abort(0, AbortReason.FAILED, f"{barrier.describe_rank(0)} failed: {text}")
+            try:
+                barrier.check()
+            except WorkerError as reason:
+                raise DeviceLostError(str(reason), reason.rank) from error
+            raise

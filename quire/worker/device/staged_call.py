@@ -1,0 +1,106 @@
+"""StagedCall: what an executor launches once a step's arrays are in its staging buffer; sent to all ranks of a group.
+
+A message holds some numbers, the bytes of the staging buffer and, for a step without a recording, its lengths. So all ranks
+launch the same, over the same inputs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import InvariantError
+from quire.parallel.ring import RingMessage
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.graphs import SHORT_RUNS, GraphKey, PromptKey
+from quire.worker.device.host_step import SAMPLINGS, Sampling
+from quire.worker.device.mixed_step import StepShape
+
+
+class ChangeCounts(NamedTuple):
+    """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of."""
+
+    num_entries: int = 0
+    num_copies: int = 0
+    num_moves: int = 0
+    num_moved: int = 0
+
+    @classmethod
+    def of(cls, changes: BlockTableUpdates) -> ChangeCounts:
+        """Return the counts of changes."""
+        num_entries = sum(len(blocks) for _, _, blocks in changes.entries)
+        moves = changes.moves
+        num_moves, num_moved = (0, 0) if moves is None else (len(moves.sources), len(moves.starts) - 1)
+        return cls(num_entries, len(changes.block_copies), num_moves, num_moved)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing changes."""
+        return not any(self)
+
+
+class StagedCall(NamedTuple):
+    """Changes, and a step if there is one.
+
+    changes       are made first
+    key           of a recorded step; None: it is launched one by one, or there is none
+    shape         of a step that is launched one by one
+    sampling      of a step
+    num_sampled   tokens behind which one is sampled; of a decode step that is recorded, padding included
+    keeps_hidden  whether logits of its tokens may be asked for later
+    """
+
+    changes: ChangeCounts = ChangeCounts()
+    key: GraphKey | PromptKey | None = None
+    shape: StepShape | None = None
+    sampling: Sampling = SAMPLINGS[0]
+    num_sampled: int = 0
+    keeps_hidden: bool = False
+
+
+class GpuCall(IntEnum):
+    """Which call of the leader's executor a message is."""
+
+    STAGED = 1
+    LOGITS = 2
+
+
+_CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)
+Encoded = tuple[list[int], list[NDArray[np.generic]]]
+
+
+def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
+    """Return the message of a call; staged: the bytes of the staging buffer that it needs."""
+    kind, of_key, arrays = _CHANGES, [0, 0, 0, 0], list[NDArray[np.generic]]()
+    if isinstance(call.key, GraphKey):
+        kind, of_key = _DECODE, [call.key.num_rows, SAMPLINGS.index(call.key.sampling), 0, 0]
+    elif isinstance(call.key, PromptKey):
+        runs = SHORT_RUNS.index(call.key.short_runs)
+        kind, of_key = _PROMPTS, [call.key.num_tokens, call.key.max_context_len, runs, call.key.has_trees]
+    elif call.shape is not None:
+        kind, of_key = _ONE_BY_ONE, [call.shape.has_trees, 0, 0, 0]
+        arrays = [np.array(call.shape.counts, np.int32), np.array(call.shape.context_lens, np.int32)]
+    sampled = [SAMPLINGS.index(call.sampling), call.num_sampled, call.keeps_hidden]
+    return [GpuCall.STAGED, kind, *of_key, *sampled, *call.changes], [staged, *arrays]
+
+
+def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
+    """Return what encode_staged was given; the bytes are a view of the message."""
+    words = message.header.tolist()
+    kind, of_key, (sampling, num_sampled, keeps_hidden) = words[1], words[2:6], words[6:9]
+    key: GraphKey | PromptKey | None = None
+    shape: StepShape | None = None
+    if kind == _DECODE:
+        key = GraphKey(of_key[0], SAMPLINGS[of_key[1]])
+    elif kind == _PROMPTS:
+        key = PromptKey(of_key[0], of_key[1], SHORT_RUNS[of_key[2]], bool(of_key[3]))
+    elif kind == _ONE_BY_ONE:
+        counts, lengths = (tuple(array.tolist()) for array in message.arrays[1:])
+        shape = StepShape(counts, lengths, bool(of_key[0]))
+    elif kind != _CHANGES:
+        raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
+    call = StagedCall(ChangeCounts(*words[9:13]), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
+    return call, message.arrays[0].view(np.uint8)

@@ -1,0 +1,162 @@
+"""The engine on two tensor-parallel ranks, interpreted, over gloo: workers are threads, in some tests processes."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from quire import LLM, PoolingParams, SamplingParams
+from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError
+from quire.kernels.native import load_native
+from quire.worker.device import build
+from quire.worker.device.gpu_group import RankConfig
+from tests.device_ranks import one_launch_at_a_time
+from tests.thread_workers import ThreadWorkers
+from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.speculate.proposers import PROPOSERS, install
+
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo"),
+    pytest.mark.skipif(load_native() is None, reason="the shared memory of ranks needs the native extension"),
+    pytest.mark.usefixtures("few_programs"),
+]
+OPTIONS = {
+    "device": "interpreter",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": 16,
+    "num_kv_blocks": 40,
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 8,
+}
+PROMPTS = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], [200, 3]]
+SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+TREES = {"suffix_decoding_use_tree_spec": True, "adaptive": False}
+COMMON = {"ignore_eos": True, "detokenize": False, "seed": 5}
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Let workers be threads."""
+    one_launch_at_a_time(monkeypatch)
+    monkeypatch.setattr(build, "spawn_workers", ThreadWorkers)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("ranks") / "qwen3", "qwen3")
+
+
+def engine(folder, size=1, **options):
+    return LLM(str(folder), tensor_parallel_size=size, **(OPTIONS | options))
+
+
+def greedy(max_tokens):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **COMMON)
+
+
+def outputs_of(llm, prompts, params):
+    """Return tokens and log probabilities."""
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.error is None
+        prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
+        found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
+    return repr(found)
+
+
+def tokens_of(llm, prompts, params):
+    found = llm.generate(prompts, params, use_tqdm=False)
+    return [choice.token_ids for output in found for choice in output.outputs]
+
+
+def executor_of(llm):
+    return llm.llm_engine._runner._executor
+
+
+def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampling(qwen, threads):
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3, **COMMON),
+        SamplingParams(temperature=1.2, min_p=0.05, logprobs=2, prompt_logprobs=1, max_tokens=3, **COMMON),
+        SamplingParams(temperature=0.9, top_k=7, top_p=0.8, max_tokens=3, **COMMON),
+    ]
+    found, pooled = [], []
+    for size in (1, 2):
+        llm = engine(qwen, size, deterministic=True)
+        found.append(outputs_of(llm, PROMPTS, params))
+        pooled.append(llm.embed(PROMPTS[:1], PoolingParams(pooling="mean"), use_tqdm=False)[0].outputs.embedding)
+        llm.close()
+    assert found[0] == found[1]
+    assert pooled[0] == pooled[1]
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_cpu_when_blocks_are_copied_and_sequences_preempted(qwen, threads):
+    options = {"block_size": 4, "num_kv_blocks": 8, "max_model_len": 24}
+    shared = SamplingParams(temperature=1.3, n=2, max_tokens=3, **COMMON)
+    found = []
+    for size, device in ((1, "cpu"), (2, "interpreter")):
+        llm = engine(qwen, size, device=device, **options)
+        found.append([tokens_of(llm, PROMPTS[:1], shared), tokens_of(llm, PROMPTS, greedy(6))])
+        assert llm.llm_engine.scheduler.num_preemptions > 0
+        llm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["fickle tree", pytest.param("fickle", marks=pytest.mark.slow)])
+def test_tokens_with_drafts_are_those_of_the_cpu_without_when_ranks_share_a_kv_head(tmp_path, threads, kind):
+    folder = write_checkpoint(tmp_path / "shared", "qwen3", **SHAPE)
+    one = engine(folder, device="cpu")
+    outputs = one.generate(PROMPTS, greedy(5), use_tqdm=False)
+    one.close()
+    by_prompt = {(tuple(output.prompt_token_ids), 0): output.outputs[0].token_ids for output in outputs}
+    ranks = engine(folder, 2, max_num_batched_tokens=24, speculative_config={"method": "suffix"} | TREES)
+    install(ranks, PROPOSERS[kind](4, by_prompt), 4)
+    assert tokens_of(ranks, PROMPTS, greedy(5)) == [output.outputs[0].token_ids for output in outputs]
+    assert ranks.llm_engine.stats.num_draft_tokens > 0
+    ranks.close()
+
+
+def test_worker_processes_give_the_tokens_of_the_cpu_and_end_with_the_leader(qwen):
+    one = engine(qwen, device="cpu")
+    expected = tokens_of(one, PROMPTS[:1], greedy(2))
+    one.close()
+    ranks = engine(qwen, 2)
+    (pid,) = executor_of(ranks).worker_pids.values()
+    assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
+    ranks.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_requests_end_with_the_reason_when_a_worker_is_killed(qwen):
+    ranks = engine(qwen, 2)
+    (pid,) = executor_of(ranks).worker_pids.values()
+    os.kill(pid, signal.SIGKILL)
+    began_s = time.monotonic()
+    with pytest.raises(DeviceLostError, match=rf"rank 1 .*{pid}.*SIGKILL"):
+        ranks.generate(PROMPTS[:1], greedy(20), use_tqdm=False)
+    assert time.monotonic() - began_s < 10
+    ranks.close()
+
+
+def test_what_a_worker_fails_with_while_it_loads_is_raised(qwen, monkeypatch):
+    told = RankConfig.to_json
+    monkeypatch.setattr(RankConfig, "to_json", lambda own: told(replace(own, config=replace(own.config, model="/nowhere"))))
+    with pytest.raises(ModelFormatError, match="rank 1 failed in inspecting the model: .*/nowhere"):
+        engine(qwen, 2)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "mtp"])
+def test_draft_heads_are_refused(qwen, method):
+    with pytest.raises(ConfigError, match=f"'{method}' is not supported with tensor_parallel_size 2 on GPUs"):
+        engine(qwen, 2, speculative_config={"method": method, "model": "demo-eagle3"})
+
+
+def test_more_ranks_than_heads_are_refused(qwen):
+    with pytest.raises(ConfigError, match="at most 4 for a model of 4 attention heads, got 8"):
+        engine(qwen, 8)
