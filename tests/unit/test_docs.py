@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,14 @@ def test_readme_is_short_and_has_one_test_command():
     section = text.split("## Test", 1)[1].split("## Use", 1)[0]
     command = next(line for line in section.splitlines() if line.startswith("    "))
     assert command.endswith("pytest -n 2 --dist loadfile")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_page_installs_the_packages_of_the_extra_docs(page):
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    command = next(line for line in (ROOT / page).read_text().splitlines() if "pip install" in line and "mkdocs" in line)
+    words = shlex.split(command.split("&&")[0])
+    assert words[2:] == wanted
 
 
 def test_column_tables_of_docstrings_become_rows():

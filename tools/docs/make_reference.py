@@ -240,7 +240,7 @@ def make_metrics_page() -> str:
         return None
 
     common = ("model_name", "engine")
-    definitions = Definitions(dict.fromkeys(common, ""), GaugeSources(nothing, nothing, nothing, nothing, nothing))
+    definitions = Definitions(dict.fromkeys(common, ""), [GaugeSources(nothing, nothing, nothing, nothing, nothing)])
     rows: list[tuple[str, str, str, str]] = []
     for instrument in definitions.all:
         kind = type(instrument).__name__.lower()
