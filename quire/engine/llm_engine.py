@@ -13,6 +13,7 @@ from quire.base.errors import ConfigError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
+from quire.contracts.constraint import Constraint
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
@@ -215,10 +216,14 @@ class LLMEngine:
     def _use_of(self, request: Request) -> GrammarContext:
         params, constraint = request.params, request.params.constraint
         max_tokens = None
-        if self.config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
+        if constraint is not None and self._completes_json(constraint):
             room = self.scheduler.config.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return GrammarContext(request.prompt_token_ids if params.bad_words else (), max_tokens)
+
+    def _completes_json(self, constraint: Constraint) -> bool:
+        asked = constraint.fit_max_tokens
+        return self.config.complete_json_within_max_tokens if asked is None else asked
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""
