@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ _ENGINE_DEFAULTS = {
     if field.name not in ("model", "skip_tokenizer_init")
 }
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class _OldSwitch(argparse.BooleanOptionalAction):
+    """A switch under its old name: it works for one release, with a warning."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        """See argparse.Action."""
+        prefix = "--no-" if option.startswith("--no-") else "--"
+        new = prefix + self.dest.replace("_", "-")
+        warnings.warn(
+            f"{option} is deprecated, use {new}; the old name ends with the next release", FutureWarning, stacklevel=2
+        )
+        super().__call__(parser, namespace, values, option)
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +67,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
     group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
     group.add_argument(
-        "--fit-structured-outputs", action=argparse.BooleanOptionalAction, help="bring JSON to an end within max_tokens"
+        "--complete-json-within-max-tokens",
+        action=argparse.BooleanOptionalAction,
+        help="complete JSON before max_tokens cuts it, where possible",
     )
+    name = "complete_json_within_max_tokens"
+    group.add_argument("--fit-structured-outputs", dest=name, action=_OldSwitch, help=argparse.SUPPRESS)
     group.add_argument("--max-logprobs", type=int, help="limit of what requests may ask for; -1: none")
     group.add_argument("--seed", type=int, help="same seed, same output")
     group.add_argument("--device", help="auto (a GPU where there is one), cpu, cuda or cuda:N")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Literal
 
 from quire.base.errors import ConfigError
+from quire.base.renamed_option import take_old_name
 from quire.base.threads import check_num_threads
 from quire.contracts.parallel import EXECUTOR_BACKENDS, ParallelConfig
 from quire.contracts.speculative import SpeculativeConfig
@@ -104,7 +105,8 @@ class EngineConfig:
     kv_cache_memory_bytes   size of the KV pool in bytes; None: what the memory plan finds
     enable_prefix_caching   reuse the KV of equal prefixes
     scheduling_policy       "fcfs" or "priority"
-    fit_structured_outputs  bring outputs that are JSON to an end within max_tokens; a request may say otherwise
+    complete_json_within_max_tokens  complete outputs that are JSON before max_tokens is reached, where possible; otherwise
+                            max_tokens cuts them and finish_reason is "length". A request may override it with fit_max_tokens
     max_logprobs            the most logprobs and prompt_logprobs that a request may ask for; -1: the whole vocabulary too
     seed                    of requests that bring no seed of their own
     device                  "auto": a GPU where there is one that can be used; "cpu", "cuda", "cuda:N"; "interpreter": the GPU's
@@ -157,7 +159,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    fit_structured_outputs: bool = True
+    complete_json_within_max_tokens: bool = False
     max_logprobs: int = 20
     seed: int = 0
     device: str = "auto"
@@ -177,6 +179,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
     distributed_executor_backend: Literal["spawn", "ray"] | None = None
+    fit_structured_outputs: InitVar[bool | None] = None  # the old name of complete_json_within_max_tokens
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -189,7 +192,8 @@ class EngineConfig:
             pipeline_layers=self.pipeline_layers,
         )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, fit_structured_outputs: bool | None) -> None:
+        take_old_name(self, "fit_structured_outputs", fit_structured_outputs, "complete_json_within_max_tokens")
         parallel = self.parallel
         object.__setattr__(self, "tensor_parallel_shares", parallel.tensor_parallel_shares)
         object.__setattr__(self, "pipeline_layers", parallel.pipeline_layers)
@@ -225,7 +229,7 @@ class EngineConfig:
             "enable_prefix_caching",
             "skip_tokenizer_init",
             "allow_missing_head",
-            "fit_structured_outputs",
+            "complete_json_within_max_tokens",
             "enforce_eager",
             "deterministic",
         ):

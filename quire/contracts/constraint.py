@@ -67,7 +67,8 @@ class Constraint:
                             break with indentation
     disable_any_whitespace  none at all
     max_open_length         characters of strings and items of arrays where a JSON schema sets no limit of its own; None: none
-    fit_max_tokens          bring JSON to an end within the tokens that the output may have, where it can
+    fit_max_tokens          complete JSON within the tokens that the output may have, where possible; None: as the engine's
+                            option complete_json_within_max_tokens says
     param                   the field of the request that it came from, for errors
     schema_names            of a structural_tag that was put together of schemas which the request has elsewhere: where those of
                             its tags come from, in their order, or else any; () where the request has the tag itself
@@ -79,7 +80,7 @@ class Constraint:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     max_open_length: int | None = None
-    fit_max_tokens: bool = field(default=True, compare=False)
+    fit_max_tokens: bool | None = field(default=None, compare=False)
     param: str = field(default="structured_outputs", compare=False)
     schema_names: tuple[str, ...] = field(default=(), compare=False)
 
@@ -113,9 +114,10 @@ class Constraint:
             raise RequestError(
                 f"{self.param}: max_open_length must be an integer from 1 to {MAX_OPEN_LENGTH}, got {limit!r}", self.param
             )
-        for name in ("disable_any_whitespace", "fit_max_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{self.param}: {name} must be true or false", self.param)
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise RequestError(f"{self.param}: disable_any_whitespace must be true or false", self.param)
+        if self.fit_max_tokens is not None and not isinstance(self.fit_max_tokens, bool):
+            raise RequestError(f"{self.param}: fit_max_tokens must be true, false or null", self.param)
         if self.kind in ("regex", "choice", "grammar"):
             self._refuse_for_text()
         if pattern is None:
@@ -187,7 +189,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     max_open_length: int | None = None
-    fit_max_tokens: bool = True
+    fit_max_tokens: bool | None = None
     backend: GrammarBackend | Literal["guidance"] = "auto"
     disable_fallback: bool = False
 

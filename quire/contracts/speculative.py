@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
+from quire.base.renamed_option import take_old_name
 from quire.base.suggestions import with_guesses
 from quire.contracts.medusa_choices import Choices, read_choices
 from quire.contracts.speculative_names import renamed
@@ -23,7 +24,7 @@ _DEFAULT_TOKENS = {
     **{"eagle": 4, "eagle3": 4, "medusa": 4, "mtp": 3, "deepseek_mtp": 3},
 }
 _ONE_BY_ONE = ("draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp")
-_MIN_SHARE = 0.35
+_P_MIN = 0.35
 _OF_METHODS = {
     "prompt_lookup_min": ("ngram", "suffix"),
     "prompt_lookup_max": ("ngram",),
@@ -92,7 +93,7 @@ class SpeculativeConfig:
                             level, from as many tokens of each at most (EAGLE-2). Elsewhere speculative_eagle_topk
     draft_depth             of heads: levels of a tree, or tokens of a chain, at most; None: all of "medusa", 5 of the others'
                             trees. Elsewhere speculative_num_steps
-    draft_min_share         of a draft model and of heads that draft chains, one token after the other: greedy drafts end before
+    draft_p_min             of a draft model and of heads that draft chains, one token after the other: greedy drafts end before
                             the first with which all of them are less likely than this, by the logits of what drafts them
                             times 4; from 0, all are made, to 1. None: 0.35 of heads, 0 of a draft model
     medusa_choices          of "medusa": the tree, as a list of paths of ranks, the best first ([[0], [0, 0], [1]]); of these as
@@ -123,11 +124,13 @@ class SpeculativeConfig:
     lookahead_guesses: int = 5
     draft_top_k: int | None = None
     draft_depth: int | None = None
-    draft_min_share: float | None = None
+    draft_p_min: float | None = None
     medusa_choices: Choices | None = None
     skipped_layers: tuple[int, ...] | None = None
+    draft_min_share: InitVar[float | None] = None  # the old name of draft_p_min
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, draft_min_share: float | None) -> None:
+        take_old_name(self, "draft_min_share", draft_min_share, "draft_p_min", "speculative_config: ")
         for name in ("method", "skipped_layers"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(cast("list[Any]", value)))
@@ -152,8 +155,8 @@ class SpeculativeConfig:
         check_int("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, self.prompt_lookup_min, 1024)
         check_int("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, 1_000_000)
         check_number("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0.0, 100.0)
-        if self.draft_min_share is not None:
-            check_number("draft_min_share", self.draft_min_share, 0.0, 1.0)
+        if self.draft_p_min is not None:
+            check_number("draft_p_min", self.draft_p_min, 0.0, 1.0)
         check_number("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob, 0.0, 1.0)
 
     @property
@@ -225,9 +228,9 @@ class SpeculativeConfig:
             check_int("draft_top_k", self.draft_top_k, 1, MAX_SPECULATIVE_TOKENS)
         if self.draft_depth is not None:
             check_int("draft_depth", self.draft_depth, 1, MAX_SPECULATIVE_TOKENS)
-        if self.draft_min_share and (self.top_k > 1 or not any(method in _ONE_BY_ONE for method in self.methods)):
+        if self.draft_p_min and (self.top_k > 1 or not any(method in _ONE_BY_ONE for method in self.methods)):
             raise ConfigError(
-                f"speculative_config: draft_min_share is {self.draft_min_share}, but only {', '.join(_ONE_BY_ONE)} draft "
+                f"speculative_config: draft_p_min is {self.draft_p_min}, but only {', '.join(_ONE_BY_ONE)} draft "
                 f"chains that end with it, got {self.method!r}{' and a tree' if self.top_k > 1 else ''}; leave it out"
             )
         for name in ("draft_top_k", "draft_depth"):
@@ -329,11 +332,11 @@ class SpeculativeConfig:
         """Return how many levels a tree of a head, or tokens a chain of it, has at most."""
         return self.draft_depth or (_DEFAULT_DEPTH if self.top_k > 1 and method != "medusa" else MAX_SPECULATIVE_TOKENS)
 
-    def min_share_of(self, method: str) -> float:
+    def p_min_of(self, method: str) -> float:
         """Return how likely the drafts of a method have to be for going on with them."""
-        if self.draft_min_share is not None:
-            return self.draft_min_share
-        return 0.0 if method == "draft_model" else _MIN_SHARE
+        if self.draft_p_min is not None:
+            return self.draft_p_min
+        return 0.0 if method == "draft_model" else _P_MIN
 
     @property
     def max_tokens(self) -> int:
@@ -355,7 +358,7 @@ class SpeculativeConfig:
         if not isinstance(value, dict):
             raise ConfigError(f"speculative_config must be an object with method and its options, got {value!r}")
         value = renamed(value)
-        unknown = sorted(str(name) for name in set(value) - set(known))
+        unknown = sorted(str(name) for name in set(value) - {*known, "draft_min_share"})  # an old name
         if unknown:
             raise ConfigError(
                 f"speculative_config has no option {with_guesses(unknown, known)}; the options are {', '.join(known)}"

@@ -46,7 +46,8 @@ def grammar_use(request: Request, config: EngineConfig, max_model_len: int) -> G
     """Return what of a request its grammar depends on, besides the constraint."""
     params, constraint = request.params, request.params.constraint
     max_tokens = None
-    if config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
+    is_completed = constraint is not None and constraint.fit_max_tokens
+    if constraint is not None and (config.complete_json_within_max_tokens if is_completed is None else is_completed):
         room = max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return GrammarContext(request.prompt_token_ids if params.bad_words else (), max_tokens)

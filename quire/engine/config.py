@@ -14,7 +14,7 @@ from quire.contracts.config import EngineConfig
 def make_config(**options: Any) -> EngineConfig:
     """Build an EngineConfig; an option that it does not have is a ConfigError that lists those it has."""
     known = [field.name for field in dataclasses.fields(EngineConfig)]
-    unknown = sorted(set(options) - set(known))
+    unknown = sorted(set(options) - {*known, "fit_structured_outputs"})  # an old name
     if unknown:
         raise ConfigError(f"unknown option {with_guesses(unknown, known)}; the options are {', '.join(known)}")
     if isinstance(options.get("model"), os.PathLike):

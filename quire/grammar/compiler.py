@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.constraint import Constraint, Grammar
-from quire.grammar.banned import BannedGrammar
+from quire.grammar.bad_words import BannedGrammar, BannedPhrases, TokenIndex, can_continue, without_phrases
 from quire.grammar.errors import GrammarError, PassingError
 from quire.grammar.free_text import FreeGrammar
 from quire.grammar.length_bounded import LengthBoundedGrammar
 from quire.grammar.matcher import Backend
-from quire.grammar.phrases import BannedPhrases, TokenIndex
 from quire.grammar.reasoning_prefix import ReasoningPrefix, text_before
 from quire.grammar.sandbox import SandboxedCompiler
 from quire.grammar.schema_faults import NOTHING_MATCHES
@@ -24,9 +23,7 @@ from quire.grammar.shortest_completion import ShortestCompletions
 from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.spelling_check import check_places, check_texts
 from quire.grammar.string_forms import NO_FORMS, StringForms, string_forms_of
-from quire.grammar.trial_decode import can_continue
 from quire.grammar.vocabulary import Vocabulary
-from quire.grammar.without_phrases import without_phrases
 
 logger = get_logger(__name__)
 
@@ -162,7 +159,7 @@ class GrammarCompiler:
     def _finish(self, grammar: Grammar, demand: GrammarKey, use: GrammarContext) -> Grammar:
         """Return the grammar for a request."""
         if isinstance(grammar, BannedGrammar) and use.prompt_token_ids:
-            grammar = grammar.behind(use.prompt_token_ids)
+            grammar = grammar.after_prompt(use.prompt_token_ids)
         text = None if use.max_tokens is None else demand.text_before
         if text is not None and use.max_tokens is not None:
             grammar = LengthBoundedGrammar(grammar, self._get_endings().behind(text, demand.string_forms), use.max_tokens)

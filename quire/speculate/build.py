@@ -137,9 +137,7 @@ class _Builder:
         max_len = longest_drafted(config, head.body, self.report)
         pool = KvPool(kv, memory.num_kv_blocks)
         runs = build_head(head, model, max_len, self._policy)
-        return HeadProposer(
-            runs, head, pool, max_len, Shape(config.top_k, config.depth_of(method), config.min_share_of(method))
-        )
+        return HeadProposer(runs, head, pool, max_len, Shape(config.top_k, config.depth_of(method), config.p_min_of(method)))
 
     def _medusa(self) -> MedusaProposer:
         config = self.config
@@ -156,9 +154,7 @@ class _Builder:
         self._check_fits(str(folder), draft_model_bytes(spec, num_kv_bytes, memory, self.limits))
         max_len = longest_drafted(config, spec, self.report)
         decoder = build_model(spec, open_parameters(folder, spec), max_len, kv.block_size, self._policy)
-        return DraftModelProposer(
-            Target(decoder, KvPool(kv, memory.num_kv_blocks)), max_len, config.min_share_of("draft_model")
-        )
+        return DraftModelProposer(Target(decoder, KvPool(kv, memory.num_kv_blocks)), max_len, config.p_min_of("draft_model"))
 
     def _check_fits(self, name: str, taken: DraftBytes) -> None:
         self.taken.append(taken)

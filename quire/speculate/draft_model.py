@@ -52,14 +52,14 @@ class DraftModelProposer(Proposer):
 
     drafter       the model and a pool of as many blocks as the target's; or what drafts with them where they are
     max_len       tokens that a sequence may have for it
-    min_share     a greedy draft ends before the first token with which all of it is less likely; not by torch on the CPU
+    p_min     a greedy draft ends before the first token with which all of it is less likely; not by torch on the CPU
     max_catch_up  known tokens of one sequence that are computed in a step at most, before it is drafted
     """
 
     def __init__(
-        self, drafter: Target | ChainDrafter, max_len: int, min_share: float = 0.0, max_catch_up: int = MAX_CATCH_UP
+        self, drafter: Target | ChainDrafter, max_len: int, p_min: float = 0.0, max_catch_up: int = MAX_CATCH_UP
     ) -> None:
-        self._min_share, self.stops_early = min_share, min_share > 0
+        self._p_min, self.stops_early = p_min, p_min > 0
         self._drafter, self._max_len, self._max_catch_up = drafter, max_len, max_catch_up
         self._block_size = drafter.kv.spec.block_size
         self._filled = FilledBlocks(drafter.kv)
@@ -111,12 +111,12 @@ class DraftModelProposer(Proposer):
         runs, sequences = _runs(feeds), [feed.sequence for feed in feeds]
         rows = [sequence.sampling for sequence in sequences]
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        drafts = drafter.draft_chains(ChainOrder(runs, [0] * len(feeds), counts, rows, lengths, self._min_share))
+        drafts = drafter.draft_chains(ChainOrder(runs, [0] * len(feeds), counts, rows, lengths, self._p_min))
         return self._take(feeds, runs, drafts, counts)
 
     def _draft_at_once(self, model: NativeDecoder, kv: KvPool, feeds: list[_Feed], counts: list[int]) -> list[Draft]:
         runs = _runs(feeds)
-        return self._take(feeds, runs, draft_greedily(model, kv, runs, counts, self._min_share), counts)
+        return self._take(feeds, runs, draft_greedily(model, kv, runs, counts, self._p_min), counts)
 
     def _take(self, feeds: list[_Feed], runs: TokenRuns, drafts: list[list[int]], counts: list[int]) -> list[Draft]:
         for feed, end, tokens, count in zip(feeds, runs.ends, drafts, counts, strict=True):

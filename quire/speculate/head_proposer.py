@@ -56,12 +56,12 @@ class Shape:
 
     top_k      tokens that are tried behind each; 1: a chain
     depth      levels of a tree, or tokens of a chain, at most
-    min_share  a greedy chain ends before the first token with which all of it is less likely, as the head says
+    p_min  a greedy chain ends before the first token with which all of it is less likely, as the head says
     """
 
     top_k: int = 1
     depth: int = 64
-    min_share: float = 0.0
+    p_min: float = 0.0
 
 
 class HeadProposer(Proposer):
@@ -77,8 +77,8 @@ class HeadProposer(Proposer):
     ) -> None:
         shape = shape or Shape()
         top_k, depth = shape.top_k, shape.depth
-        self._min_share = shape.min_share if top_k == 1 else 0.0
-        self.stops_early = self._min_share > 0
+        self._p_min = shape.p_min if top_k == 1 else 0.0
+        self.stops_early = self._p_min > 0
         self.aux_hidden_state_layers: tuple[int, ...] | None = head.aux_hidden_state_layers
         self._model, self._kv, self._max_len = model, kv, max_len
         self.pools = (kv,) if isinstance(kv, KvPool) else ()
@@ -180,11 +180,11 @@ class HeadProposer(Proposer):
     ) -> list[list[int]]:
         if self._drafter is not None:
             rows, lengths = [one.sampling for one in sequences], [len(one.token_ids) for one in sequences]
-            order = ChainOrder(runs, origins, counts, rows, lengths, self._min_share)
+            order = ChainOrder(runs, origins, counts, rows, lengths, self._p_min)
             return self._drafter.draft_chains(order, features[: runs.starts[-1]])
         model = self._model
         if all(map(_is_greedy, sequences)):
-            return model.draft(runs, origins, self._kv, features, counts, self._min_share)
+            return model.draft(runs, origins, self._kv, features, counts, self._p_min)
         return self._draw(model, sequences, counts, self._first_pass(runs, origins, counts, features))
 
     def _first_pass(self, runs: TokenRuns, origins: list[int], counts: list[int], features: Tensor) -> HeadPass:

@@ -245,7 +245,7 @@ def drafter(layout, base, found):
 
 def run(folder, config):
     """Return known tokens and drafts, of all that the engine drafts for the prompts."""
-    more = {} if config["method"] == "medusa" else {"draft_min_share": 0.0}
+    more = {} if config["method"] == "medusa" else {"draft_p_min": 0.0}
     config = {**config, **more, "num_speculative_tokens": COUNT, "adaptive": False}
     llm = LLM(str(folder), dtype="float32", num_kv_blocks=40, speculative_config=config)
     proposer, seen = llm.llm_engine._runner._speculator._proposer, []

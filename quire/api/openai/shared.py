@@ -108,7 +108,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Annotated[int, Meta(ge=1, le=1 << 16, description="Limit of strings and arrays that have none.")] | None
     ) = None
     fit_max_tokens: (
-        Annotated[bool, Meta(description="Bring JSON to an end within max_tokens, where it can; true without it.")] | None
+        Annotated[
+            bool, Meta(description="Complete JSON within max_tokens, where possible; without it the server's option decides.")
+        ]
+        | None
     ) = None
     backend: Backend | None = None
     disable_fallback: Annotated[bool, Meta(description="Have one backend alone try, where it is 'auto'.")] | None = None

@@ -118,7 +118,7 @@ class _Stepping(Drafter):
 
     def __init__(self, decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes, target: DraftedModel) -> None:
         self._decoder, self._sizes = decoder, sizes
-        self._min_share = target.drafting.min_share_of(self.method)
+        self._p_min = target.drafting.p_min_of(self.method)
         self._cache = DraftCache(DeviceKvPool(kv, 1, decoder.device))
         self._executor = GpuStepExecutor(decoder, self._cache.pool, sizes, StepGraphs(target.recorder))
         self.block_bytes, self.executors = kv.bytes_per_block, (self._executor,)
@@ -127,7 +127,7 @@ class _Stepping(Drafter):
         """See Drafter."""
         sizes, decoder = self._sizes, self._decoder
         self._executor.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
-        if self._min_share > 0:
+        if self._p_min > 0:
             shape = sizes.max_num_seqs, decoder.spec.vocab_size
             best_shares(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
 
@@ -161,7 +161,7 @@ class _DraftModel(_Stepping):
     def proposer(self) -> Proposer:
         """See Drafter."""
         most = self._sizes.max_num_batched_tokens  # its own, which take as many as the model's at least
-        return DraftModelProposer(self._chains, self._max_len, self._min_share, most)
+        return DraftModelProposer(self._chains, self._max_len, self._p_min, most)
 
 
 class _Head(_Stepping):
@@ -209,7 +209,7 @@ class _Head(_Stepping):
     def proposer(self) -> Proposer:
         """See Drafter."""
         drafting = self._target.drafting
-        shape = Shape(drafting.top_k, drafting.depth_of(self.method), drafting.min_share_of(self.method))
+        shape = Shape(drafting.top_k, drafting.depth_of(self.method), drafting.p_min_of(self.method))
         return HeadProposer(self._chains, self._head, self._cache, self._max_len, shape)
 
 

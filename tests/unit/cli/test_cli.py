@@ -371,6 +371,7 @@ def test_error_begins_a_line_when_the_prompt_was_printed_before_it(capsys):
 def test_generate_keeps_to_a_constraint(capsys, tmp_path):
     pytest.importorskip("llguidance")
     plain = ("--no-echo", "--max-num-seqs", 2, "--log-level", "error")
+    fitted = ("--complete-json-within-max-tokens", "--max-tokens", 60)
     schema = tmp_path / "schema.json"
     schema.write_text(
         '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": false}'
@@ -382,7 +383,7 @@ def test_generate_keeps_to_a_constraint(capsys, tmp_path):
         assert run(capsys, "generate", "The", "--regex", "a{3}b", *plain)[1] == "aaab\n"
         assert run(capsys, "generate", "The", "--choice", "left", "--choice", "right", *plain)[1] in ("left\n", "right\n")
         assert run(capsys, "generate", "The", "--grammar", 'root ::= "yes" | "no"', *plain)[1] in ("yes\n", "no\n")
-        assert isinstance(json.loads(run(capsys, "generate", "The", "--json-object", "--max-tokens", 60, *plain)[1]), dict)
+        assert isinstance(json.loads(run(capsys, "generate", "The", "--json-object", *fitted, *plain)[1]), dict)
 
 
 def test_generate_leaves_out_bad_words(capsys):

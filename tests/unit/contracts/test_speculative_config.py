@@ -47,7 +47,7 @@ def test_every_method_may_have_a_model_of_its_own():
     config = EngineConfig(model="demo", speculative_config=given)
     drafting = config.speculative_config
     assert [drafting.model_of(method) for method in drafting.methods[:3]] == ["a", "b", None]  # its own folder has the layer
-    assert [drafting.min_share_of(method) for method in ("eagle3", "draft_model")] == [0.35, 0.0]
+    assert [drafting.p_min_of(method) for method in ("eagle3", "draft_model")] == [0.35, 0.0]
     assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert SpeculativeConfig.read({"method": "eagle3", "model": {"eagle3": "a"}}).model == "a"
 

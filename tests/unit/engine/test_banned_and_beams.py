@@ -143,7 +143,7 @@ def test_beams_are_the_same_when_drafts_are_on(tiny_model, config):
         drafting.close()
 
 
-def test_json_ends_within_its_tokens_unless_the_request_or_the_engine_says_otherwise(tiny_model, llm):
+def test_json_is_completed_within_max_tokens_only_when_the_request_or_the_engine_asks_for_it(tiny_model, llm):
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
 
     def run(model, **more):
@@ -151,11 +151,12 @@ def test_json_ends_within_its_tokens_unless_the_request_or_the_engine_says_other
         params = [SamplingParams(structured_outputs=asked, max_tokens=48, seed=seed) for seed in range(6)]
         return [output.outputs[0] for output in model.generate([[7, 8, 9]] * 6, params, use_tqdm=False)]
 
-    fitted, left = run(llm), run(llm, fit_max_tokens=False)
+    fitted, left = run(llm, fit_max_tokens=True), run(llm)
     assert all(choice.finish_reason == "stop" and list(json.loads(choice.text)) == ["a"] for choice in fitted)
     assert any(choice.finish_reason == "length" for choice in left)
-    other = LLM(str(tiny_model), fit_structured_outputs=False, **OPTIONS)
+    other = LLM(str(tiny_model), complete_json_within_max_tokens=True, **OPTIONS)
     try:
-        assert [choice.token_ids for choice in run(other)] == [choice.token_ids for choice in left]
+        assert [choice.token_ids for choice in run(other)] == [choice.token_ids for choice in fitted]
+        assert [choice.token_ids for choice in run(other, fit_max_tokens=False)] == [choice.token_ids for choice in left]
     finally:
         other.close()

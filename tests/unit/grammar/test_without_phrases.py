@@ -11,9 +11,7 @@ pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
-from quire.grammar.excluding import excluding
-from quire.grammar.trial_decode import can_continue
-from quire.grammar.without_phrases import without_phrases
+from quire.grammar.bad_words import can_continue, excluding, without_phrases
 from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids
 
 

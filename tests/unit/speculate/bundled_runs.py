@@ -37,7 +37,7 @@ REQUESTS = [(sampler, temperature, is_json) for sampler in SAMPLERS for temperat
 EAGLE3, MTP, MEDUSA = (f"demo-{name}" for name in ("eagle3", "mtp", "medusa"))
 BUNDLED = {
     "eagle3": {"method": "eagle3", "model": EAGLE3, "num_speculative_tokens": 6},
-    "eagle3 whole": {"method": "eagle3", "model": EAGLE3, "num_speculative_tokens": 5, "draft_min_share": 0.0},
+    "eagle3 whole": {"method": "eagle3", "model": EAGLE3, "num_speculative_tokens": 5, "draft_p_min": 0.0},
     "eagle3 tree": {"method": "eagle3", "model": EAGLE3, "draft_top_k": 3, "num_speculative_tokens": 12},
     "mtp": {"method": "mtp", "model": MTP, "num_speculative_tokens": 4},
     "mtp tree": {"method": "mtp", "model": MTP, "draft_top_k": 3, "num_speculative_tokens": 12},

@@ -51,7 +51,7 @@ PROMPTS = [list(range(20, 90)), [7, 8, 9], [5] * 33, [*range(20, 84), 1, 2, 3], 
 
 def start(model, kind, folder, **options):
     config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
-    config |= {"draft_min_share": 0.0}  # weights are random: such a head is sure of nothing
+    config |= {"draft_p_min": 0.0}  # weights are random: such a head is sure of nothing
     config |= options.pop("drafting", {})
     return LLM(str(model), **{"max_num_seqs": 8, "num_kv_blocks": 80, "speculative_config": config, **options})
 

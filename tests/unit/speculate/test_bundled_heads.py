@@ -25,7 +25,7 @@ FLOORS = {"demo-eagle3": [0.71, 0.53, 0.42], "demo-mtp": [0.72, 0.5, 0.36], "dem
 
 def start(head, **options):
     config = {"method": head.removeprefix("demo-"), "model": head, "num_speculative_tokens": 3, "adaptive": False}
-    config |= {"draft_min_share": 0.0} | options.pop("drafting", {})
+    config |= {"draft_p_min": 0.0} | options.pop("drafting", {})
     return LLM("demo", **{"num_kv_blocks": 64, "speculative_config": config, **options})
 
 
@@ -169,7 +169,7 @@ def test_drafts_end_where_the_head_doubts(head):
     plain = LLM("demo", num_kv_blocks=64)
     expected = [output.outputs[0].token_ids for output in generate(plain)]
     plain.close()
-    llm = start(head, drafting={"draft_min_share": 0.5})
+    llm = start(head, drafting={"draft_p_min": 0.5})
     model = llm.llm_engine._runner._speculator._proposer._model
     draft, seen = model.draft, []
 

@@ -37,7 +37,7 @@ def real_config(kind, model, folder):
     config = {"adaptive": False, **REAL[kind]}
     method = config["method"] if isinstance(config["method"], str) else config["method"][0]
     if method in (*MAKERS, "draft_model") and config.get("draft_top_k", 1) == 1:
-        config |= {"draft_min_share": 0.0}
+        config |= {"draft_p_min": 0.0}
     if method in MAKERS:
         return {**config, "model": str(MAKERS[method](folder))}
     return {**config, "model": str(model)} if method == "draft_model" else config

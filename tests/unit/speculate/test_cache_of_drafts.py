@@ -91,7 +91,7 @@ def start(model, folder, kind, options):
     first = next(iter(models))
     oracle = DraftModelOracle(folder / first) if first == "draft_model" else HeadOracle(model, folder / first, first)
     config = {"model": models, "num_speculative_tokens": 4, "adaptive": options.pop("adaptive", False), **METHODS[kind]}
-    config |= {} if "draft_top_k" in config else {"draft_min_share": 0.0}
+    config |= {} if "draft_top_k" in config else {"draft_p_min": 0.0}
     return LLM(str(model), **{"max_num_seqs": 8, "num_kv_blocks": 80, "speculative_config": config, **options}), oracle
 
 

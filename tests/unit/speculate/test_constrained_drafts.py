@@ -152,16 +152,16 @@ def speculating(model, kind, outputs, **options):
 
 
 HEADS = {
-    "eagle": (head_checkpoints.eagle1, {"draft_min_share": 0.0}),
-    "eagle3": (head_checkpoints.eagle3, {"draft_min_share": 0.0}),
+    "eagle": (head_checkpoints.eagle1, {"draft_p_min": 0.0}),
+    "eagle3": (head_checkpoints.eagle3, {"draft_p_min": 0.0}),
     "medusa": (head_checkpoints.medusa, {}),
     "mtp tree": (head_checkpoints.mtp, {"method": "mtp", "draft_top_k": 3}),
     "eagle3 tree": (head_checkpoints.eagle3, {"method": "eagle3", "draft_top_k": 3}),
-    "mtp": (head_checkpoints.mtp, {"draft_min_share": 0.0}),
+    "mtp": (head_checkpoints.mtp, {"draft_p_min": 0.0}),
     "medusa tree": (head_checkpoints.medusa, {"method": "medusa", "draft_top_k": 3}),
     "eagle3 merged": (
         head_checkpoints.eagle3,
-        {"method": ["eagle3", "ngram", "suffix"], "prompt_lookup_min": 1, "draft_min_share": 0.0},
+        {"method": ["eagle3", "ngram", "suffix"], "prompt_lookup_min": 1, "draft_p_min": 0.0},
     ),
 }
 # Each kind of proposer with one of the seeds, which say how each prompt is sampled.

@@ -14,7 +14,7 @@ PROMPTS = [list(range(20, 90)), [7, 8, 9], [5] * 33, [*range(20, 84), 1, 2, 3], 
 
 def start(model, draft, count=4, **options):
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": count, "adaptive": False}
-    config |= {"draft_min_share": 0.0}  # weights are random: such a model is sure of nothing
+    config |= {"draft_p_min": 0.0}  # weights are random: such a model is sure of nothing
     return LLM(str(model), **{"max_num_seqs": 8, "num_kv_blocks": 80, "speculative_config": config, **options})
 
 

@@ -97,14 +97,14 @@ def speculating(model, cache, kind, outputs_by_prompt, **options):
             # A layer for multi-token prediction is one of the model.
             HEADS[kind](folder, **({"qk_norm": Path(model).name == "qwen3"} if kind.startswith("mtp") else {}))
         config = {"method": kind.split()[0], "model": str(folder), "num_speculative_tokens": COUNT, "adaptive": False}
-        config |= {"draft_top_k": 3} if "tree" in kind else {"draft_min_share": 0.0}
+        config |= {"draft_top_k": 3} if "tree" in kind else {"draft_p_min": 0.0}
         config |= {"num_speculative_tokens": 12} if "tree" in kind and "medusa" not in kind else {}
         if kind.endswith("merged"):
             config |= {"method": [kind.split()[0], "ngram", "suffix"], "num_speculative_tokens": 12, "prompt_lookup_min": 1}
         return start(model, cache, speculative_config=config, **options)
     if kind == "draft_model":
         config = {"method": kind, "model": str(model), "num_speculative_tokens": COUNT, "adaptive": False}
-        config |= {"draft_min_share": 0.0}
+        config |= {"draft_p_min": 0.0}
         return start(model, cache, speculative_config=config, **options)
     if kind in CONFIGS or kind in TOGETHER:
         config = {"adaptive": False, **(CONFIGS | TOGETHER)[kind], **with_model(kind, model)}

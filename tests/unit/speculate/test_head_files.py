@@ -201,7 +201,7 @@ def test_what_drafts_may_be_stored_among_the_weights_of_the_model(tiny_model, tm
     assert find_head_kind(whole) is None
     request = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found = []
-    config = {**config, **({"model": str(whole)} if "model" in config else {"draft_min_share": 0.0}), "adaptive": False}
+    config = {**config, **({"model": str(whole)} if "model" in config else {"draft_p_min": 0.0}), "adaptive": False}
     for drafting in ({}, {"speculative_config": config}):
         llm = LLM(str(whole), num_kv_blocks=80, **drafting)
         found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, request, use_tqdm=False)])

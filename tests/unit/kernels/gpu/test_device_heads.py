@@ -62,7 +62,7 @@ def drafting(model, folder, method, device=DEVICE, drafts=None, **options):
     config = {"method": method, "model": str(folder), "num_speculative_tokens": 3, "adaptive": False, **(drafts or {})}
     is_chain = method != "medusa" and config.get("draft_top_k", 1) == 1
     if is_chain:
-        config = {"draft_min_share": 0.0, **config}  # weights are random: what drafts with them is sure of nothing
+        config = {"draft_p_min": 0.0, **config}  # weights are random: what drafts with them is sure of nothing
     llm = LLM(str(model), device=device, speculative_config=config, **OPTIONS | options)
     proposer, noted = llm.llm_engine._runner._speculator._proposer, {}
     propose = proposer.propose
@@ -268,7 +268,7 @@ def test_drafts_end_where_the_head_doubts_as_on_the_cpu(model, tmp_path):
     folder = heads.eagle3(tmp_path / "head")
     found = {}
     for share in (0.0, 0.5):
-        drafts = {"draft_min_share": share, "num_speculative_tokens": 4}
+        drafts = {"draft_p_min": share, "num_speculative_tokens": 4}
         stats, _ = expect_same_drafts(model, folder, "eagle3", PROMPTS, [GREEDY] * 3, drafts)
         found[share] = stats.num_draft_tokens
     assert found[0.5] < found[0.0]
@@ -354,7 +354,7 @@ def test_nothing_of_what_drafts_and_of_its_model_is_left_behind_an_end(model, ot
     """Were it left to the collector, which does not look at what was there when the engine was, it would stay for ever."""
     folder = other if method == "draft_model" else HEADS[method](tmp_path / method)
     config = {"method": method, "model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
-    llm = LLM(str(model), device=DEVICE, speculative_config=config | {"draft_min_share": 0.0}, **OPTIONS)
+    llm = LLM(str(model), device=DEVICE, speculative_config=config | {"draft_p_min": 0.0}, **OPTIONS)
     proposer = llm.llm_engine._runner._speculator._proposer
     drafter = proposer._drafter if method == "draft_model" else proposer._model
     kept = [weakref.ref(part) for part in (llm.llm_engine._runner._executor._decoder, drafter._decoder, drafter._executor)]

@@ -43,7 +43,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8)
+    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8, complete_json_within_max_tokens=True)
     yield engine
     engine.close()
 

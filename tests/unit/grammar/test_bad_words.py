@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from quire.base.errors import RequestError
-from quire.grammar.banned import BannedGrammar
+from quire.grammar.bad_words import BannedGrammar, BannedPhrases, TokenIndex
 from quire.grammar.compiler import GrammarCompiler, GrammarContext
 from quire.grammar.free_text import FreeGrammar
-from quire.grammar.phrases import BannedPhrases, TokenIndex
 from tests.unit.grammar.byte_vocabulary import allowed_ids, make_vocabulary
 
 PIECES = ("ab", "ba", "abc", "cab", "bb", "b c", " c", "aab", "ca", "éa", "\xff")
@@ -52,7 +51,7 @@ def test_masks_are_those_of_brute_force_when_phrases_are_banned(phrases):
 
 def test_phrase_may_begin_in_the_prompt_when_it_would_end_in_the_output():
     vocabulary = free_vocabulary()
-    grammar = ban(vocabulary, "abc").behind([ord("b"), ord("a"), ord("b"), 256])
+    grammar = ban(vocabulary, "abc").after_prompt([ord("b"), ord("a"), ord("b"), 256])
     matcher = grammar.new_matcher()
     assert ord("c") not in allowed_ids(matcher, vocabulary.size)
     matcher.advance(ord("a"))
