@@ -13,7 +13,6 @@ from quire.base.errors import ConfigError, RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig, SchedulerConfig
-from quire.contracts.constraint import Constraint
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
@@ -230,10 +229,6 @@ class LLMEngine:
             return None
         use = grammar_use(request, self.config, self.scheduler.config.max_model_len)
         return self.grammars.start(params.constraint, tuple(params.bad_words or ()), use)
-
-    def _completes_json(self, constraint: Constraint) -> bool:
-        asked = constraint.fit_max_tokens
-        return self.config.complete_json_within_max_tokens if asked is None else asked
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""
