@@ -34,13 +34,14 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al., 2021) over the first `dim` of each head, pairing i with i + dim / 2.
+    """Rotary position embedding (Su et al., 2021) over the first `dim` of each head.
 
     kind                "default", "linear", "dynamic" (NTK), "llama3", "yarn" (Peng et al., 2023) or "longrope"
     original_max        positions the model was trained on before scaling
     attention_factor    multiplies cos and sin
     short, long         longrope's divisors per frequency, dim / 2 each
     is_f32              rotate in f32 and round once; otherwise cos and sin are rounded to the dtype first
+    is_interleaved      2 * i is paired with 2 * i + 1, as in GPT-J; otherwise i with i + dim / 2
     "dynamic" and "longrope" depend on the length of a sequence, see ModelSpec.rope_switch_len
     """
 
@@ -58,11 +59,43 @@ class RopeSpec:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     is_f32: bool = False
+    is_interleaved: bool = False
 
     @property
     def depends_on_length(self) -> bool:
         """Whether the frequencies depend on how long the sequence is."""
         return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA, DeepSeek-V2: https://arxiv.org/abs/2405.04434): keys and values of all heads are made of
+    one latent row per token, which is what is cached, beside a rotated key that all heads share.
+
+    q_rank      size of the latent row that queries are made of; None: they are made of the input
+    kv_rank     size of the latent row that keys and values are made of
+    nope_dim    of a head of queries and keys, not rotated; rope_dim: rotated, after the others
+    value_dim   of a head of values
+    norm        of both latent rows
+    has_bias    on the projections to the latent rows
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: NormSpec
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries are multiplied by 1 + beta * log(1 + floor((position + offset) / period)) (Llama 4, Mistral 4)."""
+
+    beta: float
+    period: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +108,10 @@ class AttentionSpec:
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
+    qk_norm_after_rope  q and k are normed after they are rotated (Hunyuan)
+    query_scaling  of queries by their positions
+    latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
+                   rotated values stand first. Key and value are both that row
     """
 
     num_heads: int
@@ -90,6 +127,14 @@ class AttentionSpec:
     softcap: float | None = None
     is_softmax_f32: bool = True
     has_sinks: bool = False
+    qk_norm_after_rope: bool = False
+    query_scaling: QueryScaling | None = None
+    latent: LatentSpec | None = None
+
+    @property
+    def output_size(self) -> int:
+        """The size of what the heads give together, which the o projection reads."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +160,31 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts in equal groups, of which a token takes the best `num_chosen`; a group counts by the sum of its num_best best scores."""
+
+    count: int
+    num_chosen: int
+    num_best: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture of experts: softmax over all experts in f32, then the top_k of them.
+    """A mixture of experts: scores of all experts in f32, then the top_k of them.
 
     is_renormalized  the chosen weights are divided by their sum
     is_weight_f32    weights stay f32 over the product with the expert's output (Mixtral); otherwise rounded to the dtype
     has_router_bias  the router's logits have a bias
+    scoring          "softmax" over the experts, "sigmoid" of each, or "sparse" (SparseMixer, Phi-3.5-MoE)
+    has_correction   a bias is added to the scores for choosing, but not to the weights (DeepSeek-V3)
+    groups           None: the experts are not grouped
+    least_sum        the least that renormalised weights are divided by
+    routed_scale     multiplies the weights in the end
+    is_router_f32    the router's product is in f32
+    sparse_margin    with "sparse": of the scores, see `sparse_weights` in kernels/reference/moe.py
+    weighs_inputs    the weights multiply what the experts read, not what they give (Llama 4)
+    shared           an expert that every token is given in addition; None: none
+    has_shared_gate  it is multiplied by the sigmoid of a linear layer of one output (Qwen2-MoE)
     """
 
     num_experts: int
@@ -129,6 +193,16 @@ class MoeSpec:
     is_renormalized: bool = True
     is_weight_f32: bool = False
     has_router_bias: bool = False
+    scoring: Literal["softmax", "sigmoid", "sparse"] = "softmax"
+    has_correction: bool = False
+    groups: ExpertGroups | None = None
+    least_sum: float = 0.0
+    routed_scale: float = 1.0
+    is_router_f32: bool = False
+    sparse_margin: float = 0.0
+    weighs_inputs: bool = False
+    shared: MlpSpec | None = None
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +226,7 @@ class ModelSpec:
     is_tied              the output head is the embedding
     embed_scale          multiplies embeddings; is_embed_scale_cast: it is first rounded to the weights' dtype (Gemma)
     num_learned_positions rows of a learned position embedding that is added (GPT-2); 0: none
+    has_head_bias        the output head has a bias
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
     eos_token_ids        of config.json and generation_config.json together
     """
@@ -167,6 +242,7 @@ class ModelSpec:
     embed_scale: float = 1.0
     is_embed_scale_cast: bool = False
     num_learned_positions: int = 0
+    has_head_bias: bool = False
     logit_scale: float = 1.0
     final_softcap: float | None = None
     bos_token_id: int | None = None

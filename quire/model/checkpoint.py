@@ -17,7 +17,7 @@ from quire.model.config_reader import is_base_model, read_quantization_config
 from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
 from quire.model.mapped_files import MappedFiles
-from quire.model.parameters import Shape, parameter_shapes
+from quire.model.parameters import Shape, float32_parameters, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import listing, open_tensors
 from quire.model.undeclared import refuse_modelopt, refuse_undeclared
@@ -69,10 +69,12 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    tensors = StoredTensors(stored, files)
+    tensors, exact = StoredTensors(stored, files), float32_parameters(spec)
     return _share_head(
         {
-            name: CheckpointParameter(tensors, source, shapes[name], dtype, is_dense=name in _LOOKED_UP)
+            name: CheckpointParameter(
+                tensors, source, shapes[name], torch.float32 if name in exact else dtype, is_dense=name in _LOOKED_UP
+            )
             for name, source in sources.items()
         },
         spec,

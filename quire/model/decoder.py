@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,7 @@ class Decoder:
         self._tap_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
+        self._head_bias = dense.get("lm_head.bias")
 
     def _frequencies_of(self, rope: RopeSpec, step: AttentionInput) -> Tensor:
         """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
@@ -72,7 +74,7 @@ class Decoder:
         for index in range(len(self._layers)) if layers is None else layers:
             if index in self._tap_layers:
                 self._taps.append(x)
-            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index])
+            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index], positions=positions)
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
 
     def step(
@@ -153,12 +155,43 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype."""
-        logits = F.linear(hidden, self._head)
+        logits = F.linear(hidden, self._head, self._head_bias)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.final_softcap is not None:
             logits = torch.tanh(logits / self.spec.final_softcap) * self.spec.final_softcap
         return logits
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where the tokens of a step stand for one layer.
+
+    angles     cos and sin of its rope; None: it has none
+    positions  [T]; None where no layer scales queries by them
+    """
+
+    angles: tuple[Tensor, Tensor] | None
+    step: AttentionInput
+    k_cache: Tensor
+    v_cache: Tensor
+    positions: Tensor | None = None
+
+    def rotate(self, heads: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return heads [T, H, D] rotated."""
+        if self.angles is None or spec.rope is None:
+            return heads
+        return rotate(heads, *self.angles, is_interleaved=spec.rope.is_interleaved)
+
+    def scale(self, q: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return queries [T, H, D] scaled by their positions."""
+        scaling = spec.query_scaling
+        if scaling is None:
+            return q
+        if self.positions is None:
+            raise InvariantError("a layer that scales queries by their positions is run without positions")
+        factors = 1 + scaling.beta * torch.log1p(torch.floor((self.positions + scaling.offset) / scaling.period))
+        return q * factors.to(q.dtype)[:, None, None]
 
 
 class DecoderLayer:
@@ -176,12 +209,18 @@ class DecoderLayer:
         k_cache: Tensor,
         v_cache: Tensor,
         attended: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the layer's output [T, H]; `attended` is what attention reads where it is not the normed input."""
+        """Return the layer's output [T, H].
+
+        attended   what attention reads where it is not the normed input
+        positions  [T], for layers that scale queries by them
+        """
         spec = self.spec
         rope = spec.attention.rope
         y = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
-        y = self._attention(y, spec.attention, None if rope is None else angles[rope], step, k_cache, v_cache)
+        place = LayerPlace(None if rope is None else angles[rope], step, k_cache, v_cache, positions)
+        y = self._latent_attention(y, spec.attention, place) if spec.attention.latent else self._attention(y, spec.attention, place)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))
         return self._add(x, self._norm(y, spec.mlp_out, "mlp_out"))
@@ -197,36 +236,56 @@ class DecoderLayer:
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + (y if self.spec.residual_scale == 1.0 else y * self.spec.residual_scale)
 
-    def _attention(
-        self,
-        x: Tensor,
-        spec: AttentionSpec,
-        angles: tuple[Tensor, Tensor] | None,
-        step: AttentionInput,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> Tensor:
+    def _attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
         q, k, v = self._linear(x, "q"), self._linear(x, "k"), self._linear(x, "v")
         if spec.qk_norm is not None and spec.qk_norm_over == "all":
             q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
         q, k, v = (y.view(len(x), -1, spec.head_dim) for y in (q, k, v))
-        if spec.qk_norm is not None and spec.qk_norm_over == "head":
-            q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
-        if angles is not None:
-            q, k = rotate(q, *angles), rotate(k, *angles)
-        store_kv(k, v, k_cache, v_cache, step.slots)
-        attended = attend(q, k_cache, v_cache, step, spec, self._parameters.get("sinks.weight"))
+        head_norm = spec.qk_norm if spec.qk_norm_over == "head" else None
+        if head_norm is not None and not spec.qk_norm_after_rope:
+            q, k = self._norm(q, head_norm, "q_norm"), self._norm(k, head_norm, "k_norm")
+        q, k = place.rotate(q, spec), place.rotate(k, spec)
+        if head_norm is not None and spec.qk_norm_after_rope:
+            q, k = self._norm(q, head_norm, "q_norm"), self._norm(k, head_norm, "k_norm")
+        q = place.scale(q, spec)
+        store_kv(k, v, place.k_cache, place.v_cache, place.step.slots)
+        attended = attend(q, place.k_cache, place.v_cache, place.step, spec, self._parameters.get("sinks.weight"))
         return self._linear(attended.flatten(1), "o")
+
+    def _latent_attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
+        """Attend in the space of the cached rows: queries are brought into it by the keys' half of kv_b, and what heads find
+        out of it by the values' half."""
+        latent = spec.latent
+        assert latent is not None
+        nope, rank = latent.nope_dim, latent.kv_rank
+        q = self._linear(x, "q" if latent.q_rank is None else "q_a")
+        if latent.q_rank is not None:
+            q = self._linear(self._norm(q, latent.norm, "q_a_norm"), "q")
+        q_nope, q_rope = q.view(len(x), spec.num_heads, -1).split((nope, latent.rope_dim), -1)
+        row, k_rope = self._linear(x, "kv_a").split((rank, latent.rope_dim), -1)
+        row = self._norm(row, latent.norm, "kv_a_norm")
+        up = self._parameters["kv_b.weight"].view(spec.num_heads, -1, rank)
+        q_rope, k_rope = place.rotate(q_rope, spec), place.rotate(k_rope[:, None], spec)
+        q = place.scale(torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, up[:, :nope])), -1), spec)
+        row = torch.cat((k_rope, row[:, None]), -1)
+        store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
+        attended = attend(q, place.k_cache, place.v_cache, place.step, spec)[..., latent.rope_dim :]
+        return self._linear(torch.einsum("thr,hvr->thv", attended, up[:, nope:]).flatten(1), "o")
 
     def _mlp(self, x: Tensor) -> Tensor:
         spec = self.spec.mlp
         if isinstance(spec, MoeSpec):
             modules = ("router", "experts.gate_up", "experts.down")
-            biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in modules))
-            return mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
+            biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in (*modules, "correction")))
+            y = mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
+            return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
         return self._linear(self._activate(x, spec), "down")
 
-    def _activate(self, x: Tensor, spec: MlpSpec) -> Tensor:
+    def _shared_expert(self, x: Tensor, spec: MoeSpec, expert: MlpSpec) -> Tensor:
+        y = self._linear(self._activate(x, expert, "shared."), "shared.down")
+        return torch.sigmoid(self._linear(x, "shared_scale")) * y if spec.has_shared_gate else y
+
+    def _activate(self, x: Tensor, spec: MlpSpec, prefix: str = "") -> Tensor:
         if spec.is_gated:
-            return apply_gate(self._linear(x, "gate"), self._linear(x, "up"), spec)
-        return ACTIVATIONS[spec.activation](self._linear(x, "up"))
+            return apply_gate(self._linear(x, f"{prefix}gate"), self._linear(x, f"{prefix}up"), spec)
+        return ACTIVATIONS[spec.activation](self._linear(x, f"{prefix}up"))

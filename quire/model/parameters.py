@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from quire.contracts.model_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 Shape = tuple[int, ...]
 
@@ -12,6 +12,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
     rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads].
+    Multi-head latent attention has kv_a.weight, the latent rows first, and kv_b.weight, for each head the rows of its key first.
     """
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden)}
@@ -22,7 +23,19 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes |= _norm("final_norm", spec.final_norm, hidden)
     if not spec.is_tied:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    if spec.has_head_bias:
+        shapes["lm_head.bias"] = (spec.vocab_size,)
     return shapes
+
+
+def float32_parameters(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of parameters that are float32 whatever the model's dtype is: what decides between close experts."""
+    names: set[str] = set()
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.mlp, MoeSpec):
+            names |= {f"layers.{index}.correction.bias"} if layer.mlp.has_correction else set()
+            names |= {f"layers.{index}.router.weight"} if layer.mlp.is_router_f32 else set()
+    return frozenset(names)
 
 
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
@@ -50,6 +63,8 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> dict[str, Sha
 def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     is_whole = spec.qk_norm_over == "all"
+    if spec.latent is not None:
+        return _latent_attention(spec, spec.latent, hidden)
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
         **_linear("k", kv_size, hidden, spec.has_qkv_bias),
@@ -58,6 +73,20 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         **_norm("k_norm", spec.qk_norm, kv_size if is_whole else spec.head_dim),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **_linear("o", hidden, q_size, spec.has_o_bias),
+    }
+
+
+def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> dict[str, Shape]:
+    q_size, rank = spec.num_heads * (latent.nope_dim + latent.rope_dim), latent.kv_rank
+    q = _linear("q", q_size, latent.q_rank or hidden, False)
+    if latent.q_rank is not None:
+        q = {**_linear("q_a", latent.q_rank, hidden, latent.has_bias), **_norm("q_a_norm", latent.norm, latent.q_rank), **q}
+    return {
+        **q,
+        **_linear("kv_a", rank + latent.rope_dim, hidden, latent.has_bias),
+        **_norm("kv_a_norm", latent.norm, rank),
+        **_linear("kv_b", spec.num_heads * (latent.nope_dim + latent.value_dim), rank, False),
+        **_linear("o", hidden, spec.output_size, spec.has_o_bias),
     }
 
 
@@ -71,8 +100,11 @@ def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
     inner, has_bias = spec.expert.intermediate_size, spec.expert.has_bias
     return {
         **_linear("router", spec.num_experts, hidden, spec.has_router_bias),
+        **({"correction.bias": (spec.num_experts,)} if spec.has_correction else {}),
         "experts.gate_up.weight": (spec.num_experts, 2 * inner, hidden),
         **({"experts.gate_up.bias": (spec.num_experts, 2 * inner)} if has_bias else {}),
         "experts.down.weight": (spec.num_experts, hidden, inner),
         **({"experts.down.bias": (spec.num_experts, hidden)} if has_bias else {}),
+        **({} if spec.shared is None else {f"shared.{name}": shape for name, shape in _mlp(spec.shared, hidden).items()}),
+        **(_linear("shared_scale", 1, hidden, False) if spec.has_shared_gate else {}),
     }

@@ -15,13 +15,6 @@ namespace {
 // Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
 
-// Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
-bool are_alike(const Weight& a, const Weight& b) {
-    return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group && a.block == b.block &&
-           (a.group_scales == nullptr) == (b.group_scales == nullptr) && (a.group_offsets == nullptr) == (b.group_offsets == nullptr) &&
-           memcmp(a.table, b.table, sizeof(a.table)) == 0;
-}
-
 }  // namespace
 
 // One thread's walk through a step. All threads take the same way; what they share lies in the plan.
@@ -156,7 +149,11 @@ struct Stepper : StepExperts {
             if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
-            if (row < num_rows) turn_heads(l, l.q_norm, !is_whole, q, heads, in.positions[has_few ? in.wanted_rows[row] : row]);
+            if (row < num_rows) {
+                const i64 position = in.positions[has_few ? in.wanted_rows[row] : row];
+                turn_heads(l, l.q_norm, !is_whole, q, heads, position);
+                scale_queries(l, q, static_cast<i64>(heads) * l.head_dim, position);
+            }
             turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
         });
@@ -189,7 +186,87 @@ struct Stepper : StepExperts {
         const NormJob* const job = norm.is_present && has_norm ? &norm.job : nullptr;
         if (l.rope < 0) return kernels.elementwise->turn_heads(job, heads, count, l.head_dim, nullptr, nullptr, 0);
         const Plan::Angles& a = plan.angles_[l.rope];
-        kernels.elementwise->turn_heads(job, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
+        if (l.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, 2 * a.half);
+        const NormJob* const before = l.is_rotated_first ? nullptr : job;
+        kernels.elementwise->turn_heads(before, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
+        if (l.is_rotated_first && job != nullptr) kernels.elementwise->turn_heads(job, heads, count, l.head_dim, nullptr, nullptr, 0);
+    }
+
+    // What a query at a position is multiplied by.
+    void scale_queries(const PlanLayer& l, float* heads, i64 size, i64 position) const {
+        if (l.query_beta == 0.0f) return;
+        const float periods = std::floor((static_cast<float>(position) + l.query_offset) / l.query_period);
+        kernels.elementwise->scale_and_cap(heads, size, 1.0f + l.query_beta * std::log1p(periods), 0.0f);
+    }
+
+    // Multi-head latent attention: cached rows into latent_, and questions in the space of these into qkv_.
+    void project_latent(const PlanLayer& l) {
+        const Latent& latent = l.latent;
+        const i32 head_size = latent.nope + latent.rope;
+        const i64 row_width = row_stride(plan.latent_size_), width = row_stride(plan.question_size_), rank_width = row_stride(plan.question_rank_);
+        const Packed k_input = packed(l.attn_site, l.k_form, num_rows);
+        const Packed q_input = packed(l.attn_site, latent.q_a ? l.q_a_form : l.q_form, num_rows);
+        const LinearJob jobs[2] = {job(*l.k, k_input, Finish::store, plan.latent_, row_width),
+                                   latent.q_a ? job(*latent.q_a, q_input, Finish::store, plan.question_a_, rank_width) : job(*l.q, q_input, Finish::store, plan.question_, width)};
+        run(jobs, 2);
+        if (latent.q_a) {
+            each(num_rows, [&](i64 row) {
+                float* const values = plan.question_a_ + row * rank_width;
+                kernels.elementwise->norm(latent.q_norm.job, values, values);
+            });
+            pack_all(l.q_site, plan.question_a_, rank_width);
+            const Packed input = packed(l.q_site, 0, num_rows);
+            const LinearJob second = job(*l.q, input, Finish::store, plan.question_, width);
+            run(&second, 1);
+        }
+        each(num_rows, [&](i64 row) { store_latent(l, row); });
+        const i64 q_width = row_stride(qkv_size(l));
+        each(num_rows, [&](i64 row) {
+            float* const heads = plan.qkv_ + row * q_width;
+            const float* const from = plan.question_ + row * width;
+            for (i32 head = 0; head < l.num_heads; ++head)
+                memcpy(heads + static_cast<i64>(head) * l.head_dim, from + static_cast<i64>(head) * head_size + latent.nope, sizeof(float) * latent.rope);
+            turn_heads(l, l.q_norm, false, heads, l.num_heads, in.positions[row]);
+        });
+        run_heads(l, l.key_up_site, latent.nope, plan.question_, width, head_size, [&](const LatentHead& head, i32 index, const Packed& input) {
+            return job(*head.key_up, input, Finish::store, plan.qkv_ + static_cast<i64>(index) * l.head_dim + latent.rope, q_width);
+        });
+        each(num_rows, [&](i64 row) { scale_queries(l, plan.qkv_ + row * q_width, static_cast<i64>(l.num_heads) * l.head_dim, in.positions[row]); });
+    }
+
+    // Norm and rotate a row of latent_, and store it.
+    void store_latent(const PlanLayer& l, i64 row) const {
+        const Latent& latent = l.latent;
+        float* const values = plan.latent_ + row * row_stride(plan.latent_size_);
+        float* const cached = own_row();
+        memcpy(cached, values + latent.rank, sizeof(float) * latent.rope);
+        kernels.elementwise->norm(latent.kv_norm.job, values, cached + latent.rope);
+        turn_heads(l, l.k_norm, false, cached, 1, in.positions[row]);
+        kernels.attention->store(l.kv, in.slots[row], 0, 1, cached, cached);
+    }
+
+    // Pack k values of every head of rows, from values on and `step` apart, and run a linear layer for each head.
+    template <class Make>
+    void run_heads(const PlanLayer& l, const Site& site, i32 k, const float* values, i64 stride, i64 step, Make make) {
+        const InputForm& form = site.forms[0];
+        const i64 words = steps_of(form.kind, form.k) * static_cast<i64>(num_rows), groups = groups_of(form.k, form.group) * static_cast<i64>(num_rows);
+        each(l.num_heads, [&](i64 head) { kernels.linear->pack_rows(packed_at(form, num_rows, head * words, head * groups), 0, num_rows, values + head * step, stride, 0, k); });
+        if (worker.rank == 0) {
+            for (i32 head = 0; head < l.num_heads; ++head) {
+                plan.packs_[head] = packed_at(form, num_rows, head * words, head * groups);
+                plan.jobs_[head] = make(l.latent.heads[head], head, plan.packs_[head]);
+            }
+        }
+        barrier(worker);
+        run(plan.jobs_.data(), l.num_heads);
+    }
+
+    // Bring what heads have found in the latent space out of it, into question_.
+    void leave_latent(const PlanLayer& l, const float* attended, i64 width) {
+        const i64 to_width = row_stride(plan.question_size_);
+        run_heads(l, l.value_up_site, l.latent.rank, attended + l.latent.rope, width, l.head_dim, [&](const LatentHead& head, i32 index, const Packed& input) {
+            return job(*head.value_up, input, Finish::store, plan.question_ + static_cast<i64>(index) * l.latent.value, to_width);
+        });
     }
 
     void attend(const PlanLayer& l, const Batch& batch) {
@@ -229,9 +306,13 @@ struct Stepper : StepExperts {
 
     void attention(const PlanLayer& l, bool is_last) {
         const i64 width = row_stride(l.total_heads * l.head_dim);
-        const bool has_few = is_last && plan.has_last_ask_;
-        project(l, has_few);
-        rotate_and_store(l, has_few);
+        const bool is_latent = l.latent.rank > 0, has_few = is_last && plan.has_last_ask_ && !is_latent;
+        if (is_latent) {
+            project_latent(l);
+        } else {
+            project(l, has_few);
+            rotate_and_store(l, has_few);
+        }
         if (num_rows == 0) return;
         attend(l, has_few ? plan.last_ask_ : in.batch);
         float* attended = plan.attended_;
@@ -239,7 +320,12 @@ struct Stepper : StepExperts {
             if (plan.is_sharded()) attended = plan.spare_;  // other ranks still read the shared rows
             keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
         }
-        pack_all(l.o_site, attended, width);
+        if (is_latent) {
+            leave_latent(l, attended, width);
+            pack_all(l.o_site, plan.question_, row_stride(plan.question_size_));
+        } else {
+            pack_all(l.o_site, attended, width);
+        }
         run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l));
     }
 
