@@ -184,7 +184,9 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
             for piece in group:
                 is_plain = not isinstance(stored.get(piece.name), StoredWeight)
                 is_transposed = piece.is_transposed and is_plain
-                stack = (shapes[name][0],) if piece.entry is not None and is_plain else ()
+                # The entry of what is no stack of experts is one of one.
+                count = shapes[name][0] if source.is_stacked else 1
+                stack = (count,) if piece.entry is not None and is_plain else ()
                 rows = shape[0] // len(group)
                 if piece.rows is not None:
                     before = expected.get(piece.name, (*stack, 0))[len(stack) :]

@@ -15,7 +15,10 @@ from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
+_OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
+"""Of types whose language model AutoModelForCausalLM does not know by itself."""
 Style = Literal["v5", "v4"]
 MAX_POSITIONS = 128
 
@@ -79,6 +82,155 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.11,
     "logits_scaling": 7.0,
+}
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_DEEPSEEK_MOE = {
+    **_EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "num_hidden_layers": 3,
+}
+_LATENT = {
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "num_key_value_heads": 4,
+}
+_MSCALE_YARN = {**_LONG_YARN, "mscale": 0.8, "mscale_all_dim": 1.2}
+_MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen2-moe": (
+        "qwen2_moe",
+        {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
+    "qwen2-moe-window": (
+        "qwen2_moe",
+        {
+            **_EXPERTS,
+            "num_experts": 5,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 2,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
+            "qkv_bias": False,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-renorm": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}),
+    "flex-olmo": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "glm4-moe": ("glm4_moe", {**_DEEPSEEK_MOE, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
+    "glm4-moe-no-renorm": ("glm4_moe", {**_DEEPSEEK_MOE, "head_dim": 20, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "head_dim": 16,
+            "rope_parameters": _rope("default", partial_rotary_factor=0.5),
+        },
+    ),
+    "ernie4-5-moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_end_index": 2, "num_hidden_layers": 4, "tie_word_embeddings": False},
+    ),
+    "ernie4-5-moe-bias": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": 40,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": -1,
+            "moe_num_shared_experts": 1,
+            "use_bias": True,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": [2, 3], "head_dim": 16}),
+    "hunyuan-moe-alpha": (
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2, "head_dim": 16, "rope_parameters": _rope("dynamic", alpha=50.0, factor=1.0)},
+    ),
+    "phimoe": (
+        "phimoe",
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2, "sliding_window": 11},
+    ),
+    "phimoe-longrope": (
+        "phimoe",
+        {
+            "num_local_experts": 5,
+            "original_max_position_embeddings": 32,
+            "hidden_size": 64,
+            "rope_parameters": {
+                **{key: value for key, value in _LONGROPE.items() if key != "partial_rotary_factor"},
+                "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.6, 1.8, 2.0],
+                # transformers takes the short ones at every length (its forward asks for frequencies without one), the model's
+                # authors and quire the long ones in longer sequences.
+                "long_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.6, 1.8, 2.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+            },
+        },
+    ),
+    "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoe-shared": (
+        "granitemoeshared",
+        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 24, "attention_bias": True},
+    ),
+    "dots1": ("dots1", {**_DEEPSEEK_MOE, "head_dim": 16, "sliding_window": None}),
+    "dots1-window": ("dots1", {**_DEEPSEEK_MOE, "head_dim": 16, "sliding_window": 11, "max_window_layers": 1}),
+    "solar-open": ("solar_open", {**_DEEPSEEK_MOE, "head_dim": 16, "num_hidden_layers": 2, "attention_bias": True}),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            **{key: value for key, value in _DEEPSEEK_MOE.items() if key not in ("n_routed_experts", "n_shared_experts")},
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "head_dim": 16,
+            "sliding_window": 11,
+            "sliding_window_pattern": 3,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**_DEEPSEEK_MOE, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False, "rope_parameters": _MSCALE_YARN},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {**_DEEPSEEK_MOE, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK_MOE, **_LATENT, "rope_parameters": _MSCALE_YARN}),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        {**_DEEPSEEK_MOE, **_LATENT, "rope_interleave": False, "q_lora_rank": None, "attention_bias": True},
+    ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        {**_DEEPSEEK_MOE, **_LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **_DEEPSEEK_MOE,
+            **_LATENT,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}),
 }
 
 _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
@@ -156,6 +308,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-moe-mlp-only": ("qwen3_moe", {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}),
 }
 
+_CONFIGS |= _MIXTURES
+
 CASES: tuple[str, ...] = tuple(_CONFIGS)
 
 
@@ -169,7 +323,7 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = _class_of(model_type)._from_config(config) if model_type in _OWN_CLASSES else AutoModelForCausalLM.from_config(config)
     _randomise(model, name)
     model.save_pretrained(folder)
     if style == "v4":
@@ -187,9 +341,15 @@ def copy_as_v4(source: Path, folder: Path) -> Path:
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the transformers model of a folder in eval mode, with the plain attention and the plain loop over experts."""
     options: dict[str, str] = {"attn_implementation": "eager"}
-    if json.loads((folder / "config.json").read_text())["model_type"] in ("gpt_oss", "mixtral", "qwen3_moe"):
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values())):
         options["experts_implementation"] = "eager"
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+    return _class_of(model_type).from_pretrained(folder, dtype=dtype, **options).eval()
+
+
+def _class_of(model_type: str) -> type:
+    """Return the class that makes and loads models of a type."""
+    return _OWN_CLASSES.get(model_type, AutoModelForCausalLM)
 
 
 def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
@@ -227,6 +387,9 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
             else:
                 values = randn(parameter.shape) * parameter.shape[-1] ** -0.5
             parameter.copy_(values)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * randn(buffer.shape))
 
 
 def rewrite_as_v4(folder: Path) -> None:

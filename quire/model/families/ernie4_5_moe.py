@@ -44,6 +44,7 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter is stored."""
     names = MixtureNames(
         correction=("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
+        has_correction_rows=True,
     )
     return rename(spec, PRE_NORM_LAYER) | find_mixture_sources(spec, stored, names)
 

@@ -9,7 +9,7 @@ from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import ExpertGroups, MlpSpec, ModelSpec, MoeSpec
 from quire.model.families.blocks import read_activation
 from quire.model.families.config_view import ConfigView
-from quire.model.families.sources import Source, Sources
+from quire.model.families.sources import Piece, Source, Sources
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LEAST_SUM = 1e-20
@@ -100,12 +100,14 @@ class MixtureNames:
 
     block         the module that holds it
     router        below that; correction: of the choice; expert: modules of one, gate, up, down
+    has_correction_rows  the correction is stored as one row of a matrix (ERNIE)
     shared        the module of the shared expert, with the same modules; shared_scale: its gate of one output
     """
 
     block: str = "mlp"
     router: str = "gate.weight"
     correction: tuple[str, ...] = ("gate.e_score_correction_bias",)
+    has_correction_rows: bool = False
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_experts"
     shared_scale: str = "shared_expert_gate.weight"
@@ -138,7 +140,8 @@ def _find_mixture(moe: MoeSpec, block: str, stored: Collection[str], names: Mixt
         sources["experts.down.weight"] = Source.of(f"{block}.experts.down_proj")
     if moe.has_correction:
         known = [f"{block}.{name}" for name in names.correction]
-        sources["correction.bias"] = Source.of(next((name for name in known if name in stored), known[0]))
+        name = next((name for name in known if name in stored), known[0])
+        sources["correction.bias"] = Source(((Piece(name, entry=0 if names.has_correction_rows else None),),))
     if moe.shared is not None:
         for ours, module in zip(("gate", "up", "down"), names.expert, strict=True):
             kinds = ("weight", "bias") if moe.shared.has_bias else ("weight",)
