@@ -9,7 +9,7 @@ from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
-from tests.golden.make_checkpoints import CASES, reference_model
+from tests.golden.make_checkpoints import CASES, LATENT_CASES, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -51,7 +51,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     assert max(errors) <= F32_TOLERANCE, dict(zip(LENGTHS, errors, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in LATENT_CASES])
 def test_bf16_logits_round_where_transformers_rounds(checkpoint, case):
     errors = _errors(checkpoint(case, "v5"), torch.bfloat16)
     assert max(errors) <= BF16_TOLERANCE.get(case, 0.0), dict(zip(LENGTHS, errors, strict=True))
